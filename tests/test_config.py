@@ -31,7 +31,7 @@ def test_vllms_names_mean_the_same():
     config = EngineConfig.of(kv_cache_dtype="fp8", block_size=32, enforce_eager=True)
     assert (config.cache.kv_codec, config.cache.page_slots, config.runner.cuda_graphs) == ("fp8", 32, False)
     for options in ({"kv_codec": "int8", "kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8", "kv_codec": "int8"}):
-        with pytest.raises(ConfigError, match=" and ".join(options) + " are one setting"):
+        with pytest.raises(ConfigError, match=" and ".join(options) + " are the same setting"):
             EngineConfig.of(**options)
 
 

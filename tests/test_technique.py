@@ -93,7 +93,7 @@ def test_a_file_is_configured_like_any_other(tmp_path, monkeypatch):
         (
             "lists.py",
             POLICY.replace("weight: float = 1.0", "weight: tuple[int, ...] = ()"),
-            "which a string can fill; weight is",
+            "which a string can set; weight is",
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_file_that_is_no_technique_is_told_why(tmp_path, name, text, why):
 )
 def test_what_it_does_not_define_is_named(tmp_path, package, base, lacks):
     text = f"from {base.__module__} import {base.__name__}\nclass Empty({base.__name__}):\n    pass\n"
-    with pytest.raises(ConfigError, match=f"empty.py: Empty must define {lacks}, as"):
+    with pytest.raises(ConfigError, match=f"empty.py: Empty must define {lacks} .abstract in"):
         technique.find(package, written(tmp_path, "empty.py", text), base)
 
 
@@ -186,11 +186,11 @@ def test_a_package_that_cannot_be_imported_stops_nobody_else(tmp_path, monkeypat
     tools.choose("auto", make("byte_level"))
     assert (
         "'gone' (kvasir.attention.backends) is left out: ModuleNotFoundError" in caplog.text
-        and "repair or uninstall it" in caplog.text
+        and "repair or uninstall the package" in caplog.text
     )
     with pytest.raises(ModuleNotFoundError) as fault:
         load_drafter("gone")
-    assert "their_lab.gone is what an installed package offers as 'gone'" in fault.value.__notes__[0]
+    assert "an installed package offers their_lab.gone as 'gone'" in fault.value.__notes__[0]
 
 
 def test_a_family_says_what_it_lacks(tmp_path, monkeypatch):

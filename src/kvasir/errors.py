@@ -1,4 +1,4 @@
-"""The three ways things go wrong: a bad set-up, a bad request, and our own bug (a plain ``assert``)."""
+"""The errors for users: a bad configuration and a bad request. A bug of our own is a plain ``assert``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ConfigError(Exception):
-    """Start-up cannot go on. The message says what is wrong, why, and how to fix it."""
+    """The configuration cannot work. The message says what is wrong, why, and how to fix it."""
 
 
 class RequestError(Exception):
@@ -35,8 +35,11 @@ class RequestError(Exception):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the closest spelling among ``choices``, or an empty string. Typos seldom change the first
-    letter; names that share only their ends ("length_penalty", "presence_penalty") mean different things."""
+    """Return " Did you mean 'x'?" for the closest spelling among ``choices``, or an empty string.
+
+    Choices with the same first letter come first, because typos seldom change it; names that share only their ends
+    ("length_penalty", "presence_penalty") mean different things.
+    """
     choices = list(choices)
     alike = [c for c in choices if _first(c) == _first(word)]
     found = difflib.get_close_matches(word, alike, n=1, cutoff=0.75) or difflib.get_close_matches(

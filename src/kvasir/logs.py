@@ -1,4 +1,4 @@
-"""One logger for the package; the CLI decides where it goes and how it looks."""
+"""The package's one logger. The CLI decides where its records go and how they look."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ log = logging.getLogger("kvasir")
 
 
 def setup(level: str = "INFO") -> None:
-    """Plain one-line records on stderr, control characters escaped so that user text cannot forge a line."""
+    """Send plain records to stderr, with control characters escaped so that text of users cannot forge a line."""
 
     class Escaping(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:

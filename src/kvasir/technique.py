@@ -1,12 +1,14 @@
-"""How a method becomes a switch: found by name, configured by one string, refused when it cannot work.
+"""Techniques: methods that are found by name, configured by one string, and refused when they cannot work.
 
-A technique is one module in its seam's folder (``kvasir/kv/codecs/int4.py`` is the codec ``int4``). The module holds one
-subclass of the seam's base class and, when it has parameters, a frozen dataclass ``Config``. No list, enum or import
-anywhere else names it. ``load("kvasir.kv.codecs", "int4_bdr:order=64,rotate_v=true", Codec)`` finds and builds it.
+A technique is one module in its seam's folder (``kvasir/kv/codecs/int4.py`` is the codec ``int4``). The module holds
+one subclass of the seam's base class and, when it has parameters, a frozen dataclass ``Config``. No list, enum or
+import anywhere else names it. ``load("kvasir.kv.codecs", "int4_bdr:order=64,rotate_v=true", Codec)`` finds and builds
+it.
 
-The same module may live outside this package: as a file (``./int6.py:group=32``), or in an installed package that names it in an
-entry point of the seam's group (``[project.entry-points."kvasir.kv.codecs"]  int6 = "my_lab.int6"``), which makes it a name like
-any other. Files run code: whoever takes a spec from a stranger refuses those first (``is_file``).
+The same module may live outside this package: as a file (``./int6.py:group=32``), or in an installed package that names
+it in an entry point of the seam's group (``[project.entry-points."kvasir.kv.codecs"]  int6 = "my_lab.int6"``), which
+makes it a name like any other. A file runs its code, so callers that take a spec from a stranger must refuse files
+first (``is_file``).
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from kvasir.logs import log
 
 
 class Technique:
-    """Base of everything that is chosen by name. The first line of the module's docstring describes it in lists.
+    """Base class of everything that is chosen by name. Lists show the first line of the module's docstring.
 
-    ``exact``: the same tokens as the plain engine (CPU exact mode, every temperature). ``affects_kv``: whether it changes
-    the bytes in the cache; it then becomes part of the prefix key. ``None`` (undeclared) turns the prefix cache off.
-    What is wrong with its options it says with a ConfigError, from its Config or ``__init__``: before a model is loaded.
+    ``exact``: gives the same tokens as the plain engine (in exact mode on a CPU, at every temperature). ``affects_kv``:
+    changes the bytes in the cache, and so becomes part of the prefix key; None (undeclared) turns the prefix cache off.
+    A technique reports bad options with a ConfigError from its Config or ``__init__``, before a model is loaded.
     """
 
     name: ClassVar[str] = ""
@@ -44,15 +46,15 @@ class Technique:
 
     @property
     def ours(self) -> bool:
-        """Whether it is in this package, whose tests hold it to what its seam promises."""
+        """Whether the technique belongs to this package, whose tests check the promises of its seam."""
         return type(self).__module__.startswith("kvasir.")
 
     def conflicts(self, others: list[Technique]) -> list[str]:
-        """Sentences that say why this cannot run with ``others``, each naming the nearest working choice."""
+        """The reasons why this cannot run with ``others``: sentences that each name the nearest working choice."""
         return []
 
     def fingerprint(self) -> tuple:
-        """What goes into the prefix key when ``affects_kv``: the name and every parameter."""
+        """The technique's part of the prefix key when ``affects_kv``: its name and every parameter."""
         return (self.name, *(dataclasses.astuple(self.config) if self.config is not None else ()))
 
 
@@ -61,24 +63,26 @@ R = TypeVar("R")
 
 
 def own(package: str) -> list[str]:
-    """The techniques of a seam that kvasir ships: the public modules of its package, without importing them."""
+    """Names of kvasir's own techniques of a seam: the public modules of its package, which are not imported."""
     root = importlib.import_module(package)
     return sorted(m.name for m in pkgutil.iter_modules(root.__path__) if not m.name.startswith("_"))
 
 
 def names(package: str) -> list[str]:
-    """The techniques of a seam: kvasir's own, and those of installed packages."""
+    """Names of all techniques of a seam: kvasir's own, and those of installed packages."""
     return sorted({*own(package), *(e.name for e in importlib.metadata.entry_points(group=package))})
 
 
 def is_file(spec: str) -> bool:
-    """Whether a spec names a file of code, not a technique that is installed."""
+    """Whether a spec names a file of code and not an installed technique."""
     return spec.partition(":")[0].strip().endswith(".py")
 
 
 def module(package: str, name: str) -> ModuleType | None:
-    """The module of an installed technique; None: there is none of this name. Kvasir's own go first. Raises ConfigError where two
-    packages offer one name."""
+    """Import the module of an installed technique, kvasir's own first; None when there is none of this name.
+
+    Raises ConfigError when two packages offer the name.
+    """
     if name in own(package):
         return importlib.import_module(f"{package}.{name}")
     found = {e.module for e in importlib.metadata.entry_points(group=package, name=name)}
@@ -92,12 +96,13 @@ def module(package: str, name: str) -> ModuleType | None:
     try:
         return importlib.import_module(target)
     except Exception as e:
-        e.add_note(f"{target} is what an installed package offers as '{name}' ({package}): repair or uninstall it")
+        e.add_note(f"an installed package offers {target} as '{name}' ({package}): repair or uninstall the package")
         raise
 
 
 def of_all(package: str, get: Callable[[str], R]) -> list[R]:
-    """``get(name)`` of every technique of a seam. An installed one that fails is left out with a warning: nobody asked for it."""
+    """Return ``get(name)`` of every technique of a seam. An installed one that fails is left out with a warning,
+    because nobody asked for it."""
     ours, found = own(package), []
     for name in names(package):
         try:
@@ -115,15 +120,19 @@ def of_all(package: str, get: Callable[[str], R]) -> list[R]:
 
 
 def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
-    """The technique's class and its Config (None: no parameters). ``name``: of an installed technique ("-" is "_"), or the path of a
-    file, after which it is then called. Raises ConfigError with the choices, and for a module that is no technique of this seam."""
+    """Find a technique's class and its Config (None: no parameters).
+
+    ``name``: an installed technique ("-" counts as "_"), or the path of a file, which gives the technique its name.
+    Raises ConfigError for an unknown name, with the choices, and for a module that is no technique of this seam.
+    """
     kind = package.rsplit(".", 1)[-1]
     if is_file(name):
         path = Path(name).expanduser()
         name = path.stem.replace("-", "_")
         if name in own(package):
             raise ConfigError(
-                f"{path}: kvasir's own {kind} have a '{name}' already, and a name says which method it was. Rename the file."
+                f"{path}: kvasir's own {kind} have a '{name}' already, and a name must say which method it is. "
+                "Rename the file."
             )
         found = _from_file(path)
     else:
@@ -140,25 +149,26 @@ def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
     if len(classes) != 1:
         raise ConfigError(
             f"{found.__file__} must define exactly one subclass of {base.__module__}.{base.__name__}, and defines "
-            f"{', '.join(c.__name__ for c in classes) or 'none'}. Bases and helpers belong into another module."
+            f"{', '.join(c.__name__ for c in classes) or 'none'}. Move bases and helpers to another module."
         )
     if lacking := [n for n in dir(classes[0]) if getattr(getattr(classes[0], n), "__isabstractmethod__", False)]:
         raise ConfigError(
-            f"{found.__file__}: {classes[0].__name__} must define {', '.join(lacking)}, as {base.__module__}.{base.__name__} says"
+            f"{found.__file__}: {classes[0].__name__} must define {', '.join(lacking)} "
+            f"(abstract in {base.__module__}.{base.__name__})"
         )
     classes[0].name = name
     return classes[0], getattr(found, "Config", None)
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in ``path``, run once a process. What it raises is the author's to see."""
+    """Import the module in ``path``, once per process. Its own exceptions pass through, for its author to see."""
     key = str(path.resolve())
     if key not in sys.modules:
         if not path.is_file():
             raise ConfigError(f"there is no file {path} (from {Path.cwd()})")
         spec = importlib.util.spec_from_file_location(key, path)
         assert spec is not None and spec.loader is not None
-        sys.modules[key] = importlib.util.module_from_spec(spec)  # before it runs: dataclasses look their module up
+        sys.modules[key] = importlib.util.module_from_spec(spec)  # before it runs: dataclasses look up their module
         try:
             spec.loader.exec_module(sys.modules[key])
         except BaseException:
@@ -168,7 +178,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def options(config: type, name: str) -> dict[str, Any]:
-    """The kind of each option of a Config. Raises ConfigError for one that no string could fill."""
+    """The type of each option of a Config. Raises ConfigError for an option that no string could set."""
     wanted = f"the Config of '{name}' must be a frozen dataclass"
     if not dataclasses.is_dataclass(config) or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ConfigError(f"{wanted}: @dataclass(frozen=True)")
@@ -176,7 +186,7 @@ def options(config: type, name: str) -> dict[str, Any]:
     for f in dataclasses.fields(config):
         if kinds[f.name] not in (bool, int, float, str) and get_origin(kinds[f.name]) is not Literal:
             raise ConfigError(
-                f"{wanted} of bool, int, float, str and Literal, which a string can fill; {f.name} is {f.type}"
+                f"{wanted} of bool, int, float, str and Literal, which a string can set; {f.name} is {f.type}"
             )
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{wanted} that can be made without options: {f.name} has no default")
@@ -184,7 +194,10 @@ def options(config: type, name: str) -> dict[str, Any]:
 
 
 def load(package: str, spec: str, base: type[T]) -> T:
-    """Build ``name:key=value,key=value``, or ``path/to/name.py:key=value``. Raises ConfigError for an unknown name, key or value."""
+    """Build a technique from ``name:key=value,key=value`` or ``path/to/name.py:key=value``.
+
+    Raises ConfigError for an unknown name, key or value.
+    """
     name, _, rest = spec.partition(":")
     cls, config = find(package, name.strip(), base)
     name = cls.name
@@ -203,7 +216,8 @@ def load(package: str, spec: str, base: type[T]) -> T:
 
 
 def _parse(where: str, text: str, kind: Any) -> Any:
-    """``kind``: bool, int, float, str, or a Literal."""
+    """Parse an option's text as ``kind``: bool, int, float, str or a Literal. Raises ConfigError that names
+    ``where``."""
     if get_origin(kind) is Literal:
         words = {str(value): value for value in get_args(kind)}
         if text not in words:
@@ -221,14 +235,14 @@ def _parse(where: str, text: str, kind: Any) -> Any:
 
 
 def check_conflicts(techniques: list[Technique]) -> None:
-    """Refuse a combination that cannot work, with every reason at once. Raises ConfigError."""
+    """Raise ConfigError with all reasons why the techniques cannot run together, if there are any."""
     reasons = [r for t in techniques for r in t.conflicts([o for o in techniques if o is not t])]
     if reasons:
         raise ConfigError("this combination is not supported:\n  " + "\n  ".join(reasons))
 
 
 def prefix_fingerprint(techniques: list[Technique]) -> tuple | None:
-    """What the techniques add to the prefix key, or None when one does not declare ``affects_kv`` (no caching then)."""
+    """The techniques' part of the prefix key, or None (no caching) when one of them does not declare ``affects_kv``."""
     if any(t.affects_kv is None for t in techniques):
         return None
     return tuple(t.fingerprint() for t in techniques if t.affects_kv)

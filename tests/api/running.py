@@ -56,33 +56,51 @@ class Running:
         """Run something on the server's loop and wait for it (events are not thread safe)."""
         done = threading.Event()
         self.loop.call_soon_threadsafe(lambda: (function(*args), done.set()))
-        assert done.wait(5)
+        assert done.wait(60)
 
     def wait_ready(self) -> Running:
+        """Wait until the start has ended, well or badly."""
         self.until(lambda: self.service.phase != "starting")
         return self
 
     @staticmethod
-    def until(condition, seconds: float = 10.0) -> None:
+    def until(condition, seconds: float = 120.0) -> None:
+        """Wait until the condition holds; the limit is generous, for busy machines."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "this did not happen in time"
             time.sleep(0.005)
 
     def idle(self) -> None:
-        """Nothing is open any more: neither in the engine nor in the counters of the server."""
+        """Wait until nothing is open any more, neither in the engine nor in the counters of the server."""
         self.until(lambda: not self.engine.open and not self.service.concurrency.open)
 
     def stop(self) -> None:
+        """End the server and wait for its thread."""
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(120)
         assert not self.thread.is_alive()
 
 
 @contextlib.contextmanager
 def running(client: FakeClient | None = None, **settings) -> Iterator[Running]:
+    """A server that has started, and is stopped at the end of the block."""
     server = Running(client or FakeClient(), **settings).wait_ready()
     try:
         yield server
     finally:
         server.stop()
+
+
+def all_routes(server: Running) -> set[tuple[str, str]]:
+    """Method and path of every route of the app, of any kind, so that a new route is covered without a change here."""
+    return {
+        (method, route.path.replace("{name:path}", "fake"))
+        for route in server.app.routes
+        for method in route.methods or {"GET"}
+    }
+
+
+def key(text: str) -> dict[str, str]:
+    """The header that sends a key."""
+    return {"authorization": f"Bearer {text}"}

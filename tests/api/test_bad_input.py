@@ -400,7 +400,7 @@ def test_responses_bodies(http, server, name):
 
 
 def test_11_lenient_ignores_with_a_warning():
-    with running(lenient=True) as server, httpx.Client(base_url=server.url) as http:
+    with running(lenient=True) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         r = http.post(TEXT, json={"prompt": "say: a", "temprature": 1, "evil\r\nset-cookie: x": 1, "store": True})
         assert r.status_code == 200 and "temprature" in r.headers["warning"] and "store" in r.headers["warning"]
         assert "set-cookie" not in r.headers
@@ -445,7 +445,7 @@ def test_21_special_strings_in_text_are_text(http, server):
 
 
 def test_22_client_templates_where_enabled():
-    with running(enable_client_chat_template=True) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+    with running(enable_client_chat_template=True) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         r = http.post(CHAT, json={"messages": USER, "chat_template": "say: {{ messages[0].content }}!"})
         assert r.json()["choices"][0]["message"]["content"] == "x!"
         for bad in (

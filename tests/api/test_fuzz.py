@@ -36,7 +36,9 @@ QUIET = [
 
 @pytest.fixture(scope="module")
 def schema(server: Running):
-    return schemathesis.openapi.from_dict(httpx.get(server.url + "/openapi.json").json(), config=SchemathesisConfig())
+    return schemathesis.openapi.from_dict(
+        httpx.get(server.url + "/openapi.json", timeout=120).json(), config=SchemathesisConfig()
+    )
 
 
 def body_cases(schema, path: str, mode):

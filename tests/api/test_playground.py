@@ -230,7 +230,7 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def until(self, condition, seconds=20):
+    def until(self, condition, seconds=120):
         end = time.monotonic() + seconds
         while not self.js(condition):
             assert time.monotonic() < end, (
@@ -246,7 +246,7 @@ class Browser:
             self._session = None
             self.command("Browser.close")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
+            self._process.wait(60)
         self._process.kill()
         self._process.wait()
         os.close(self._read)
@@ -397,7 +397,7 @@ def test_stop_aborts(page, server):
     assert "tokens/s" in browser.js("document.getElementById('speed').textContent")
     browser.js("document.getElementById('stop-button').click()")
     browser.until("document.body.dataset.state === 'stopped'")
-    assert server.aborted.wait(10), "the server still streams"
+    assert server.aborted.wait(60), "the server still streams"
     assert "stopped by you" in text_of(browser, "article.assistant .foot")[0]
     assert browser.js("!document.getElementById('send').hidden && document.getElementById('stop-button').hidden")
 

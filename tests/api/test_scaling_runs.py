@@ -25,7 +25,7 @@ CALLS = 12  # of the run
 
 
 def ended(http, name):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while (run := http.get(f"{RUNS}/{name}").json())["status"] == "running":
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -44,7 +44,7 @@ def same(run):
 def left(tmp_path_factory):
     """A run's files as they are when it has ended all but its last lines, and its result."""
     folder = tmp_path_factory.mktemp("runs")
-    with running(scaling_runs=str(folder / "kept")) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(scaling_runs=str(folder / "kept")) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         server.engine.delay = 0.01
         name = http.post(RUNS, json=BODY).json()["id"]
         calls = folder / "kept" / f"{name}.calls.jsonl"
@@ -66,7 +66,7 @@ def test_a_killed_server_costs_no_call_twice(left, known, tmp_path):
     (tmp_path / f"{name}.run.json").write_bytes(asked)
     if known is not None:
         (tmp_path / f"{name}.calls.jsonl").write_bytes(b"".join(lines[: 1 + known]) + b'{"key": ":p0#9", "torn')
-    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         again = ended(http, name)
         assert same(again) == same(run)
         assert len(server.engine.seen) == CALLS - (known or 0), "what had ended was not asked again"
@@ -77,7 +77,7 @@ def test_a_killed_server_costs_no_call_twice(left, known, tmp_path):
 
 def test_a_server_that_stops_leaves_the_run_to_the_next(left, tmp_path):
     *_, run = left
-    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         server.engine.delay = 0.05
         name = http.post(RUNS, json=BODY).json()["id"]
         while not (calls := tmp_path / f"{name}.calls.jsonl").exists() or calls.read_bytes().count(b"\n") < 4:
@@ -85,13 +85,13 @@ def test_a_server_that_stops_leaves_the_run_to_the_next(left, tmp_path):
         assert all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in tmp_path.glob(f"{name}.*"))
         with pytest.raises(ConfigError, match="another server"):
             RunStore(tmp_path)
-    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         again = ended(http, name)
         assert len(server.engine.seen) <= CALLS - 3 and same(again)["results"] == same(run)["results"]
         assert again["usage"]["completion_tokens"] >= run["usage"]["completion_tokens"], (
             "what an orderly stop cut off was seen, and is paid"
         )
-    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         assert http.get(f"{RUNS}/{name}").json() == again and not server.engine.seen, (
             "what has ended is known, not run again"
         )
@@ -102,11 +102,11 @@ def test_a_server_that_stops_leaves_the_run_to_the_next(left, tmp_path):
 def test_what_was_cancelled_stays_so_and_belongs_to_its_key(tmp_path):
     options = {"scaling_runs": str(tmp_path), "api_key": ("one", "two")}
     one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
-    with running(**options) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(**options) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         server.engine.delay = 0.2
         name = http.post(RUNS, json=BODY, headers=one).json()["id"]
         assert http.delete(f"{RUNS}/{name}", headers=one).json()["status"] == "cancelled"
-    with running(**options) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(**options) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         assert http.get(f"{RUNS}/{name}", headers=one).json()["status"] == "cancelled" and not server.engine.seen
         assert http.get(f"{RUNS}/{name}", headers=two).status_code == 404
 
@@ -124,7 +124,7 @@ def test_what_cannot_go_on_fails_or_is_left_alone(left, tmp_path):
     (tmp_path / "broken.run.json").write_text('{"owner": ""')
     (tmp_path / "empty.run.json").write_text("{}")
     (tmp_path / "hollow.run.json").write_text('{"owner": "", "problems": 1, "seed": 1, "created": 1, "asked": {}}')
-    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         changed, elsewhere = ended(http, "changed"), ended(http, "elsewhere")
         assert changed["status"] == "failed" and "asked for something else" in changed["error"]["message"]
         assert elsewhere["status"] == "failed" and elsewhere["error"]["code"] == "model_not_found"
@@ -136,7 +136,7 @@ def test_what_cannot_go_on_fails_or_is_left_alone(left, tmp_path):
 
 def test_old_runs_leave_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("kvasir.api.scaling_runs.MAX_KEPT", 2)
-    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         names = [http.post(RUNS, json=BODY | {"problems": BODY["problems"][:1]}).json()["id"] for _ in range(1)]
         for _ in range(3):
             ended(http, names[-1])

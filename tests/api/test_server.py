@@ -1,10 +1,9 @@
-"""The server's life and its small routes: start-up, readiness, drain, keys, metrics, limits."""
+"""The server's life and its refusals: start-up, readiness, drain, limits, logs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -13,22 +12,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import kvasir
-from kvasir.api.metrics import ALIASES
 from kvasir.config import ServerConfig
 from kvasir.errors import ConfigError, RequestError
 from tests.api.fake_client import FakeClient
-from tests.api.running import Running, running
+from tests.api.running import Running, key, running
 
 CHAT = "/v1/chat/completions"
 SAY = {"messages": [{"role": "user", "content": "say: hello world"}]}
-OPEN = {"/", "/health", "/health/live"}
-
-
-def key(text: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {text}"}
 
 
 # ------------------------------------------------------------------------------------------------------------- start-up
@@ -39,7 +31,7 @@ def test_liveness_answers_before_the_model_is_loaded():
     engine.start_gate.clear()
     server = Running(engine)
     try:
-        with httpx.Client(base_url=server.url) as http:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
             assert http.get("/health/live").status_code == 200
             for method, path in (
                 ("GET", "/health/ready"),
@@ -75,7 +67,7 @@ def test_metrics_are_there_when_a_start_is_broken_off():
     try:
         server.call(lambda: server.loop.create_task(server.service.stop(0.0)))
         server.until(lambda: server.service.phase == "draining")
-        r = httpx.get(server.url + "/metrics")
+        r = httpx.get(server.url + "/metrics", timeout=120)
         assert r.status_code == 200 and "kvasir:build_info" in r.text
     finally:
         server.stop()
@@ -84,7 +76,7 @@ def test_metrics_are_there_when_a_start_is_broken_off():
 def test_the_probes_of_vllm_work():
     """``/health``: nothing but the status, and no key, for a balancer that knows neither; ``/version``."""
     engine = FakeClient()
-    with running(engine, api_key=("k",)) as server, httpx.Client(base_url=server.url) as http:
+    with running(engine, api_key=("k",)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         r = http.get("/health")
         assert (r.status_code, r.content) == (200, b"")
         assert http.get("/version", headers=key("k")).json() == {"version": kvasir.__version__}
@@ -96,7 +88,7 @@ def test_the_probes_of_vllm_work():
 def test_a_failed_start_says_why():
     engine = FakeClient()
     engine.start_failure = ConfigError("no such model")
-    with running(engine) as server, httpx.Client(base_url=server.url) as http:
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         assert "no such model" in http.get("/health/ready").json()["error"]["message"]
         assert http.post(CHAT, json=SAY).status_code == 503 and isinstance(server.service.failure, ConfigError)
 
@@ -138,12 +130,15 @@ def test_open_addresses_need_a_key(settings, fine):
 def test_draining_finishes_streams_and_refuses_new_requests():
     engine = FakeClient()
     engine.delay = 0.05
-    with running(engine) as server, httpx.stream("POST", server.url + CHAT, json={**SAY, "stream": True}) as r:
+    with (
+        running(engine) as server,
+        httpx.stream("POST", server.url + CHAT, json={**SAY, "stream": True}, timeout=120) as r,
+    ):
         lines = r.iter_lines()
         next(lines)
-        server.call(lambda: server.loop.create_task(server.service.stop(10.0)))
+        server.call(lambda: server.loop.create_task(server.service.stop(120.0)))
         server.until(lambda: server.service.phase == "draining")
-        with httpx.Client(base_url=server.url) as other:
+        with httpx.Client(base_url=server.url, timeout=120) as other:
             assert other.get("/health/ready").status_code == 503 and other.get("/health/live").status_code == 200
             refusal = other.post(CHAT, json=SAY)
             assert refusal.status_code == 503 and "retry-after" in refusal.headers
@@ -152,9 +147,9 @@ def test_draining_finishes_streams_and_refuses_new_requests():
 
 def test_what_does_not_finish_in_time_ends_with_an_error_event():
     engine = FakeClient()
-    engine.delay = 0.2
+    engine.delay = 1.0
     with running(engine) as server:
-        with httpx.stream("POST", server.url + CHAT, json={**SAY, "stream": True}) as r:
+        with httpx.stream("POST", server.url + CHAT, json={**SAY, "stream": True}, timeout=120) as r:
             lines = r.iter_lines()
             next(lines)
             server.call(lambda: server.loop.create_task(server.service.stop(0.0)))
@@ -179,7 +174,7 @@ engine.delay = 0.1
 if sys.argv[2] == "broken":
     engine.start_failure = ConfigError("no such model")
 try:
-    server.serve(c.compose(Settings, {"port": int(sys.argv[1]), "drain_timeout": 5.0}), engine)
+    server.serve(c.compose(Settings, {"port": int(sys.argv[1]), "drain_timeout": 60.0}), engine)
 except ConfigError as e:
     sys.exit(f"ConfigError: {e}")
 """
@@ -200,150 +195,32 @@ def listening_at(process: subprocess.Popen) -> str:
 def test_serve_drains_on(number):
     process = serving(0, "well")
     url = listening_at(process)
-    with httpx.Client(base_url=url, timeout=20) as http:
+    with httpx.Client(base_url=url, timeout=120) as http:
         Running.until(lambda: http.get("/health/ready").status_code == 200)
         with http.stream("POST", CHAT, json={**SAY, "stream": True}) as r:
             lines = r.iter_lines()
             next(lines)
             process.send_signal(number)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     process.stderr.close()
 
 
 def test_a_closed_terminal_is_nothing_under_nohup():
     process = serving(0, "well", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    with httpx.Client(base_url=listening_at(process), timeout=20) as http:
+    with httpx.Client(base_url=listening_at(process), timeout=120) as http:
         Running.until(lambda: http.get("/health/ready").status_code == 200)
         process.send_signal(signal.SIGHUP)
         assert http.get("/health/live").status_code == http.get("/health/ready").status_code == 200
         process.send_signal(signal.SIGTERM)
-    assert "draining" in process.communicate(timeout=20)[1]
+    assert "draining" in process.communicate(timeout=120)[1]
 
 
 def test_serve_says_why_it_cannot(server):
     broken = serving(0, "broken")
-    assert "ConfigError: no such model" in broken.communicate(timeout=20)[1] and broken.returncode == 1
+    assert "ConfigError: no such model" in broken.communicate(timeout=120)[1] and broken.returncode == 1
     taken = serving(int(server.url.rsplit(":")[-1]), "well")
-    assert "is the port taken?" in taken.communicate(timeout=20)[1] and taken.returncode == 1
-
-
-# ----------------------------------------------------------------------------------------------------------------- keys
-
-
-def all_routes(server: Running) -> set[tuple[str, str]]:
-    """Every route of the app, whatever kind it is: a new one is in the table without anybody adding it."""
-    return {
-        (method, route.path.replace("{name:path}", "fake"))
-        for route in server.app.routes
-        for method in route.methods or {"GET"}
-    }
-
-
-@pytest.fixture(scope="module")
-def guarded():
-    with running(api_key=("alpha", "beta")) as server:
-        yield server
-
-
-def test_every_route_but_two_needs_a_key(guarded):
-    routes = all_routes(guarded)
-    assert {("POST", CHAT), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/health/ready")} <= routes
-    with httpx.Client(base_url=guarded.url) as http:
-        for method, path in sorted(routes):
-            for headers in (
-                {},
-                key("wrong"),
-                {"authorization": "Bearer"},
-                {"authorization": "alpha"},
-                {"authorization": "Basic alpha"},
-                key("alph"),
-                key("alphaa"),
-                key("alpha beta"),
-            ):
-                r = http.request(method, path, headers=headers)
-                if path in OPEN:
-                    assert r.status_code != 401, path
-                else:
-                    assert r.status_code == 401 and r.headers["www-authenticate"] == "Bearer", (method, path, headers)
-            for good in ("alpha", "beta"):
-                assert http.request(method, path, headers=key(good)).status_code != 401, path
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "//v1/models"),
-        ("GET", "/v1/../v1/models"),
-        ("GET", "/v1%2Fmodels"),
-        ("GET", "/%2e%2e/metrics"),
-        ("HEAD", "/v1/models"),
-        ("OPTIONS", CHAT),
-        ("TRACE", "/v1/models"),
-        ("GET", "/v1/models?api_key=alpha"),
-        ("GET", "/health/live/"),
-        ("GET", "/health/live/../ready"),
-        ("GET", "/nothing"),
-        ("GET", "/health//live"),
-    ],
-)
-def test_the_guard_cannot_be_walked_around(guarded, method, path):
-    import http.client as raw  # a client that does not tidy paths
-
-    connection = raw.HTTPConnection(guarded.url.removeprefix("http://"), timeout=5)
-    connection.request(method, path)
-    assert connection.getresponse().status == 401
-    connection.close()
-
-
-def test_who_has_no_key_is_counted():
-    with running(api_key=("k",)) as server, httpx.Client(base_url=server.url) as http:
-        http.get("/v1/models")
-        assert (
-            'kvasir:http_requests_total{route="none",status="401"} 1.0' in http.get("/metrics", headers=key("k")).text
-        )
-
-
-def test_tenants_come_from_keys_only(guarded):
-    body = {"messages": [{"role": "user", "content": "say: secret"}]}
-    with httpx.Client(base_url=guarded.url) as http:
-        cached = [
-            http.post(CHAT, json=body, headers=key(k)).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-            for k in ("alpha", "alpha", "beta", "beta")
-        ]
-        assert cached[0] == 0 and cached[1] > 0 and cached[2] == 0 and cached[3] > 0
-        tenants = [r.tenant for r in guarded.engine.seen[-4:]]
-        assert tenants[0] == tenants[1] != tenants[2] == tenants[3] and "alpha" not in tenants[0]
-        for name in ("cache_salt", "tenant"):
-            assert http.post(CHAT, json={**body, name: tenants[2]}, headers=key("alpha")).status_code == 400
-
-
-def test_one_key_is_no_tenant():
-    with running(api_key=("alpha",)) as server:
-        httpx.post(server.url + CHAT, json=SAY, headers=key("alpha"))
-        assert server.engine.seen[-1].tenant == ""
-
-
-def test_cors_is_off_unless_asked_for(http):
-    origin = {"origin": "https://evil.example", "access-control-request-method": "POST"}
-    assert "access-control-allow-origin" not in http.options(CHAT, headers=origin).headers
-    with (
-        running(api_key=("alpha",), allowed_origins=("https://good.example",)) as server,
-        httpx.Client(base_url=server.url) as own,
-    ):
-        good = own.options(CHAT, headers={**origin, "origin": "https://good.example"})
-        assert good.status_code == 200 and good.headers["access-control-allow-origin"] == "https://good.example"
-        asked = own.options(
-            CHAT,
-            headers={**origin, "origin": "https://good.example", "access-control-request-headers": "x-stainless-os"},
-        )
-        assert asked.status_code == 200 and "x-stainless-os" in asked.headers["access-control-allow-headers"], (
-            "OpenAI's own client sends it"
-        )
-        seen = own.get("/health", headers={"origin": "https://good.example"}).headers["access-control-expose-headers"]
-        assert {"x-request-id", "retry-after", "warning"} <= set(seen.split(", "))
-        assert "access-control-allow-origin" not in own.options(CHAT, headers=origin).headers
-        assert own.post(CHAT, json=SAY, headers={"origin": "https://good.example"}).status_code == 401
+    assert "is the port taken?" in taken.communicate(timeout=120)[1] and taken.returncode == 1
 
 
 # ------------------------------------------------------------------------------------------------------ limits, refusals
@@ -439,12 +316,14 @@ def test_a_bug_is_a_logged_500(http, server, monkeypatch, caplog):
 def test_requests_at_once_per_key():
     with (
         running(max_concurrent_per_key=2, api_key=("alpha", "beta")) as server,
-        httpx.Client(base_url=server.url, timeout=20) as http,
+        httpx.Client(base_url=server.url, timeout=120) as http,
     ):
         server.call(server.engine.gate.clear)
         held = [
             threading.Thread(
-                target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("alpha")}
+                target=httpx.post,
+                args=(server.url + CHAT,),
+                kwargs={"json": SAY, "headers": key("alpha"), "timeout": 120},
             )
             for _ in range(2)
         ]
@@ -454,13 +333,13 @@ def test_requests_at_once_per_key():
         r = http.post(CHAT, json=SAY, headers=key("alpha"))
         assert r.status_code == 429 and r.headers["retry-after"]
         other = threading.Thread(
-            target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("beta")}
+            target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("beta"), "timeout": 120}
         )
         other.start()
         server.until(lambda: len(server.engine.open) == 3)
         server.call(server.engine.gate.set)
         for thread in (*held, other):
-            thread.join(10)
+            thread.join(60)
         server.idle()
         assert http.post(CHAT, json=SAY, headers=key("alpha")).status_code == 200
 
@@ -471,133 +350,21 @@ def test_the_help_and_the_docs_say_how_long_a_body_may_pause():
     [help] = [f.metadata["help"] for f in dataclasses.fields(ServerConfig) if f.name == "request_timeout"]
     docs = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text()
     assert (
-        f"{CHUNK_TIMEOUT:g} seconds without a byte are a 408" in help
+        f"A body that stalls for {CHUNK_TIMEOUT:g} seconds gets 408" in help
         and f"{CHUNK_TIMEOUT:g} s without a byte are a 408" in docs
     )
-
-
-# ------------------------------------------------------------------------------------------------------- small routes
-
-
-def samples(http: httpx.Client) -> dict[str, list]:
-    out: dict[str, list] = {}
-    for family in text_string_to_metric_families(http.get("/metrics").text):
-        for sample in family.samples:
-            out.setdefault(sample.name, []).append(sample)
-    return out
-
-
-def test_metrics():
-    with running() as server, httpx.Client(base_url=server.url) as http:
-        for _ in range(3):
-            http.post(CHAT, json=SAY)
-        http.post(CHAT, json={"messages": []})
-        http.get("/nothing/at/all")
-        server.engine.refusal = RequestError("full", status=429, code="queue_full")
-        http.post(CHAT, json=SAY)
-        found = samples(http)
-        value = {name: s[0].value for name, s in found.items()}
-        assert value["kvasir:num_requests_running"] == value["vllm:num_requests_running"] == 0
-        assert (value["kvasir:pages_total"], value["kvasir:pages_free"], value["kvasir:pages_cached"]) == (64, 60, 2)
-        assert value["kvasir:kv_cache_usage"] == value["vllm:kv_cache_usage_perc"] == 4 / 64
-        assert value["kvasir:generation_tokens_total"] == value["vllm:generation_tokens_total"] == 13
-        assert value["kvasir:time_to_first_token_seconds_count"] == value["vllm:time_to_first_token_seconds_count"] == 3
-        assert value["kvasir:inter_token_seconds_count"] == 9 and value["vllm:request_queue_time_seconds_count"] == 3
-        assert value["vllm:e2e_request_latency_seconds_count"] == 4
-        assert value["vllm:request_prompt_tokens_count"] == value["vllm:request_max_num_generation_tokens_count"] == 3
-        assert value["vllm:request_generation_tokens_sum"] == value["vllm:request_max_num_generation_tokens_sum"] == 12
-        assert found["vllm:num_requests_running"][0].labels == {"model_name": "fake"}
-        assert {s.labels["reason"]: s.value for s in found["kvasir:requests_ended_total"]} == {
-            "finished": 3,
-            "queue_full": 1,
-        }
-        assert {s.labels["finished_reason"]: s.value for s in found["vllm:request_success_total"]} == {"stop": 3}
-        http_counts = {(s.labels["route"], s.labels["status"]): s.value for s in found["kvasir:http_requests_total"]}
-        assert (
-            http_counts[(CHAT, "200")] == 3
-            and http_counts[(CHAT, "400")] == 1
-            and http_counts[(CHAT, "429")] == 1
-            and http_counts[("none", "404")] == 1
-        )
-        assert (value["kvasir:engine_restarts_total"], value["kvasir:requests_quarantined_total"]) == (2, 1)
-        assert (value["kvasir:tokens_per_forward"], value["kvasir:draft_saved_seconds"]) == (3.25, -0.5)
-        errors = {s.labels["kind"]: s.value for s in found["kvasir:step_time_relative_error"]}
-        assert errors == {"eager": 0.25, "graph": 0.125}
-        assert found["kvasir:startup_seconds"][0].labels == {"phase": "weights"} and "kvasir:build_info" in value
-
-
-def test_metrics_of_choices_and_of_the_phases():
-    """Two prompts, two choices each, one choice's output cut by a stop string that only the front end sees."""
-    with running() as server, httpx.Client(base_url=server.url) as http:
-        server.engine.delay = 0.01
-        answer = http.post(
-            "/v1/completions", json={"prompt": ["say: hello world to everyone", "say: hello"], "n": 2, "stop": " to"}
-        ).json()
-        http.post(CHAT, json={**SAY, "stream": True})
-        value = {name: s[0].value for name, s in samples(http).items()}
-    usage = answer["usage"]
-    assert value["kvasir:decode_seconds_count"] == value["vllm:request_decode_time_seconds_count"] == 5
-    assert value["kvasir:prefill_seconds_count"] == value["vllm:request_prefill_time_seconds_count"] == 3
-    chat_prompt = value["vllm:request_prompt_tokens_sum"] - 2 * usage["prompt_tokens"]
-    assert value["vllm:request_prompt_tokens_count"] == 5 and chat_prompt > 0
-    assert (
-        value["vllm:request_generation_tokens_count"] == 5
-        and value["vllm:request_generation_tokens_sum"] == usage["completion_tokens"] + 4
-    )
-    assert value["vllm:request_max_num_generation_tokens_count"] == 3
-    assert value["vllm:request_max_num_generation_tokens_sum"] == usage["completion_tokens"] / 2 + 4
-    phases = value["vllm:request_prefill_time_seconds_sum"] + value["vllm:request_queue_time_seconds_sum"]
-    assert value["vllm:request_prefill_time_seconds_sum"] > 0.02 and phases == pytest.approx(
-        value["vllm:time_to_first_token_seconds_sum"]
-    )
-    assert value["vllm:request_decode_time_seconds_sum"] == pytest.approx(value["vllm:inter_token_latency_seconds_sum"])
-
-
-def test_vllms_names_are_listed():
-    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    listed = text.split("\nvLLM's names in `/metrics`")[1].split("\n\n")[0]
-    assert re.findall(r"`(\w+)`", listed) == [
-        name.removeprefix("vllm:") for names in ALIASES.values() for name in names
-    ]
-
-
-def test_openapi_names_every_route_and_schema(http, server):
-    document = http.get("/openapi.json").json()
-    served = {path for method, path in all_routes(server) if method in ("GET", "POST")} - {
-        "/openapi.json",
-        "/v1/models/fake",
-    }
-    assert served <= set(document["paths"])
-    text = json.dumps(document)
-    names = set(document["components"]["schemas"])
-    assert {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]} <= names
-
-
-def test_the_playground_is_open_and_closed_in(http):
-    r = http.get("/")
-    assert r.status_code == 200 and r.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in r.headers["content-security-policy"]
-
-
-def test_the_models_defaults_come_before_ours_and_after_the_clients():
-    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "max_new_tokens": 7, "do_sample": True}
-    with running(FakeClient(generation_defaults=defaults)) as server:
-        for path, body in ((CHAT, SAY), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
-            httpx.post(server.url + path, json={**body, "top_p": 0.5})
-            p = server.engine.seen[-1].params
-            assert (p.temperature, p.top_p, p.top_k, p.min_p) == (0.6, 0.5, 20, 0.0), path
 
 
 def test_a_priority_that_nobody_looks_at_is_refused():
     with running(FakeClient(priorities=False)) as server:
         for path, body in ((CHAT, SAY), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
-            r = httpx.post(server.url + path, json={**body, "priority": 2})
+            r = httpx.post(server.url + path, json={**body, "priority": 2}, timeout=120)
             assert (
                 r.status_code == 400
                 and r.json()["error"]["param"] == "priority"
                 and "--scheduling-policy" in r.json()["error"]["message"]
             )
-            assert httpx.post(server.url + path, json={**body, "priority": 0}).status_code == 200
+            assert httpx.post(server.url + path, json={**body, "priority": 0}, timeout=120).status_code == 200
 
 
 def test_what_the_queue_can_never_hold_is_not_told_to_come_back():
@@ -605,7 +372,7 @@ def test_what_the_queue_can_never_hold_is_not_told_to_come_back():
     with running(FakeClient(max_queued_requests=8, max_queued_tokens=100)) as server:
 
         def ask(path: str, **body) -> httpx.Response:
-            return httpx.post(server.url + path, json=body)
+            return httpx.post(server.url + path, json=body, timeout=120)
 
         fewer, shorter = "Send fewer prompts at a time.", "Shorten it."
         for path, body, param, cure in (
@@ -637,7 +404,7 @@ def test_requests_are_logged_only_when_asked_and_without_the_query(http, caplog)
     http.get("/health/live")
     assert "/health/live" not in caplog.text
     with running(log_requests=True) as server:
-        httpx.get(server.url + "/health/live?api_key=secret")
+        httpx.get(server.url + "/health/live?api_key=secret", timeout=120)
         server.until(lambda: "GET /health/live 200" in caplog.text)
     assert "secret" not in caplog.text
 

@@ -34,7 +34,7 @@ def send(server: Running, path: str, body: dict | bytes, cut: int | None = None)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
     connection = socket.socket()
-    connection.settimeout(10)
+    connection.settimeout(60)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
     connection.connect(("127.0.0.1", int(server.url.rsplit(":")[-1])))
     connection.sendall(head + data[:cut])
@@ -42,10 +42,17 @@ def send(server: Running, path: str, body: dict | bytes, cut: int | None = None)
 
 
 def fine(server: Running) -> None:
+    """Assert that the server still serves and then has nothing open."""
     server.idle()
-    r = httpx.post(server.url + "/v1/completions", json={"prompt": "say: fine"}, timeout=20)
+    r = httpx.post(server.url + "/v1/completions", json={"prompt": "say: fine"}, timeout=120)
     assert r.json()["choices"][0]["text"] == "fine"
     server.idle()
+
+
+def be_patient(server: Running, monkeypatch) -> None:
+    """Give connections their usual time again: a busy machine may need longer than the limits that a test has shortened."""
+    monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 10.0)
+    server.service.settings = dataclasses.replace(server.service.settings, request_timeout=600.0)
 
 
 @pytest.fixture(scope="module")
@@ -118,21 +125,21 @@ def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
     from kvasir.api import limits
     from kvasir.api import server as module
 
-    monkeypatch.setattr(module, "HEADER_SECONDS", 0.1)
-    monkeypatch.setattr(limits, "CHUNK_TIMEOUT", 0.2)
+    monkeypatch.setattr(module, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "CHUNK_TIMEOUT", 0.5)
     with running() as server:
         address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
-        with socket.create_connection(address, timeout=10) as slow:
+        with socket.create_connection(address, timeout=60) as slow:
             slow.sendall(b"POST /v1/completions HT")
             assert slow.recv(100) == b"", "closed without a word"
-        with socket.create_connection(address, timeout=10) as slow:
+        with socket.create_connection(address, timeout=60) as slow:
             slow.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
             )
             assert b" 408 " in slow.recv(4000)
-        with httpx.Client(base_url=server.url) as http:  # a slow answer is not a slow head
+        with httpx.Client(base_url=server.url, timeout=120) as http:  # a slow answer is not a slow head
             server.call(server.engine.gate.clear)
-            threading.Timer(0.5, lambda: server.call(server.engine.gate.set)).start()
+            threading.Timer(1.5, lambda: server.call(server.engine.gate.set)).start()
             assert (
                 http.post(
                     "/v1/chat/completions", json={"messages": [{"role": "user", "content": "say: hello world"}]}
@@ -142,7 +149,8 @@ def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
 
 
 def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
-    """The stream stalls when the socket's buffers are full; after ``request_timeout`` its request is cancelled, and its connection gone."""
+    """The stream stalls when the socket's buffers are full; after ``request_timeout`` the server cancels the request and
+    closes the connection."""
     monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 0.1)
     engine = FakeClient(max_model_len=1 << 20, kv_capacity_tokens=1 << 21)
     with running(engine, request_timeout=0.3) as server:
@@ -152,15 +160,16 @@ def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
             {"prompt": "x", "max_tokens": 20_000, "ignore_eos": True, "stream": True, "logprobs": 20},
         )
         server.until(lambda: bool(engine.open))
-        server.until(lambda: not engine.open, 30)
+        server.until(lambda: not engine.open)
         assert engine.seen[-1].max_tokens == 20_000 and engine.num_ended == 1
         server.until(lambda: not server.server.server_state.connections)
         connection.close()
+        be_patient(server, monkeypatch)
         fine(server)
 
 
 def test_a_whole_reply_that_nobody_reads_is_given_up(monkeypatch):
-    """More than the kernel takes. Who reads it in time gets all of it."""
+    """The reply is larger than the kernel's buffers. A client that reads it in time gets all of it."""
     monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 0.1)
     word = max(range(tokenizer().size), key=lambda i: len(tokenizer().token_text(i)))
     body = {"tokens": [word] * (1 << 20)}
@@ -183,25 +192,26 @@ def test_a_whole_reply_that_nobody_reads_is_given_up(monkeypatch):
         server.until(lambda: not server.server.server_state.connections)
         for connection in (late, never):
             connection.close()
+        be_patient(server, monkeypatch)
         fine(server)
 
 
 def test_more_connections_than_files():
-    """What may be opened is raised to what is allowed: 128 files are 96 connections. One more is refused, not left waiting, and neither it
-    nor garbage fills the log."""
+    """The limit of open files is raised to what is allowed: 128 files are 96 connections. One more is refused and not left
+    waiting, and neither it nor garbage fills the log."""
     process = serving(0, "well", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128)))
     url = listening_at(process)
-    connections = [socket.create_connection(("127.0.0.1", int(url.rsplit(":")[-1])), timeout=10) for _ in range(97)]
+    connections = [socket.create_connection(("127.0.0.1", int(url.rsplit(":")[-1])), timeout=60) for _ in range(97)]
     refused = connections[96].recv(1000)
     assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
     connections[95].sendall(b"\x16\x03\x01 garbage\r\n\r\n")
     assert b" 400 " in connections[95].recv(100)
     for connection in connections:
         connection.close()
-    Running.until(lambda: httpx.get(url + "/health/ready").status_code == 200)
-    assert 'route="none",status="503"' in httpx.get(url + "/metrics").text
+    Running.until(lambda: httpx.get(url + "/health/ready", timeout=120).status_code == 200)
+    assert 'route="none",status="503"' in httpx.get(url + "/metrics", timeout=120).text
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=20)[1]
+    said = process.communicate(timeout=120)[1]
     assert "Traceback" not in said and "Invalid" not in said, said
 
 
@@ -219,7 +229,7 @@ def test_pipelined_requests_are_answered_in_order(slow):
 
 
 def test_a_huge_head_is_refused(slow):
-    connection = socket.create_connection(("127.0.0.1", int(slow.url.rsplit(":")[-1])), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", int(slow.url.rsplit(":")[-1])), timeout=60)
     try:
         connection.sendall(b"GET /health/live HTTP/1.1\r\n" + b"x-junk: " + b"a" * (1 << 20) + b"\r\n\r\n")
         assert connection.recv(100).split(b" ")[1][:1] == b"4"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvasir import technique
@@ -260,7 +260,9 @@ def test_arguments_stream():
     assert sum(bool(d) for d in deltas) == len('{"a": 1}')  # the first brings the name, too
 
 
-@given(st.text(st.sampled_from('{}[]",:\\0123456789.eE+-truefalsn u\n/bx'), max_size=14))
+@given(st.text(st.sampled_from('{}[]",:\\0123456789.eE+-truefalsn u\n/bxd'), max_size=14))
+@example("1d2")
+@example("1es1")
 @settings(max_examples=400, deadline=None)
 def test_the_scanner_agrees_with_json(text):
     def accepted(feed):

@@ -136,7 +136,7 @@ def test_vllm_spellings(settings, ours, vllms):
         (["serve", "--gpu-memory-utilisation=0.5"], "Did you mean '--gpu-memory-utilization'?"),
         (["generate", "--promt", "x"], "Did you mean '--prompt'?"),
         (["show", "--jason"], "Did you mean '--json'?"),
-        (["serve", "--zzzz"], "no option --zzzz. All are listed by kvasir serve --help."),
+        (["serve", "--zzzz"], "no option --zzzz. kvasir serve --help lists all."),
         (["serv"], "serv"),
         (["serve", "a", "b"], "unexpected extra argument"),
         (["serve", "--max-num-seqs", "many"], "--max-num-seqs"),
@@ -153,7 +153,7 @@ def test_vllm_spellings(settings, ours, vllms):
         (["bench", "offline", "--repeats", "0"], "repeats"),
         (
             ["bench", "trace", "f.csv", "--rate", "1", "--url", "http://127.0.0.1:1", "--max-num-seqs", "8"],
-            "max_num_seqs is of a server that is started",
+            "max_num_seqs is for a server that is started",
         ),
         (["show", "--memory", "-1"], "memory"),
     ],

@@ -50,8 +50,8 @@ class Server:
 
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(30)
-        self._reader.join(10)
+        code = self.process.wait(120)
+        self._reader.join(60)
         self.process.stderr.close()
         return code
 
@@ -59,7 +59,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server():
     server = Server()
-    assert server.ready.wait(60) and server.url, "".join(server.log)
+    assert server.ready.wait(240) and server.url, "".join(server.log)
     yield server
     if server.process.poll() is None:
         server.stop()
@@ -67,9 +67,9 @@ def server():
 
 def test_it_answers_with_the_key_only(server):
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{server.url}/v1/models", timeout=10)
+        urllib.request.urlopen(f"{server.url}/v1/models", timeout=60)
     request = urllib.request.Request(f"{server.url}/v1/models", headers={"Authorization": "Bearer k"})
-    assert json.load(urllib.request.urlopen(request, timeout=10))["data"][0]["id"] == "embedded"
+    assert json.load(urllib.request.urlopen(request, timeout=60))["data"][0]["id"] == "embedded"
 
 
 def test_chat_talks_to_it(kvasir, server):
@@ -149,7 +149,7 @@ def test_zz_sigterm_ends_it_cleanly(server):
         (["--host", "203.0.113.1", "--insecure"], "cannot listen on 203.0.113.1"),
         (["--uds", "/no/such/folder/socket"], "cannot listen on --uds /no/such/folder/socket"),
         (["--uds", "/tmp/" + 120 * "x"], "path too long"),
-        (["--uds", __file__], "is no socket"),
+        (["--uds", __file__], "is not a socket"),
         (["--journal", "/no/such/folder/journal.jsonl"], "cannot write /no/such/folder/journal.jsonl"),
     ],
     ids=lambda a: " ".join(a) if isinstance(a, list) else "",

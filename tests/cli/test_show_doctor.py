@@ -135,14 +135,14 @@ def test_windows_keep_their_window_only(kvasir, shape):
     assert found["fits"]["80 GiB"]["131072"] == int(pool // (a_token["full"] * 131072 + a_token["window-1024"] * 1024))
     assert len(found["layers"]) == 2, "two kinds of layer, not a line for each run"
     text = kvasir("show", shape(GEMMA)).out
-    assert "of the last 1,024 tokens" in text and "window 1,024" in text and "none" in text
+    assert "for the last 1,024 tokens" in text and "window 1,024" in text and "none" in text
 
 
 def test_experts(kvasir, shape):
     found = facts(kvasir, shape(MOE), "--memory", "80")
     assert 30e9 < found["parameters"] < 31e9 and 2.7e9 < found["active_parameters"] < 3.4e9
     assert "8 of 128 experts" in found["layers"][0]
-    assert "at work for each token" in kvasir("show", shape(MOE), "--memory", "80").out
+    assert "active per token" in kvasir("show", shape(MOE), "--memory", "80").out
 
 
 @pytest.mark.parametrize(

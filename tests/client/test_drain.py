@@ -9,8 +9,7 @@ import stat
 
 import pytest
 
-from kvasir.client import engine_client as client_module
-from kvasir.client import journal
+from kvasir.client import engine_client, journal
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
 from kvasir.errors import RequestError
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 def test_drain_lets_running_requests_finish_and_refuses_new_ones():
     async def body():
-        async with engine("SlowCore", drain=10.0) as it:
+        async with engine("SlowCore", drain=120.0) as it:
             readers = [Reader(it, request(i, max_tokens=60)) for i in range(4)]
             await until(lambda: all(r.accepted for r in readers))
             stopping = asyncio.create_task(it.stop(20.0))
@@ -86,8 +85,8 @@ def test_drain_survives_a_death():
         async with engine("SlowCore") as it:
             readers = [Reader(it, request(i, max_tokens=60)) for i in range(4)]
             await until(lambda: all(r.events for r in readers))
-            stopping = asyncio.create_task(it.stop(20.0))
-            await asyncio.sleep(0.01)
+            stopping = asyncio.create_task(it.stop(120.0))
+            await until(lambda: it._deadline is not None)
             os.kill(it._child.pid, signal.SIGKILL)
             for reader in readers:
                 (await reader.task).check()
@@ -97,7 +96,7 @@ def test_drain_survives_a_death():
 
 
 def test_stop_in_every_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_SECONDS", 5.0)
+    monkeypatch.setattr(engine_client, "MAX_BACKOFF_SECONDS", 5.0)
 
     async def body():
         fresh = AsyncEngine(EngineConfig(), factory="tests.engine.fake_core:FakeCore")

@@ -1,4 +1,4 @@
-"""Tokens that wait for each other in the engine process: nothing is lost, moved or held back at the end."""
+"""Tokens that the engine process collects into pieces: none is lost or moved, and none stays unsent at the end."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_a_reader_of_the_whole_gets_few_events_and_all_tokens():
         assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + ["length"]
         assert events[0].index == 0 and len(events[0].token_ids) <= 3, "the first does not wait"
         assert len(events) > 10 if key[0] == "along" else len(events) <= 4
-    assert not pieces._requests["whole"].held
+    assert not pieces._requests["whole"].unsent
 
 
-def test_what_cannot_be_joined_follows_what_it_came_behind():
+def test_an_event_that_cannot_be_joined_keeps_its_place():
     pieces = Pieces()
     pieces.open(request("r", 32))
     scored = tokens("r", 0, 3, [4])
@@ -52,7 +52,7 @@ def test_what_cannot_be_joined_follows_what_it_came_behind():
     assert [e.token_ids for e in pieces.ready([scored, tokens("r", 0, 4, [5], "stop")])] == [[1, 2], [4, 5]]
 
 
-def test_an_end_without_tokens_brings_what_was_held():
+def test_an_end_without_tokens_sends_the_unsent_ones():
     pieces = Pieces()
     pieces.open(request("r", 32))
     assert pieces.ready([tokens("r", 0, 1, [1, 2])]) == []
@@ -96,7 +96,7 @@ def test_log_probabilities_go_as_plain_numbers_where_no_more_is_wanted(confidenc
 
 
 def test_ranks_and_alternatives_stay_where_they_are_wanted():
-    """A server's reply in pieces, beside a request that wants numbers only."""
+    """A reply in pieces keeps its entries while another request gets plain numbers."""
     pieces = Pieces()
     pieces.open(request("all", 2))
     pieces.open(request("other", 2, bare=True))
@@ -105,7 +105,7 @@ def test_ranks_and_alternatives_stay_where_they_are_wanted():
     assert [(p.id, p.rank) for p in event.logprobs] == [(1, 1), (2, 1)] and event.bare is None
 
 
-def test_an_end_without_tokens_joins_what_has_log_probabilities():
+def test_an_end_without_tokens_joins_tokens_with_log_probabilities():
     pieces = Pieces()
     pieces.open(request("r", 32, bare=True))
     assert pieces.ready([sure("r", 1, [1]), sure("r", 2, [2])]) == []

@@ -197,7 +197,7 @@ def test_a_reused_id_never_sees_the_events_of_its_predecessor():
 def test_a_failed_start_is_a_config_error(core, words):
     async def body():
         it = AsyncEngine(
-            EngineConfig.of(startup_timeout=1.5 if core == "sleeping" else 60.0),
+            EngineConfig.of(startup_timeout=1.5 if core == "sleeping" else 240.0),
             factory=f"tests.engine.fake_core:{core}",
         )
         with pytest.raises(ConfigError, match=words):

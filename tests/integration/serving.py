@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import openai
 
-START_SECONDS = 60.0
+# Most seconds that a server may take to start, on a busy machine.
+START_SECONDS = 240.0
 
 
 class Served:
@@ -42,12 +43,12 @@ class Served:
         self.url = ""
         try:
             self.url = self._wait(lambda: re.search(r"listening on (http://\S+)", self.log))[1]
-            self.http = httpx.Client(base_url=self.url, timeout=60)
+            self.http = httpx.Client(base_url=self.url, timeout=240)
             self._wait(lambda: self.http.get("/health/ready").status_code == 200)
         except BaseException:
             self.kill()
             raise
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
     @property
     def log(self) -> str:
@@ -67,7 +68,7 @@ class Served:
             for name, value in re.findall(r"^([^#\s].*) (\S+)$", self.http.get("/metrics").text, re.M)
         }
 
-    def until_idle(self, seconds: float = 10.0) -> dict[str, float]:
+    def until_idle(self, seconds: float = 120.0) -> dict[str, float]:
         """Wait until nothing runs, waits or holds a page; returns the metrics."""
         end = time.monotonic() + seconds
         while True:
@@ -81,10 +82,14 @@ class Served:
             time.sleep(0.05)
 
     def counted(self) -> dict[str, float]:
-        """The same once two heartbeats have carried over what the engine has counted: the first metrics that look idle may be older
-        than the last request."""
-        time.sleep(0.6)
-        return self.until_idle()
+        """The metrics once heartbeats have carried over the engine's counters: metrics that look idle may be older than the
+        last request, so two readings, two heartbeats apart, must agree."""
+        names = ("kvasir:steps_total", "kvasir:generation_tokens_total", "kvasir:prompt_tokens_total")
+        now, before = self.until_idle(), None
+        while before is None or any(now[name] != before[name] for name in names):
+            time.sleep(0.6)
+            now, before = self.until_idle(), now
+        return now
 
     def engine_pid(self) -> int:
         """The engine process: the server's one child."""
@@ -93,7 +98,7 @@ class Served:
         [child] = psutil.Process(self.process.pid).children()
         return child.pid
 
-    def terminate(self, seconds: float = 30.0) -> int:
+    def terminate(self, seconds: float = 120.0) -> int:
         """SIGTERM, then the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
@@ -101,7 +106,7 @@ class Served:
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
         if self.url:
             self.http.close()
 

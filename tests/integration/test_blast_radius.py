@@ -94,7 +94,7 @@ async def hung_up(http: httpx.AsyncClient) -> None:
 async def rounds(server: Served) -> AsyncIterator[list[tuple]]:
     """The healthy crowd alone; then again and again, with a third of the catalogue at most, until all of it was sent beside it."""
     limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as http:
         yield await asyncio.gather(*(healthy(http, i) for i in range(HEALTHY)))
         left = catalogue()
         third = len(left) // 3 + 1

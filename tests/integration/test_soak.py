@@ -83,7 +83,7 @@ def test_every_kind_of_request_is_drawn_and_fits():
 @pytest.mark.slow
 def test_what_a_greedy_reply_lost(tmp_path):
     """Nothing, or next to nothing, and much where a token is another one."""
-    with served(tmp_path, "--max-model-len", "256") as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with served(tmp_path, "--max-model-len", "256") as server, httpx.Client(base_url=server.url, timeout=240) as http:
         ids = load._probe(http)
         assert len(ids) == load.PROBE["max_tokens"] and 0 <= load._lost(http, ids) < 1e-3
         for at in (0, 20, len(ids) - 1):

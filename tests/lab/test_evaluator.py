@@ -175,7 +175,7 @@ def test_own_candidates_that_cannot_be(llm):
             Plan((HARD,), own=True, **{"samples": 8, **options})
     with pytest.raises(ConfigError, match="no prompt form named 'agregate'"):
         Plan((HARD,), own=True, samples=8, form="agregate")
-    with pytest.raises(ConfigError, match="do not go together"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         command.run(
             CONFIG,
             Plan((HARD,), own=True, samples=8, form="aggregate"),

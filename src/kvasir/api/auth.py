@@ -1,4 +1,4 @@
-"""API keys. Every route is guarded but those below, so a route added later is guarded without anyone remembering to."""
+"""API keys. Every route except ``OPEN_PATHS`` needs one, so a route added later is guarded by default."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 class KeyGuard:
     """ASGI middleware: ``Authorization: Bearer KEY``, compared in constant time against all keys.
 
-    Stores in ``scope["state"]``: ``key``, a digest that names the caller in counters (empty without keys), and ``tenant``,
-    the salt of the prefix cache: the digest when there are two keys or more, else empty. Neither comes from the client.
-    WebSocket upgrades are refused: no route speaks them.
+    Stores in ``scope["state"]``: ``key``, a digest that names the caller in counters (empty without keys), and
+    ``tenant``, the salt of the prefix cache: the digest when there are two keys or more, else empty. Neither comes from
+    the client. WebSocket upgrades are refused: no route speaks them.
     """
 
     def __init__(self, app: App, keys: Iterable[str] = ()) -> None:
@@ -48,7 +48,7 @@ class KeyGuard:
         return await self.app(scope, receive, send)
 
     def match(self, authorization: bytes) -> str | None:
-        """The caller's name, or None. Always looks at every key."""
+        """The caller's name, or None for a wrong key. It compares all keys, so the time tells nothing about them."""
         if not self.digests:
             return ""
         scheme, _, key = authorization.partition(b" ")

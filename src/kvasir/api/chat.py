@@ -1,4 +1,5 @@
-"""Chat messages: what comes in is checked here, and what goes out is assembled here, from text to reasoning, content and calls."""
+"""Chat messages: checks of those that come in, and assembly of replies from text into reasoning, content and tool
+calls."""
 
 from __future__ import annotations
 
@@ -16,22 +17,20 @@ KEYS = {
     "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
-EMPTY = {
-    "refusal",
-    "annotations",
-    "audio",
-    "function_call",
-    "tool_calls",
-}  # clients send these back with nothing in them
+# Keys that clients send back with empty values, which are dropped.
+EMPTY = {"refusal", "annotations", "audio", "function_call", "tool_calls"}
 
 
 def check_messages(messages: list[dict[str, Any]], where: str = "messages") -> list[dict[str, Any]]:
-    """Messages as the chat template takes them. Raises RequestError naming the place, like ``messages[2].tool_call_id``."""
+    """Return messages in the form that chat templates take.
+
+    Raises RequestError that names the place, like ``messages[2].tool_call_id``.
+    """
     return [check_message(m, f"{where}[{i}]") for i, m in enumerate(messages)]
 
 
 def texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Every text in the content of the messages."""
+    """Yield every text in the content of the messages."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else [content]:
@@ -41,7 +40,7 @@ def texts(messages: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """One of them, at the place ``where``."""
+    """Check one message, which stands at the place ``where`` of the body; see ``check_messages``."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ROLES:
         raise RequestError(
@@ -65,7 +64,7 @@ def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
     if role == "tool" and not message.get("tool_call_id"):
         raise RequestError(
-            f"{where}.tool_call_id is required: which call does this answer?",
+            f"{where}.tool_call_id is required: it names the call that this message answers",
             param=f"{where}.tool_call_id",
             code="missing_parameter",
         )
@@ -73,7 +72,7 @@ def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         message.setdefault("reasoning_content", message.pop("reasoning"))
     if "tool_calls" in message:
         _check_calls(message["tool_calls"], f"{where}.tool_calls")
-    # Templates know no developer; it is OpenAI's newer word for system.
+    # Templates do not know the role developer, which is OpenAI's newer word for system.
     return {**message, "role": "system"} if role == "developer" else message
 
 
@@ -108,7 +107,8 @@ class Call:
 
 @dataclass(slots=True)
 class Piece:
-    """A step of one message: some reasoning, some content, or the start (``started``) or continuation of call ``call``."""
+    """A piece of one message: some reasoning, some content, or the start (``started``) or continuation of call
+    ``call``."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
@@ -117,7 +117,7 @@ class Piece:
 
 
 class Message:
-    """One assistant message as it grows. Streams send the pieces, collected replies the whole: the same objects."""
+    """One assistant message as it grows. Streams send its pieces, collected replies the whole message."""
 
     def __init__(
         self,
@@ -133,11 +133,12 @@ class Message:
         self._tool_parser = tool_parser
         self._parallel = parallel
         self._end = list(end_of_reasoning)
-        self._tokens: list[int] = []  # those that may be reasoning: up to the mark that ends it
+        self._tokens: list[int] = []  # tokens that may be reasoning, up to the mark that ends it
         self._ended = not self._end
 
     def push(self, text: str, token_ids: list[int], final: bool) -> list[Piece]:
-        """Take text and its tokens in, give out what it turned out to be. ``final``: nothing follows, hold nothing back."""
+        """Take text and its tokens; return the pieces they make. ``final``: nothing follows, so nothing is held
+        back."""
         self._count(token_ids)
         pieces = []
         if self._reasoning_parser is not None:
@@ -173,18 +174,19 @@ class Message:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens the reasoning took, its marks included; 0 for a message without reasoning."""
+        """Number of tokens of the reasoning, its marks included; 0 for a message without reasoning."""
         return len(self._tokens) if self.reasoning else 0
 
     def finish_reason(self, reason: str) -> str:
-        """``tool_calls`` when the message ended by itself and holds calls that can be made: a stop string may have cut the last one."""
+        """The finish reason for clients: ``tool_calls`` when the message ended by itself and all its calls are complete
+        (a stop string may have cut the last one)."""
         return (
             "tool_calls" if self.calls and reason == "stop" and all(whole(c.arguments) for c in self.calls) else reason
         )
 
 
 def whole(arguments: str) -> bool:
-    """Whether a call's arguments are all there: what is cut short is no JSON."""
+    """Whether a call's arguments are complete: JSON that was cut short cannot be parsed."""
     try:
         json.loads(arguments)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Token ids of one branch to text, as they come: whole characters only, stop strings found across token borders.
+"""Streaming text of one branch: whole characters only, with stop strings found across the borders of tokens.
 
-Text that could be the beginning of a stop string is held back until it is clear whether it is one. The texts of all
-deltas together are the text of the whole, however the tokens were grouped.
+Text that could be the beginning of a stop string is held back until it is clear whether it is one. The joined texts of
+all deltas do not depend on how the tokens were grouped.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from kvasir.types import SamplingParams
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one push added. ``stop``: the stop string that ended the text. ``num_tokens``: how many of the pushed tokens
-    belong to the output (up to and including the one that completed the stop). ``offsets``: for each of these, how many
-    characters of output text its own stands after (completions' ``text_offset``). ``ends``: for each, how much of ``text``
-    had been given out with it."""
+    """The text that one push added.
+
+    ``stop``: the stop string that ended the text. ``num_tokens``: number of pushed tokens that belong to the output, up
+    to and including the one that completed the stop string. ``offsets``: for each of these, the number of characters of
+    the output before its own text (``text_offset`` of completions). ``ends``: for each, the length of ``text`` once it
+    was taken.
+    """
 
     text: str = ""
     stop: str | None = None
@@ -28,9 +31,12 @@ class TextDelta:
 
 
 class Detokenizer:
-    """``prompt_ids``: what the text continues, so that a space or half a character at the border comes out right; leave it
-    empty for an answer that is a text of its own (chat). ``keep_ids``: special ids to show although special tokens are
-    skipped (marks that a parser looks for)."""
+    """The text of one branch.
+
+    ``prompt_ids``: the prompt that the text continues, so that a space or half a character at the border comes out
+    right; leave it empty for an answer that is a text of its own (chat). ``keep_ids``: special ids to show although
+    special tokens are skipped, because a parser looks for their marks.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, keep_ids: Collection[int] = ()
@@ -40,15 +46,18 @@ class Detokenizer:
         self._stops = params.stop
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._held = ""  # decoded, not given out: it may be the beginning of a stop string
-        self._num_chars = 0  # decoded in all, held text included
+        self._held = ""  # decoded but held back: it may be the beginning of a stop string
+        self._num_chars = 0  # characters decoded in all, held text included
         self._num_tokens = 0
         self._ended = False
 
     def push(self, token_ids: Sequence[int], finished: bool = False, stopped: bool = False) -> TextDelta:
-        """The text that ``token_ids`` add. ``finished``: the branch has ended, give out everything held; ``stopped``: by its last token,
-        which then shows only if stop strings are included. Which tokens end a branch is the engine's to say: a checkpoint may name more
-        than its tokenizer does. After a stop string was found, further tokens add nothing."""
+        """Take tokens; return the text they add. After a stop string was found, further tokens add nothing.
+
+        ``finished``: the branch has ended, so nothing is held back. ``stopped``: the last token ended it, and shows
+        only if stop strings are included. The engine says which tokens end a branch, because a checkpoint may name more
+        of them than its tokenizer does.
+        """
         delta = TextDelta()
         if self._ended:
             return delta
@@ -71,7 +80,7 @@ class Detokenizer:
         return delta
 
     def _add(self, text: str, delta: TextDelta) -> bool:
-        """Take decoded text in; True when it completed a stop string."""
+        """Take decoded text; return True when it completed a stop string."""
         self._num_chars += len(text)
         if not self._stops or self._num_tokens < self._min_tokens:
             delta.text += text
@@ -89,7 +98,7 @@ class Detokenizer:
         return False
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the held text that begins a stop string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):

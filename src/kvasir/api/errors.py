@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Error replies in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TYPES = {
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
-    """The body. ``type`` follows from the status, ``code`` is ours and machine-readable."""
+    """The body of an error reply. ``type`` follows from the status; ``code`` is ours and machine-readable."""
     kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: RequestError) -> Response:
-    """The reply. 429 and 503 always carry ``Retry-After`` in whole seconds; 401 says which scheme is wanted."""
+    """The error reply. 429 and 503 always carry ``Retry-After`` in whole seconds; 401 names the expected scheme."""
     headers = {}
     if error.status in (429, 503) or error.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))

@@ -1,7 +1,8 @@
 """One HTTP request's generation: from admitted engine requests to text deltas, choice by choice.
 
-A body may hold several prompts, each with ``n`` branches; choice ``i * n + b`` is branch ``b`` of prompt ``i``. The same
-deltas feed a stream and a collected reply, so the two cannot differ. Whatever happens, the engine's iterators are closed.
+A body may hold several prompts, each with ``n`` branches; choice ``i * n + b`` is branch ``b`` of prompt ``i``. The
+same deltas feed a stream and a collected reply, so the two cannot differ. Whatever happens, the engine's iterators are
+closed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from kvasir.types import Event, Request, TokenLogprob
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in one choice. ``text`` may be empty while tokens are held back (half a character, half a stop string).
+    """New tokens and text of one choice. ``text`` may be empty while half a character or stop string is held back.
 
-    ``index``: place of the first token in the choice's output. ``offsets``: where each token's text starts in the choice's
-    text. ``ends``: for each token, how much of ``text`` came with it and those before it. ``finish_reason`` is set on the last
-    delta of the choice.
+    ``index``: place of the first token in the choice's output. ``offsets``: where each token's text starts in the
+    choice's text. ``ends``: for each token, the length of ``text`` that came with it and those before it.
+    ``finish_reason`` is set on the last delta of the choice.
     """
 
     choice: int
@@ -40,7 +41,7 @@ class Delta:
     ends: list[int] = field(default_factory=list)
 
     def singly(self) -> Iterator[Delta]:
-        """The same, a token each: what is made of these does not depend on how many tokens came at once."""
+        """Split into deltas of one token, for results that must not depend on how many tokens came at once."""
         last, start = len(self.token_ids) - 1, 0
         if last < 1:
             yield self
@@ -62,7 +63,7 @@ class Delta:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens. ``completion`` counts every generated token up to the one that completed a stop string."""
+    """Token counts. ``completion`` counts every generated token up to the one that completed a stop string."""
 
     prompt: int = 0
     cached: int = 0
@@ -70,6 +71,7 @@ class Usage:
     reasoning: int = 0
 
     def object(self) -> dict[str, Any]:
+        """The ``usage`` object of chat and completions."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -81,32 +83,33 @@ class Usage:
 
 @dataclass(slots=True)
 class Branch:
-    """One choice as it arrives."""
+    """The state of one choice while its tokens arrive."""
 
     choice: int
     detokenizer: Detokenizer
     num_tokens: int = 0
     done: bool = False
-    first: float | None = None  # time.monotonic() of its first token, and
-    last: float | None = None  # of its last
+    first: float | None = None  # time.monotonic() of its first token
+    last: float | None = None  # time.monotonic() of its latest token
 
 
 @dataclass(slots=True)
 class Running:
     """One engine request: its events, its branches, and what came with its prompt."""
 
-    index: int  # which of the body's prompts
+    index: int  # number of its prompt in the body
     request: Request
     events: AsyncIterator[Event]
     branches: list[Branch]
     cached: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    early: list[Event] = field(default_factory=list)  # of other branches, before what came with the prompt
-    started: bool = False  # its first token has arrived
+    early: list[Event] = field(default_factory=list)  # events of other branches, held until the prompt's have come
+    started: bool = False  # whether its first token has arrived
 
 
 class Generation:
-    """Open with ``open``, read ``deltas`` once, and ``close`` in every case (closing cancels what still runs)."""
+    """The generation of one HTTP request. Call ``open``, read ``deltas`` once, and ``close`` it in every case; closing
+    cancels what still runs."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class Generation:
         self._by_choice = [r for r in self.running for _ in r.branches]
 
     def of(self, delta: Delta) -> Running:
-        """Which engine request a delta belongs to."""
+        """The engine request that a delta belongs to."""
         return self._by_choice[delta.choice]
 
     async def open(self) -> None:
@@ -149,7 +152,7 @@ class Generation:
             raise
 
     async def close(self, reason: str = "disconnected") -> None:
-        """Idempotent. ``reason`` is what the metrics count."""
+        """Close all iterators, which cancels unfinished requests; idempotent. ``reason``: the label in the metrics."""
         if self.closed:
             return
         self.closed = True
@@ -161,7 +164,7 @@ class Generation:
             self.metrics.ended(reason, time.monotonic() - self.arrival)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Deltas in order of arrival. Raises RequestError when the engine fails a request."""
+        """Yield deltas in order of arrival. Raises RequestError when the engine fails a request."""
         reason = "disconnected"
         left = len(self._by_choice)
         try:
@@ -176,7 +179,7 @@ class Generation:
                             continue
                         if delta.finish_reason is not None:
                             left -= 1
-                            if event.finish_reason is None:  # a stop string, of which the engine does not know
+                            if event.finish_reason is None:  # a stop string ended it, which the engine does not see
                                 await self.client.cancel(r.request.id, event.branch)
                         yield delta
                     if not left:
@@ -193,7 +196,7 @@ class Generation:
             await self.close(reason)
 
     async def _merged(self) -> AsyncGenerator[Event, None]:
-        """The events of several requests as they come."""
+        """Yield the events of several requests as they come."""
         waiting = {asyncio.ensure_future(anext(r.events, None)): r for r in self.running}
         try:
             while waiting:
@@ -207,7 +210,7 @@ class Generation:
             await _cancel(list(waiting))
 
     def _delta(self, r: Running, event: Event) -> Delta | None:
-        """One event as a delta, or None when it says nothing new."""
+        """Turn one event into a delta, or None when it says nothing new."""
         branch = r.branches[event.branch]
         if event.prompt_logprobs is not None:
             r.prompt_logprobs = event.prompt_logprobs
@@ -270,8 +273,8 @@ class Generation:
 
 
 def _behind_prompt(r: Running, event: Event) -> list[Event]:
-    """What may be told now. Echoed prompts stand first in every choice, and their log-probabilities come with branch 0; on a busy engine
-    other branches may be ahead of it."""
+    """Return the events that may be delivered now. Every choice begins with its echoed prompt, whose log-probabilities
+    come with branch 0; on a busy engine other branches may be ahead of it and have to wait."""
     if r.request.params.prompt_logprobs is not None and r.prompt_logprobs is None and event.prompt_logprobs is None:
         r.early.append(event)
         return []

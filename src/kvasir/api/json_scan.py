@@ -1,4 +1,10 @@
-"""JSON read one character at a time: the first character that cannot be JSON raises, and no text is read twice."""
+"""Read JSON one character at a time: the first character that cannot be JSON raises, and no text is read twice.
+
+``pydantic_core.from_json(allow_partial=...)`` does not replace this module. It returns values and not their place in
+the text, so arguments could not be streamed as the model wrote them. It lets the last of two equal keys win unseen,
+accepts some text that no JSON starts with (``[0t``, ``{"a": 1]``), refuses the escape of a lone surrogate, and has to
+read the whole text again for each piece.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from typing import Any
 WHITESPACE = " \t\n\r"
 MAX_DEPTH = 256
 LITERAL_STARTS = {"t": "true", "f": "false", "n": "null"}
-# Number states: what each kind of character leads to. "done" states may end the number.
+# State of a number -> kind of the next character -> next state. A number may end in a state of ``NUMBER_ENDS``.
 NUMBER = {
     "-": {"0": "zero", "d": "int"},
     "zero": {".": "dot", "e": "exp"},
@@ -21,27 +27,33 @@ NUMBER = {
     "power": {"0": "power", "d": "power"},
 }
 NUMBER_ENDS = {"zero", "int", "frac", "power"}
+# Kind of each character that a number may hold: zero, another digit, point, exponent mark or sign.
+NUMBER_KINDS = (
+    {"0": "0", ".": "."} | dict.fromkeys("123456789", "d") | dict.fromkeys("eE", "e") | dict.fromkeys("+-", "s")
+)
 
 
 class Malformed(Exception):
-    """The text is not what it began to be."""
+    """The text cannot be continued to the JSON value or the tool call that it began."""
 
 
 class ValueScan:
-    """One JSON value. ``feed`` returns False for a character that ends a number without being part of it."""
+    """A scanner of one JSON value. ``done`` is set when the value is complete."""
 
     def __init__(self) -> None:
         self.done = False
         self._stack: list[str] = []  # open brackets, innermost last
-        self._state = (
-            "value"  # value, string, escape, u1-u4, literal, number, after, key, colon, first_key, first_value
-        )
+        # value, string, escape, u1-u4, literal, number, after, key, colon, first_key or first_value
+        self._state = "value"
         self._string_is_key = False
-        self._rest = ""  # of a literal
-        self._number = ""
+        self._rest = ""  # what a literal still lacks
+        self._number = ""  # state of the number, a key of ``NUMBER``
 
     def feed(self, char: str) -> bool:
-        """Raises Malformed when ``char`` cannot come here."""
+        """Take one character; return False when it ends a number without being part of the value.
+
+        Raises Malformed when ``char`` cannot come here.
+        """
         if self._state == "string":
             self._in_string(char)
         elif self._state == "number":
@@ -130,18 +142,7 @@ class ValueScan:
             self._ended()
 
     def _in_number(self, char: str) -> bool:
-        kind = (
-            "0"
-            if char == "0"
-            else "d"
-            if char in "123456789"
-            else "e"
-            if char in "eE"
-            else "s"
-            if char in "+-"
-            else char
-        )
-        following = NUMBER[self._number].get(kind)
+        following = NUMBER[self._number].get(NUMBER_KINDS.get(char, ""))
         if following is not None:
             self._number = following
             return True
@@ -154,29 +155,32 @@ class ValueScan:
 
 
 class ObjectScan:
-    """One JSON object, with its top-level keys and values pointed out.
+    """A scanner of one JSON object that reports where the values of its top-level keys start and end.
 
-    ``feed`` returns "start", "part" or "value" (complete) for a character of the value of ``key``, "end" for the closing
-    brace, else None. ``text`` is the present value so far; only strings are kept whole, of others the first character.
+    ``key``: the key whose value is being read. ``text``: that value so far if it is a string, else its first character.
     """
 
     def __init__(self) -> None:
         self.key: str | None = None
         self.text = ""
         self._keys: list[str] = []
-        self._state = "open"  # open, first_key, key, in_key, colon, before, value, after, done
+        self._state = "open"  # open, first_key, key, in_key, colon, before, value, after or done
         self._scan = ValueScan()
 
     def seen(self, keys: Collection[str]) -> int:
-        """How many values of these keys have begun."""
+        """Number of top-level keys read so far that are among ``keys``, repeated ones counted each time."""
         return sum(k in keys for k in self._keys)
 
     def value(self) -> Any:
-        """The present value, if it is a complete string; else None."""
+        """The value that was just completed if it is a string, else None."""
         return json.loads(self.text) if self.text.startswith('"') else None
 
     def feed(self, char: str) -> str | None:
-        """Raises Malformed when ``char`` cannot come here."""
+        """Take one character and say what it is.
+
+        Returns "start", "part" or "value" (the last one) for a character of the value of ``key``, "end" for the closing
+        brace, else None. Raises Malformed when ``char`` cannot come here.
+        """
         if self._state == "value":
             return self._in_value(char)
         if self._state == "in_key":
@@ -222,7 +226,7 @@ class ObjectScan:
         return "start"
 
     def _in_value(self, char: str) -> str | None:
-        if not self._scan.feed(char):  # a number ended by the character after it
+        if not self._scan.feed(char):  # the value was a number, which ends with the character after it
             self._state = "after"
             return None if char in WHITESPACE else self._between(char)
         if self.text.startswith('"'):

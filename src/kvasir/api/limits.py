@@ -1,7 +1,8 @@
-"""What a request may weigh before anything is spent on it: body size, time to arrive, nesting, numbers, open requests.
+"""Limits on requests, checked before any work: body size, time to arrive, nesting, number of parts, open requests.
 
-A body is read with a limit, checked for depth and parts without parsing, then decoded strictly: UTF-8 only, no NaN or Infinity, no lone
-surrogates. Of duplicate keys the last one wins. Everything raises RequestError, so a bad body costs a 4xx and nothing else.
+A body is read with a limit, checked for depth and parts without parsing, then decoded strictly: UTF-8 only, no NaN or
+Infinity, no lone surrogates. Among duplicate keys the last one wins. Every violation raises RequestError, so a bad body
+costs a 4xx and nothing else.
 """
 
 from __future__ import annotations
@@ -20,19 +21,26 @@ from kvasir.errors import RequestError
 if TYPE_CHECKING:
     import numpy as np  # imported by the first body, or while the engine starts
 
+# Deepest nesting of brackets.
 MAX_DEPTH = 64
-MAX_PARTS = (
-    1 << 18
-)  # strings, arrays and objects of a body: millions take the decoder seconds, in one call that holds everybody up
-MAX_EXPONENTS = 1 << 14  # numbers like 1e300, or 1e-300 of many digits: 350,000 take it three
-CHUNK_TIMEOUT = 10.0  # seconds between two pieces of a body
-PIECE = 1 << 16  # bytes whose depth is measured in one go; other threads run in between
+# Most strings, arrays and objects in a body: millions of them take the decoder seconds, in one call that blocks all
+# others.
+MAX_PARTS = 1 << 18
+# Most numbers like 1e300, or 1e-300 with many digits: 350,000 of them take the decoder three seconds.
+MAX_EXPONENTS = 1 << 14
+# Seconds that may pass between two pieces of a body.
+CHUNK_TIMEOUT = 10.0
+# Bytes whose depth is measured in one go; other threads run in between.
+PIECE = 1 << 16
 _EXPONENT = re.compile(rb"\d[eE][+-]?\d{3}")
 _MARKS = bytes(c if c in b'"\\[]' else {ord("{"): ord("["), ord("}"): ord("]")}.get(c, ord(" ")) for c in range(256))
 
 
 async def read_body(request: Request, limit: int, timeout: float) -> bytes:
-    """The raw body. Raises RequestError 415 (not JSON, or encoded), 413 (longer than ``limit`` bytes), 408 (too slow)."""
+    """Read the raw body.
+
+    Raises RequestError 415 (not JSON, or compressed), 413 (longer than ``limit`` bytes) or 408 (too slow).
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise RequestError(
@@ -67,19 +75,22 @@ def _too_large(limit: int) -> RequestError:
 
 
 def check_shape(body: bytes) -> None:
-    """Raise RequestError when brackets nest deeper than MAX_DEPTH or do not match (those in strings do not count), and 413 when
-    there are more than MAX_PARTS strings, arrays and objects, or MAX_EXPONENTS numbers with large ones (or text that looks like them).
+    """Raise RequestError when brackets nest deeper than MAX_DEPTH or do not match (brackets in strings do not count),
+    and 413 when there are more than MAX_PARTS strings, arrays and objects, or more than MAX_EXPONENTS numbers with
+    large exponents (or text that looks like them).
 
-    Linear time, no recursion, whatever the bytes are, and never long in one call: a large body must not stall other streams.
+    It takes linear time without recursion, whatever the bytes are, and no call of it lasts long: a large body must not
+    stall other streams.
     """
     import numpy as np
 
     depth, inside, start, parts, exponents = 0, False, 0, 0, 0
     while start < len(body):
-        # Everything but marks becomes a space, so that neighbours stay neighbours; then so does a backslash with what it escapes.
+        # All bytes except marks become spaces, so that places stay the same; then each backslash with the byte it
+        # escapes.
         piece = body[start : start + PIECE].translate(_MARKS).replace(rb"\\", b"  ")
         if piece.endswith(b"\\") and len(piece) > 1:
-            piece = piece[:-1]  # what it escapes comes next
+            piece = piece[:-1]  # the byte it escapes is in the next piece
         exponents += len(_EXPONENT.findall(body, start, start + len(piece)))
         if exponents > MAX_EXPONENTS:
             raise RequestError(
@@ -107,8 +118,8 @@ def check_shape(body: bytes) -> None:
 
 
 def _quoted(marks: np.ndarray, inside: bool) -> np.ndarray:
-    """For each mark, whether a string is open after it. A quote opens or closes one; an ``e`` (a quote behind an odd number of
-    backslashes) leaves it open, or opens it: outside of strings nothing is escaped."""
+    """For each mark, whether a string is open after it. A quote opens or closes a string. An ``e`` (a quote after an
+    odd number of backslashes) leaves it open, or opens one: outside of strings nothing is escaped."""
     import numpy as np
 
     flips = np.logical_xor.accumulate(marks == ord('"'))
@@ -130,7 +141,8 @@ def _unbalanced() -> RequestError:
 
 
 def decode_json(body: bytes) -> dict[str, Any]:
-    """The body as an object. Raises RequestError: 400 for everything that is not a JSON object, 413 for one of too many parts."""
+    """Decode the body into an object. Raises RequestError: 400 when it is not a JSON object, 413 when it has too many
+    parts."""
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object", code="invalid_json")
     check_shape(body)
@@ -144,24 +156,25 @@ def decode_json(body: bytes) -> dict[str, Any]:
 
 
 def clean_id(text: str | None) -> str:
-    """A client's request id with only letters, digits and ``._-``, at most 64 of them; a fresh one when there is none."""
+    """The client's request id, reduced to 64 letters, digits and ``._-`` at most; a fresh id when there is none."""
     return re.sub(r"[^A-Za-z0-9._-]", "", text or "")[:64] or uuid.uuid4().hex
 
 
 def unique_id(prefix: str, client_id: str) -> str:
-    """An id that no other request has, whatever clients choose."""
+    """An id that no other request has, whatever ids clients choose."""
     return f"{prefix}-{client_id}-{uuid.uuid4().hex[:12]}"
 
 
 class Concurrency:
-    """How many requests each key has open; 0 means no bound. Holders call ``enter`` once and ``leave`` once."""
+    """Counter of each key's open requests; ``limit`` 0 means no limit. A request calls ``enter`` once and ``leave``
+    once."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.open: Counter[str] = Counter()
 
     def enter(self, key: str) -> None:
-        """Raises RequestError 429 when the key already has ``limit`` requests open."""
+        """Count one more request. Raises RequestError 429 when the key already has ``limit`` requests open."""
         if self.limit and self.open[key] >= self.limit:
             raise RequestError(
                 f"this key already has {self.limit} requests open",
@@ -172,6 +185,7 @@ class Concurrency:
         self.open[key] += 1
 
     def leave(self, key: str) -> None:
+        """Count one request less."""
         self.open[key] -= 1
         if not self.open[key]:
             del self.open[key]

@@ -1,4 +1,5 @@
-"""The Python API, shaped like vLLM's: ``LLM(path, **config).generate(prompts, params)``. The engine runs in this process."""
+"""The Python API, shaped like vLLM's: ``LLM(path, **config).generate(prompts, params)``. The engine runs in this
+process."""
 
 from __future__ import annotations
 
@@ -10,11 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvasir.api.chat import check_messages
-from kvasir.api.detokenize import Detokenizer
+from kvasir.api.outputs import Collector, RequestOutput
 from kvasir.api.vllm_flags import settled
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
@@ -22,65 +22,28 @@ from kvasir.engine.engine import Engine
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.models import checkpoint
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob
+from kvasir.types import Event, Request, SamplingParams
 
 Prompt = str | dict[str, Any]
-PYTHONS_OWN = 10_000  # objects: 3.12 freezes some hundred of its own at its start; who freezes an engine's process has many times more
-
-
-@dataclass(slots=True)
-class Logprob:
-    """Natural log-probability of one token, its rank (1 = most likely) and its text."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One branch. ``token_ids`` include the token that ended it; ``text`` does not. ``confidences``: of each token, where asked for;
-    `kvasir.decoding.confidence.summed_up` makes the mean and the lowest window of them."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    confidences: list[float] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """``score``: of the prompt's tokens from ``score_from`` on. ``error``: why the request failed after it had begun (a grammar that
-    cannot be compiled, a fault in its step); its unfinished branches then have ``finish_reason="error"``, and the other requests of the
-    call are unharmed."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    score: PromptScore | None = None
-    num_cached_tokens: int = 0
-    finished: bool = False
-    error: RequestError | None = None
+# A process with more frozen objects has frozen them itself: Python 3.12 freezes some hundred at its start, an engine
+# process many times this number.
+PYTHONS_OWN = 10_000
 
 
 class LLM:
     """An engine in this process. Keywords are the settings of ``kvasir.config`` (``LLM("path", max_model_len=4096)``).
 
-    ``model``: a folder or a hub id; none means the model that ships in the package. Raises ConfigError when it cannot
-    start. Close it, or use it as a context manager, to give its memory back. Threads may share it: their calls take turns.
+    ``model``: a folder or a hub id; default: the model that ships in the package. Raises ConfigError when it cannot
+    start. Close it, or use it as a context manager, to release its memory. Threads may share it: their calls take
+    turns.
     """
 
     def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
         self.config = (config or EngineConfig()).replace(**({"model": model} if model else {}), **settled(options))
         self._engine: Engine | None = Engine(self.config)
-        self._lock = threading.Lock()  # whoever holds it steps the engine
-        self.engine.scheduler.prompts_first = True  # results are whole ones, but for streams
+        self._lock = threading.Lock()  # its holder steps the engine
+        # Nobody reads tokens before a result is whole, except in streams.
+        self.engine.scheduler.prompts_first = True
         self.info = self.engine.info
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
@@ -90,9 +53,9 @@ class LLM:
             )
             self.tokenizer = Tokenizer.load(path, source.chat_template)
         self._ids = itertools.count()
-        self._collectors: dict[str, Collector] = {}  # of the calls and streams under way
-        self._streams: set[str] = set()  # those of them that somebody reads along
-        self._left: deque[str] = deque()  # those whose caller has left, to be cancelled
+        self._collectors: dict[str, Collector] = {}  # by request id, for the open calls and streams
+        self._streams: set[str] = set()  # ids of the requests that are streamed
+        self._left: deque[str] = deque()  # ids of requests whose caller has left, to be cancelled
 
     def __enter__(self) -> LLM:
         return self
@@ -107,7 +70,8 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """Give memory back, on the device too. What streams still have to come is lost; what needs the engine later raises ConfigError."""
+        """Release all memory, also on the device. Open streams lose their rest; later uses of the engine raise
+        ConfigError."""
         import torch
 
         with self._turn():
@@ -115,16 +79,16 @@ class LLM:
                 return
             self._engine.close()
             self._engine = None
-        gc.collect()  # its parts know each other
+        gc.collect()  # the engine's parts refer to each other
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # who starts next asks the device what is free
+            torch.cuda.empty_cache()  # the next engine asks the device how much memory is free
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises ConfigError where there is none."""
+        """The tokenizer. Raises ConfigError when none was loaded."""
         return self._need_tokenizer()
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """What the checkpoint's generation_config asks for, with ``changes``."""
+        """The sampling parameters of the checkpoint's generation_config, with ``changes``."""
         known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return SamplingParams(
             **{k: v for k, v in self.info.generation_defaults.items() if k in known and v is not None} | changes
@@ -138,11 +102,12 @@ class LLM:
         use_tqdm: bool = False,
         on_done: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt: a string, or ``{"prompt_token_ids": [...]}``. Results come in the order of the prompts.
+        """Complete every prompt: a string, or ``{"prompt_token_ids": [...]}``. Results come in the order of the
+        prompts.
 
-        ``use_tqdm`` shows a progress bar. ``on_done`` gets each result and its place in that order as it ends, between two steps, while the
-        others go on; it may not use this LLM. A request that cannot be served raises RequestError before any work is done; one that fails
-        later has ``error`` set in its result, and harms no other.
+        ``use_tqdm`` shows a progress bar. ``on_done`` gets the place and the result of each request when it ends,
+        between two steps of the others; it may not use this LLM. A request that cannot be served raises RequestError
+        before any work is done; one that fails later has ``error`` set in its result and does not affect the others.
         """
         try:
             many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
@@ -180,9 +145,11 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template. What the template reads
-        (``enable_thinking=False``) is given as further keywords, or, where one that it does not read shall do no harm, as vLLM's
-        ``chat_template_kwargs``."""
+        """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template.
+
+        Variables of the template (``enable_thinking=False``) are further keywords. vLLM's ``chat_template_kwargs`` may
+        also hold variables that the template does not read.
+        """
         if not isinstance(messages, (list, tuple)):
             raise RequestError(
                 f"messages: expected a list of messages, or a list of such lists, got {type(messages).__name__}",
@@ -191,9 +158,8 @@ class LLM:
         tokenizer = self._need_tokenizer()
         reads = frozenset().union(*(t.reads for t in tokenizer.templates.values()))
         given = {name for name, value in template_options.items() if value is not None}
-        if "chat_template" not in given and (
-            unread := given - reads
-        ):  # a sampling parameter, say, or a LoRA: nobody would miss it
+        # A keyword that the template does not read (a misplaced sampling parameter, say) would have no effect.
+        if "chat_template" not in given and (unread := given - reads):
             name = min(unread)
             raise RequestError(
                 f"chat() takes no '{name}', and the chat template does not read it.{nearest(name, reads)}",
@@ -213,7 +179,8 @@ class LLM:
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Complete one prompt and yield its text (branch 0) as it comes. Leaving the loop early cancels the request."""
+        """Complete one prompt and yield the text of branch 0 as it comes. Leaving the loop early cancels the
+        request."""
         request, shown = self._request(prompt, sampling_params or self.default_sampling_params()), 0
         collector = Collector(request, None, self._need_tokenizer())
         with self._collecting({request.id: collector}):
@@ -232,7 +199,7 @@ class LLM:
                 if done:
                     return
                 with self._turn(), _uninterrupted():
-                    if not output.finished:  # it may have ended at the yield, where others step
+                    if not output.finished:  # it may have ended during the yield, when other callers step
                         self._deliver(self.engine.step())
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
@@ -242,7 +209,8 @@ class LLM:
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ConfigError(
-                "this needs the tokenizer; drop skip_tokenizer_init, or pass {'prompt_token_ids': [...]} and detokenize=False"
+                "this needs the tokenizer; drop skip_tokenizer_init, or pass {'prompt_token_ids': [...]} and "
+                "detokenize=False"
             )
         return self.tokenizer
 
@@ -299,7 +267,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """While this lasts, the engine is the caller's."""
+        """Hold the engine for the caller inside the block."""
         try:
             with self._lock:
                 yield
@@ -308,7 +276,8 @@ class LLM:
 
     @contextlib.contextmanager
     def _collecting(self, collectors: dict[str, Collector]) -> Iterator[None]:
-        """While this lasts, whoever steps the engine hands these collectors what is theirs. Requests that are left are cancelled."""
+        """Register collectors inside the block: every caller that steps the engine delivers their events. At the end,
+        unfinished requests are cancelled."""
         self._collectors |= collectors
         try:
             yield
@@ -317,8 +286,9 @@ class LLM:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Cancel what was left; never waits. A stream may be dropped by the garbage collector, in the middle of a step or on a thread that the
-        step waits for: then whoever has the turn does it, after the step."""
+        """Cancel requests whose caller has left, without waiting. The garbage collector may drop a stream in the middle
+        of a step, or on a thread that the step waits for; then the caller that holds the engine cancels it after the
+        step."""
         while self._left and self._lock.acquire(blocking=False):
             try:
                 self._cancel_left()
@@ -326,7 +296,7 @@ class LLM:
                 self._lock.release()
 
     def _cancel_left(self) -> None:
-        """For who has the turn."""
+        """Cancel requests whose caller has left; the caller of this holds the engine."""
         while self._left:
             request_id = self._left.popleft()
             del self._collectors[request_id]
@@ -336,12 +306,12 @@ class LLM:
                 self._engine.scheduler.prompts_first = not self._streams
 
     def _deliver(self, events: list[Event]) -> list[Collector]:
-        """Returns the collectors whose requests have ended with these events."""
+        """Give events to their collectors; return the collectors whose requests have ended with these events."""
         ended = []
         for event in events:
             collector = self._collectors.get(event.request_id)
             if collector is None:
-                continue  # whoever wanted it has left
+                continue  # the caller has left
             for branch in collector.add(event):
                 self.engine.cancel(event.request_id, branch)
             if collector.newly_done():
@@ -351,8 +321,9 @@ class LLM:
 
 @contextlib.contextmanager
 def _short_collections() -> Iterator[None]:
-    """While this lasts, a garbage collection walks what was made since. With torch and a model a full one takes as long as a dozen steps,
-    and nothing is launched meanwhile. What was frozen already is somebody else's, and stays so."""
+    """Restrict garbage collections inside the block to objects made since its start. With torch and a model a full
+    collection takes as long as a dozen steps, and nothing is launched meanwhile. If the process has frozen its objects
+    itself, nothing changes."""
     if gc.get_freeze_count() > PYTHONS_OWN:
         yield
         return
@@ -365,8 +336,9 @@ def _short_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[Callable[[], None]]:
-    """Ctrl-C waits for the end, or for a call of what is yielded between two steps, since a step cannot be taken back halfway; pressed
-    again, it does not wait. Signals reach the main thread only, so others have nothing to wait for."""
+    """Delay Ctrl-C to the end of the block, or to a call of the yielded function between two steps, because a step
+    cannot be undone halfway. A second Ctrl-C does not wait. Signals reach the main thread only, so other threads need
+    none of this."""
     usual = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(usual):
         yield lambda: None
@@ -390,78 +362,6 @@ def _uninterrupted() -> Iterator[Callable[[], None]]:
     interrupt()
 
 
-class Collector:
-    """Builds one request's output from its events."""
-
-    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer | None) -> None:
-        n, params = request.params.n, request.params
-        self.params = params
-        self.tokenizer = tokenizer
-        self.output = RequestOutput(request.id, text, request.prompt_ids, [CompletionOutput(i) for i in range(n)])
-        self._texts = (
-            [Detokenizer(tokenizer, request.prompt_ids, params) for _ in range(n)]
-            if tokenizer and params.detokenize
-            else []
-        )
-
-    def newly_done(self) -> bool:
-        """True once, when the last branch has ended."""
-        if self.output.finished:
-            return False
-        for out in self.output.outputs:
-            if out.finish_reason is None:
-                return False
-        self.output.finished = True
-        return True
-
-    def add(self, event: Event) -> list[int]:
-        """Take an event in; returns the branches that a stop string has just ended and the engine should cancel."""
-        if event.kind == "error":
-            self.output.error = RequestError(event.message, status=event.status, param=event.param, code=event.code)
-            for out in self.output.outputs:
-                out.finish_reason = out.finish_reason or "error"
-        if event.kind != "tokens":
-            return []
-        out = self.output.outputs[event.branch]
-        if out.finish_reason is not None:
-            return []  # the engine's last word on a branch that a stop string ended here
-        self.output.num_cached_tokens = max(self.output.num_cached_tokens, event.num_cached)
-        if event.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [p and self._named(p) for p in event.prompt_logprobs]
-        self.output.score = event.score or self.output.score
-        tokens, stopped = event.token_ids, None
-        if self._texts:
-            delta = self._texts[event.branch].push(
-                tokens, event.finish_reason is not None, event.finish_reason == "stop"
-            )
-            out.text += delta.text
-            stopped = delta.stop
-            if stopped is not None:
-                tokens = tokens[: delta.num_tokens]
-        out.token_ids += tokens
-        if event.logprobs is not None:
-            entries = event.logprobs[: len(tokens)]
-            if self.params.confidence:
-                out.confidences = out.confidences or []
-                out.confidences += [p.confidence for p in entries]
-            out.logprobs = out.logprobs or []
-            out.logprobs += [self._named(p) for p in entries]
-            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(p.logprob for p in entries)
-        out.finish_reason, out.stop_reason = (
-            ("stop", stopped) if stopped is not None else (event.finish_reason, event.stop_reason)
-        )
-        return [event.branch] if stopped is not None and event.finish_reason is None else []
-
-    def _named(self, entry: TokenLogprob) -> dict[int, Logprob]:
-        def named(token: int, logprob: float, rank: int) -> Logprob:
-            return Logprob(logprob, rank, self.tokenizer.token_text(token) if self.tokenizer else None)
-
-        table = {entry.id: named(entry.id, entry.logprob, entry.rank)}
-        for place, (token, logprob) in enumerate(entry.top, start=1):
-            table.setdefault(token, named(token, logprob, place))
-        return table
-
-
 class _progress:
     """A rich progress bar over requests with tokens per second, or nothing."""
 
@@ -471,13 +371,14 @@ class _progress:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+            # On stderr, because results may go to stdout.
             self.bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
-            )  # results may go to stdout meanwhile
+            )
             self.task = self.bar.add_task("requests", total=total)
         self.tokens, self.since = 0, time.perf_counter()
 

@@ -1,4 +1,5 @@
-"""Log-probabilities in the three shapes that clients expect: chat's, the older one of plain completions, and vLLM's for prompts."""
+"""Log-probabilities in the three forms that clients expect: chat's, that of plain completions, and vLLM's for
+prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import TokenLogprob
 
-FLOOR = -9999.0  # JSON has no -Infinity; OpenAI reports this for what cannot be sampled
+# Log-probability of tokens that cannot be sampled, as OpenAI reports it: JSON has no -Infinity.
+FLOOR = -9999.0
 
 
 def _value(logprob: float) -> float:
@@ -16,7 +18,8 @@ def _value(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``. ``bytes`` are exact also for half a character."""
+    """Chat's form: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``. ``bytes`` are exact even for half
+    a character."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -35,9 +38,10 @@ def completion_logprobs(
     offsets: Sequence[int],
     shift: int = 0,
 ) -> dict[str, Any]:
-    """``{"tokens", "token_logprobs", "top_logprobs", "text_offset"}``; offsets are moved by ``shift`` characters.
+    """Form of plain completions: ``{"tokens", "token_logprobs", "top_logprobs", "text_offset"}``.
 
-    An entry is None for the first token of a prompt, which nothing predicts.
+    ``shift`` is added to the offsets, in characters. An entry is None for the first token of a prompt, which nothing
+    predicts.
     """
     out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry, offset in zip(ids, entries, offsets, strict=True):
@@ -45,9 +49,8 @@ def completion_logprobs(
         top: dict[str, float] = {}
         if entry is not None:
             for other, logprob in [(token, entry.logprob), *entry.top]:
-                name = tokenizer.token_text(
-                    other
-                )  # parts of characters share one; whether the token was the likeliest must still show
+                # Parts of characters share one name; the larger value shows whether the token was the likeliest.
+                name = tokenizer.token_text(other)
                 top[name] = max(top.get(name, FLOOR), _value(logprob))
         out["tokens"].append(text)
         out["token_logprobs"].append(None if entry is None else _value(entry.logprob))
@@ -57,7 +60,7 @@ def completion_logprobs(
 
 
 def prompt_offsets(tokenizer: Tokenizer, ids: Iterable[int], show_special: bool) -> list[int]:
-    """Where each token's text starts in the echoed prompt. A BOS that the tokenizer put before a text is no part of it."""
+    """Where each token's text starts in the echoed prompt, which does not include a BOS that the tokenizer added."""
     stream = tokenizer.stream(skip=() if show_special else tokenizer.special_ids)
     offsets, at = [], 0
     for token in ids:
@@ -67,7 +70,8 @@ def prompt_offsets(tokenizer: Tokenizer, ids: Iterable[int], show_special: bool)
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
-    """vLLM's shape: one object a prompt token, by token id: ``{"logprob", "rank", "decoded_token"}``; None for the first."""
+    """Form of vLLM: for each prompt token an object by token id of ``{"logprob", "rank", "decoded_token"}``; None for
+    the first token."""
 
     def table(entry: TokenLogprob) -> dict[str, Any]:
         rows = [

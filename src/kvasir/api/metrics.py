@@ -1,7 +1,7 @@
 """Prometheus metrics: ``kvasir:`` names, and the vLLM names that existing dashboards know.
 
-What the server sees itself (times, statuses) is kept in a registry of its own; what the engine counts is read from its last
-snapshot when somebody scrapes. The alias of a metric carries the same samples under the other name.
+A registry of its own keeps what the server measures (times, statuses). The engine's counters are read from its latest
+statistics when somebody scrapes. The alias of a metric carries the same samples under the other name.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ LONG = (
 )
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5)) + (10**6,)
 
+# Names of vLLM's metrics that carry the samples of ours.
 ALIASES = {
     "kvasir:num_requests_running": ["vllm:num_requests_running"],
     "kvasir:num_requests_waiting": ["vllm:num_requests_waiting"],
@@ -90,7 +91,7 @@ ALIASES = {
 
 
 class Metrics:
-    """The server's own measurements; ``render`` adds the engine's."""
+    """The server's own measurements. ``render`` adds the engine's."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -126,14 +127,16 @@ class Metrics:
         return Counter(f"kvasir:{name}", text, labels, registry=self.registry)
 
     def http(self, route: str, status: int) -> None:
+        """Count an HTTP reply."""
         self._http.labels(route, str(status)).inc()
 
     def ended(self, reason: str, seconds: float) -> None:
+        """Count a generation request that has ended. ``seconds``: since it arrived."""
         self._ended.labels(reason).inc()
         self.request_time.observe(seconds)
 
     def finished(self, reason: str, num_prompt: int, num_generated: int, seconds: float | None) -> None:
-        """A choice has its finish reason. ``seconds``: between its first token and its last; None if it has none."""
+        """Count a choice that has finished. ``seconds``: from its first token to its last; None if it has none."""
         self._finished.labels(reason).inc()
         self._prompt.observe(num_prompt)
         self._generated.observe(num_generated)
@@ -141,7 +144,8 @@ class Metrics:
             self._decode_time.observe(seconds)
 
     def render(self, stats: EngineStats | None, model: str) -> bytes:
-        """The page for /metrics. ``stats`` is None until the engine runs. vLLM's names carry ``model_name``, as there."""
+        """The page for /metrics. ``stats`` is None until the engine runs. vLLM's names carry its label
+        ``model_name``."""
         page = CollectorRegistry()
         page.register(_Page(lambda: _with_aliases([*self.registry.collect(), *_engine(stats)], model)))
         return generate_latest(page)
@@ -173,30 +177,30 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         return
     used = stats.num_pages - stats.num_free_pages
     gauges = {
-        "num_requests_running": (stats.num_running, "Sequences that hold pages and a row"),
+        "num_requests_running": (stats.num_running, "Sequences that hold pages and a seat"),
         "num_requests_waiting": (stats.num_waiting, "Sequences in the queue"),
         "num_requests_blocked": (stats.num_blocked, "Sequences that wait for something outside the scheduler"),
         "pages_total": (stats.num_pages, "Pages in the KV pool"),
         "pages_free": (stats.num_free_pages, "Pages that a new sequence could take"),
         "pages_cached": (stats.num_cached_pages, "Pages that the prefix cache remembers"),
         "kv_cache_usage": (used / stats.num_pages if stats.num_pages else 0.0, "Share of the pages in use, 0 to 1"),
-        "step_seconds": (stats.step_seconds, "How long the last step took"),
+        "step_seconds": (stats.step_seconds, "Duration of the last step"),
         "step_rows": (stats.step_rows, "Rows of the last step"),
         "weight_bytes": (
             stats.weight_bytes,
-            "Weights that the start read and copied, in startup_seconds of phase fill",
+            "Bytes of weights that the start read and copied, in startup_seconds of phase fill",
         ),
     }
     if stats.forwards:
         gauges["tokens_per_forward"] = (
             stats.generation_tokens / stats.forwards,
-            "Tokens generated a step of a single sequence, since the start",
+            "Tokens generated per step of a single sequence, since the start",
         )
     if stats.draft_saved_seconds is not None:
         gauges["draft_saved_seconds"] = (
             stats.draft_saved_seconds,
-            "Time saved by drafts since the start, below 0 if lost: what plain steps "
-            "would have taken for the same tokens, as predicted, less what drafted steps took",
+            "Time saved by drafts since the start, below 0 if lost: the predicted time of plain steps "
+            "for the same tokens, less the time of the drafted steps",
         )
     for name, (value, text) in gauges.items():
         yield GaugeMetricFamily(f"kvasir:{name}", text, value)
@@ -204,18 +208,18 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "steps": (stats.step, "Steps"),
         "prompt_tokens": (stats.prompt_tokens, "Prompt tokens computed or found in the cache"),
         "generation_tokens": (stats.generation_tokens, "Tokens generated"),
-        "forwards": (stats.forwards, "Steps of single sequences that generated tokens; one a token without drafts"),
+        "forwards": (stats.forwards, "Steps of single sequences that generated tokens; one per token without drafts"),
         "cached_tokens": (stats.cached_tokens, "Prompt tokens served from the prefix cache"),
         "prefix_query_tokens": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache"),
         "preemptions": (stats.preemptions, "Sequences that gave their pages back and start over"),
         "engine_restarts": (stats.restarts, "Engine processes that died or hung and were replaced"),
         "requests_quarantined": (
             stats.quarantined,
-            "Requests that were refused because they kept ending the engine process",
+            "Requests that were failed because the engine process kept dying on them",
         ),
-        "drafts": (stats.drafts, "Proposals verified; each emits one token and those of it that were right"),
-        "draft_tokens": (stats.drafted_tokens, "Tokens proposed and verified"),
-        "accepted_draft_tokens": (stats.accepted_tokens, "Proposed tokens that were right"),
+        "drafts": (stats.drafts, "Drafts verified; each gives its accepted tokens and one more"),
+        "draft_tokens": (stats.drafted_tokens, "Draft tokens verified"),
+        "accepted_draft_tokens": (stats.accepted_tokens, "Draft tokens accepted"),
     }
     for name, (value, text) in counters.items():
         yield CounterMetricFamily(f"kvasir:{name}", text, value)
@@ -226,14 +230,14 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         failed.add_metric([reason], count)
     yield failed
     error = GaugeMetricFamily(
-        "kvasir:step_time_relative_error", "Mean of |predicted - measured| / measured of late", labels=["kind"]
+        "kvasir:step_time_relative_error", "Recent mean of |predicted - measured| / measured", labels=["kind"]
     )
     for kind, value in stats.step_time_error.items():
         error.add_metric([kind], value)
     yield error
     accepted = CounterMetricFamily(
         "kvasir:accepted_draft_tokens_per_depth",
-        "Proposed tokens that were right, by place in the proposal",
+        "Draft tokens accepted, by place in the draft",
         labels=["position"],
     )
     for depth, (_, right) in enumerate(stats.accepted_by_depth):
@@ -241,8 +245,8 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
     yield accepted
     crossed = CounterMetricFamily(
         "kvasir:draft_tokens_by_drafter_and_depth",
-        "Tokens verified whose parent was right, by drafter, place in the "
-        "proposal, and whether they were right; of several at one place, one counts",
+        "Draft tokens verified whose parent was accepted, by drafter, place in the draft, and whether they were "
+        "accepted; several at one place count once",
         labels=["drafter", "position", "right"],
     )
     for drafter, depths in stats.drafted_by_depth.items():
@@ -252,14 +256,14 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
     yield crossed
     drafted = CounterMetricFamily(
         "kvasir:draft_tokens_by_drafter",
-        "Tokens proposed and verified, by drafter and whether they were right",
+        "Draft tokens verified, by drafter and whether they were accepted",
         labels=["drafter", "right"],
     )
     for drafter, (count, right) in stats.drafted_by.items():
         drafted.add_metric([drafter, "yes"], right)
         drafted.add_metric([drafter, "no"], count - right)
     yield drafted
-    startup = GaugeMetricFamily("kvasir:startup_seconds", "Where start-up time went", labels=["phase"])
+    startup = GaugeMetricFamily("kvasir:startup_seconds", "Start-up time by phase", labels=["phase"])
     for phase, seconds in stats.startup.items():
         startup.add_metric([phase], seconds)
     yield startup

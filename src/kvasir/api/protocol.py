@@ -1,7 +1,7 @@
-"""The bodies that the routes read: OpenAI's names, and vLLM's extras. Types only; ranges are admission's.
+"""The bodies that the routes read, with OpenAI's names and vLLM's extras. Types only; admission checks ranges.
 
-A parameter is either honoured, listed in ``METADATA`` (it changes nothing by definition), accepted at the one value we do
-(``ONLY``), or refused by name. Numbers are strict: a bool is no int, a float is no int, NaN is nothing.
+A parameter is either honoured, listed in ``METADATA`` (it changes nothing by definition), accepted at its one supported
+value (``ONLY``), or refused by name. Numbers are strict: booleans and floats are not integers, and NaN is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
 MAX_RUN_PROBLEMS = 256
 
-# Names that say who or what for, never what to compute.
+# Parameters that say who asks and what for, but not what to compute.
 METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-# Parameters of which we do exactly one thing.
+# Parameters with their only supported values.
 ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -36,7 +36,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def _strings(value: Any) -> Any:
-    """A string or a list of strings, as a list."""
+    """Turn a string or a list of strings into a list."""
     if isinstance(value, str):
         return [value]
     if value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
@@ -45,7 +45,7 @@ def _strings(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """Every form of ``prompt`` as a list of prompts: a string or a list of ids each, all of one kind."""
+    """Turn every form of ``prompt`` into a list of prompts, which are all strings or all lists of ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -63,7 +63,8 @@ def _prompts(value: Any) -> Any:
 
 
 def _bias(value: Any) -> Any:
-    """JSON has string keys only: ``{"123": -1.5}``. Plain decimal, no sign, no spaces."""
+    """Turn the string keys of JSON into token ids: ``{"123": -1.5}``. Keys are plain decimal, without sign or
+    spaces."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -84,7 +85,7 @@ BIAS = {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
 Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema(BIAS)]
 Object = dict[str, Any]
 
-# Checked by hand where they are used (better messages, fewer rules to get wrong); described here for the OpenAPI document.
+# Schemas for the OpenAPI document. The values are checked by hand where they are used, which gives better messages.
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
 _CALL = {
     "type": "object",
@@ -154,21 +155,21 @@ Tool = Annotated[Object, WithJsonSchema(TOOL)]
 
 
 class Body(BaseModel):
-    """Base of all bodies. Unknown names are kept apart in ``model_extra`` so that they can be refused by name."""
+    """Base class of all bodies. Unknown names go to ``model_extra``, so that they can be refused by name."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
     model: str | None = None
 
 
 class Part(BaseModel):
-    """Base of nested objects: an unknown name is an error at once."""
+    """Base class of nested objects, in which an unknown name is an error at once."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        """A null says nothing, under a name that is not served either: clients send whole objects, as at the top."""
+        """Drop nulls, also under unknown names: clients send whole objects, as they do with the body itself."""
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
@@ -191,7 +192,8 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """vLLM's constraint: one of these. ``json`` is a schema, as an object or as text; ``grammar`` is Lark."""
+    """Form of vLLM's constraint, with one of these fields. ``json`` is a schema, as object or text; ``grammar`` is
+    Lark."""
 
     json_: Object | bool | str | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
@@ -201,7 +203,7 @@ class StructuredOutputs(Part):
 
 
 class SamplingBody(Body):
-    """What all three generation routes share. ``None`` means "the server's default"."""
+    """The parameters that all three generation routes share. None means "the server's default"."""
 
     stream: bool | None = None
     temperature: float | None = None
@@ -233,7 +235,7 @@ class SamplingBody(Body):
 
 
 class ChoicesBody(SamplingBody):
-    """What chat and plain completions share."""
+    """The parameters that chat and plain completions share."""
 
     n: int | None = None
     stream_options: StreamOptions | None = None
@@ -259,7 +261,7 @@ class CompletionBody(ChoicesBody):
 
 
 class ScalingBudget(Part):
-    """Upper bounds of ``scaling.ledger.Budget``; what is left out has the server's ceiling."""
+    """Upper bounds for ``scaling.ledger.Budget``; a missing one means the server's ceiling."""
 
     tokens: int | None = Field(None, gt=0)
     generated: int | None = Field(None, gt=0)
@@ -267,8 +269,11 @@ class ScalingBudget(Part):
 
 
 class Scaling(Part):
-    """Spend more inference on this answer. ``strategy``: ``majority:n=8``, as ``kvasir solve`` has them. ``answer``: what two replies
-    share that agree: what follows their last "Answer:" (marked), their last line, or the whole text."""
+    """Test-time scaling for one answer.
+
+    ``strategy``: as in ``kvasir solve``, for example ``majority:n=8``. ``answer``: the part in which two replies that
+    agree are equal: the text after their last "Answer:" (marked), their last line, or the whole text.
+    """
 
     strategy: str = Field(max_length=400)
     answer: Literal["marked", "last_line", "text"] = "marked"
@@ -291,7 +296,7 @@ class ChatBody(ChoicesBody):
 
 
 class RunProblem(Part):
-    """One problem of a run; its id is its place when it has none."""
+    """One problem of a run. Without an id, its place is its id."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
@@ -323,7 +328,7 @@ class TextOptions(Part):
 
 
 class ResponsesBody(SamplingBody):
-    """/v1/responses, stateless: the whole conversation comes with every request."""
+    """Body of /v1/responses, which is stateless: the whole conversation comes with every request."""
 
     input: str | list[Object]
     instructions: str | None = None
@@ -338,7 +343,7 @@ class ResponsesBody(SamplingBody):
 
 
 class TokenizeBody(Body):
-    """Either ``prompt`` or ``messages``."""
+    """Body of /tokenize, with either ``prompt`` or ``messages``."""
 
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
@@ -357,7 +362,8 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], value: Object, lenient: bool = False) -> tuple[B, list[str]]:
-    """``value`` as a body, and the names that ``lenient`` made us ignore. Raises RequestError 400 naming the parameter."""
+    """Parse a body; return it with the names that ``lenient`` ignored. Raises RequestError 400 that names the
+    parameter."""
     try:
         body = kind.model_validate(value)
     except pydantic.ValidationError as e:
@@ -389,10 +395,10 @@ def _unknown(kind: type[Body], extra: Object, lenient: bool) -> list[str]:
 
 
 def _request_error(error: pydantic.ValidationError) -> RequestError:
-    """The first thing wrong, with a path a human would write: ``stream_options.include_usage``, ``messages[3]``."""
+    """The first error, with a path as people write it: ``stream_options.include_usage``, ``messages[3]``."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"]]
-    # Branches of a union end the path with the name of a type, which is no part of the body.
+    # Branches of a union end the path with the name of a type, which is not part of the body.
     while len(path) > 1 and (path[-1] in _UNION_TAGS or path[-1].endswith((")", "]")) and path[-1][0] != "["):
         path.pop()
     param = ".".join(path).replace(".[", "[") or None

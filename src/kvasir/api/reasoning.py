@@ -1,8 +1,9 @@
-"""Splits a model's thinking from its answer: ``<think>...</think>`` becomes ``reasoning_content``, streamed.
+"""Parsers that split a model's thinking from its answer: ``<think>...</think>`` becomes ``reasoning_content``,
+streamed.
 
-A parser reads the answer's text in pieces of any size and gives the same two texts for any cut. Where the thinking starts
-depends on the prompt: a template may open it (the answer starts inside), close it (thinking is switched off), or leave
-it to the model.
+A parser reads the answer's text in pieces of any size and gives the same two texts for any cut. Where the thinking
+starts depends on the prompt: a template may open it (the answer starts inside), close it (thinking is switched off), or
+leave it to the model.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class ReasoningDelta(NamedTuple):
 
 
 class ReasoningParser(Technique):
-    """One answer. ``prompt``: the end of the prompt's text, special tokens included; None when it is not known.
+    """A parser of one answer. ``prompt``: the end of the prompt's text, special tokens included; None: it is not known.
 
     The line breaks that models put around the marks belong to neither text.
     """
 
     start: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
-    starts_inside: ClassVar[bool] = False  # where an answer begins when the prompt is not known
+    starts_inside: ClassVar[bool] = False  # whether an answer to an unknown prompt begins inside the thinking
 
     def __init__(self, prompt: str | None = None) -> None:
         super().__init__()
@@ -39,16 +40,17 @@ class ReasoningParser(Technique):
         inside = tail.endswith(self.start) or (prompt is None and self.starts_inside)
         self.disabled = tail.endswith(self.end)
         self._mode = "content" if self.disabled else "inside" if inside else "before"
-        self._may_repeat = inside  # some models write the mark that the prompt gave once more
+        self._may_repeat = inside  # some models repeat the mark that the prompt ended with
         self._held = ""
-        self._fresh = True  # nothing of the present text was given out yet: line breaks at its start are dropped
+        self._fresh = True  # nothing of the present text was given out yet, so line breaks at its start are dropped
 
     def end_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Token ids after which a grammar starts (``Grammar.after``); empty when this answer does not think."""
         return () if self.disabled else tuple(tokenizer.encode(self.end, add_special=False, parse_special=True))
 
     def push(self, text: str, final: bool = False) -> ReasoningDelta:
-        """What ``text`` adds to (reasoning, content). ``final``: no more text comes; everything held is given out."""
+        """Take text; return what it adds to reasoning and content. ``final``: no more text comes, nothing is held
+        back."""
         self._held += text
         reasoning = content = ""
         if self._mode == "before":
@@ -61,7 +63,7 @@ class ReasoningParser(Technique):
         return ReasoningDelta(reasoning, content)
 
     def _open(self, final: bool) -> None:
-        """At the very start: does the model open its thinking?"""
+        """Find out, at the start of an answer, whether the model opens its thinking."""
         text = self._held.lstrip()
         if text.startswith(self.start):
             self._mode, self._held = "inside", text[len(self.start) :]
@@ -88,7 +90,7 @@ class ReasoningParser(Technique):
         return self._take(thought.rstrip("\n") if final else thought)
 
     def _settled(self) -> str:
-        """The held text without an end that may belong to a mark: line breaks and the beginning of ``</think>``."""
+        """The held text without a suffix that may belong to a mark: line breaks and the beginning of ``</think>``."""
         for length in range(min(len(self.end) - 1, len(self._held)), 0, -1):
             if self.end.startswith(self._held[-length:]):
                 return self._held[:-length].rstrip("\n")
@@ -102,8 +104,11 @@ class ReasoningParser(Technique):
 
 
 def choose(name: str, tokenizer: Tokenizer) -> type[ReasoningParser] | None:
-    """The parser class for ``--reasoning-parser NAME``. ``auto`` looks at the chat template; None: the model does not
-    think, or ``none`` was asked for. Raises ConfigError for an unknown name."""
+    """The parser class for ``--reasoning-parser NAME``, or None when the model does not think or ``none`` was asked
+    for.
+
+    ``auto`` looks at the chat template. Raises ConfigError for an unknown name.
+    """
     if name == "none":
         return None
     if name == "auto":

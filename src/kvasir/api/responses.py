@@ -1,4 +1,4 @@
-"""The responses API's own shapes: its input items become chat messages, and a message becomes its output items and events.
+"""Translation for the responses API: its input items to chat messages, and a message to its output items and events.
 
 Stateless: nothing is stored, so the whole conversation comes with every request.
 """
@@ -17,7 +17,10 @@ from kvasir.errors import RequestError
 
 
 def messages_of(input: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Chat messages. Reasoning, the text and the calls after it become one assistant message. Raises RequestError naming the item."""
+    """The chat messages of an input. Reasoning and the text and calls after it become one assistant message.
+
+    Raises RequestError that names the item.
+    """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions is not None else []
     if isinstance(input, str):
         return [*messages, {"role": "user", "content": input}]
@@ -57,11 +60,12 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
             }
         )
     elif kind == "reasoning":
-        if thought := "".join(texts([item])):  # of other engines' items, which may be encrypted, nothing is to be read
+        if thought := "".join(texts([item])):  # items of other engines may be encrypted, and have no text
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     else:
         raise RequestError(
-            f"{where} is of type '{str(kind)[:80]}'; there are message, function_call, function_call_output and reasoning",
+            f"{where} is of type '{str(kind)[:80]}'; served are message, function_call, function_call_output and "
+            "reasoning",
             param=f"{where}.type",
             code="unsupported_content",
         )
@@ -87,7 +91,7 @@ def _content(content: Any, where: str) -> Any:
 
 
 def tools_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Flat function tools as chat has them. Other types (web search, files, MCP) are refused by name."""
+    """Turn flat function tools into chat's form. Other types (web search, files, MCP) are refused by name."""
     out = []
     for i, tool in enumerate(tools or []):
         if tool.get("type") != "function":
@@ -102,7 +106,7 @@ def tools_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 
 @contextlib.contextmanager
 def flat_places() -> Iterator[None]:
-    """Errors name the places in tools as they are here: chat has one more ``function`` on the way."""
+    """Make errors name places in tools without chat's additional level ``function``."""
     try:
         yield
     except RequestError as e:
@@ -115,7 +119,7 @@ def flat_places() -> Iterator[None]:
 
 
 def choice_of(tool_choice: Any) -> Any:
-    """``{type: "function", name}`` as chat has it."""
+    """Turn ``{type: "function", name}`` into chat's form."""
     if isinstance(tool_choice, dict) and "name" in tool_choice:
         return {"type": tool_choice.get("type"), "function": {"name": tool_choice["name"]}}
     return tool_choice
@@ -132,7 +136,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class Output:
-    """Output items as they grow, and the events that tell a stream about it: ``(name, fields)``.
+    """The output items as they grow, and the events for a stream: pairs of name and fields.
 
     One item is open at a time: a reasoning item, a message with one text part, or a function call.
     """
@@ -196,7 +200,7 @@ class Output:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def close(self, status: str = "completed") -> Iterator[tuple[str, dict[str, Any]]]:
-        """End the open item, if any."""
+        """End the open item, if there is one."""
         if self._open is None:
             return
         kind, item = self._open[0], self.items[-1]
@@ -223,7 +227,7 @@ class Output:
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": _copy(item)}
 
     def finish(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """End everything. An answer without any text still has its message."""
+        """End the output. An answer without any text still gets a message."""
         if not self.items:
             yield from self.add(Piece("content", ""))
         yield from self.close(status)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages in, one assistant message a choice out, with reasoning, content and tool calls."""
+"""POST /v1/chat/completions: answer messages with one assistant message per choice (reasoning, content, tool calls)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kvasir.types import Grammar, Request
 
 @dataclasses.dataclass(slots=True)
 class Prompt:
-    """A conversation as a prompt: its ids, the tools on offer, and the constraint that a forced call puts on the answer."""
+    """A conversation as a prompt: its ids, the tools on offer, and the grammar that a forced call imposes on the
+    answer."""
 
     ids: list[int]
     tools: list[dict[str, Any]] | None
@@ -38,13 +39,13 @@ def prepare_prompt(
     parallel: bool,
     **template: Any,
 ) -> Prompt:
-    """Render and encode. Raises RequestError."""
+    """Check, render and encode a conversation. Raises RequestError."""
     text = service.text
     tools.validate(offered, tool_choice)
     offered = offered if offered and tool_choice != "none" else None
     if offered and text.tool_format is None:
         raise RequestError(
-            "this model has no known tool-call format; the server takes one as --tool-call-parser",
+            "this model has no known tool-call format; start the server with --tool-call-parser to name one",
             param="tools",
             code="no_tool_parser",
         )
@@ -61,7 +62,7 @@ def prepare_prompt(
 def template_options(
     service: Service, kwargs: dict[str, Any] | None, chat_template: str | None = None
 ) -> dict[str, Any]:
-    """What goes to the template besides the messages. Raises RequestError for a client's template unless that is enabled."""
+    """The template's options besides the messages. Raises RequestError for a client's template unless it is enabled."""
     options = dict(kwargs or {})
     for name in ("self", "messages", "tools", "add_generation_prompt", "chat_template"):
         if name in options:
@@ -73,7 +74,7 @@ def template_options(
     if chat_template is not None:
         if not service.settings.enable_client_chat_template:
             raise RequestError(
-                "'chat_template' is not taken from clients here (--enable-client-chat-template)",
+                "this server takes no 'chat_template' from clients (--enable-client-chat-template enables it)",
                 param="chat_template",
                 code="unsupported_parameter",
             )
@@ -82,7 +83,8 @@ def template_options(
 
 
 class ChatJob:
-    """Admits a body; see ``service.Job``. Runs off the event loop. Raises RequestError."""
+    """A chat completion; see ``service.Job``. The constructor admits the body, off the event loop. Raises
+    RequestError."""
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
@@ -173,7 +175,8 @@ class ChatJob:
         return sse(chunk)
 
     def _push(self, delta: Delta, generation: Generation) -> list[dict[str, Any]]:
-        """The choices of the chunks that a delta makes: one a piece. Log-probabilities, ids and the end ride on the last."""
+        """The chunks' choices for one delta, one per piece. The last carries log-probabilities, ids and finish
+        reason."""
         message = self.messages[delta.choice]
         pieces = message.push(delta.text, delta.token_ids, delta.finish_reason is not None)
         generation.usage.reasoning = sum(m.reasoning_tokens for m in self.messages)
@@ -222,7 +225,7 @@ class ChatJob:
 
 
 def max_tokens_of(body: ChatBody) -> int | None:
-    """Both spellings; None runs to the end of the context."""
+    """The token limit under either name; None: to the end of the context. Raises RequestError when the two differ."""
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise RequestError(
             "'max_tokens' and 'max_completion_tokens' differ; send one of them",
@@ -239,12 +242,12 @@ def _logprobs(body: ChatBody) -> int | None:
 
 
 def reasoning_fields(text: str) -> dict[str, str]:
-    """Under both names: DeepSeek's, which most clients read, and the one that vLLM has renamed it to."""
+    """The reasoning under DeepSeek's name, which most clients read, and under vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def piece_delta(piece: Piece) -> dict[str, Any]:
-    """A piece as the ``delta`` of a chunk."""
+    """The ``delta`` of a chunk for one piece."""
     if piece.kind == "reasoning":
         return reasoning_fields(piece.text)
     if piece.kind == "content":
@@ -256,7 +259,7 @@ def piece_delta(piece: Piece) -> dict[str, Any]:
 
 
 def message_object(message: Message) -> dict[str, Any]:
-    """The whole message. ``content`` is null when there are only calls."""
+    """The ``message`` of a collected reply. ``content`` is null when there are only calls."""
 
     def call(c: Call) -> dict[str, Any]:
         return {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text continued as it stands. Several prompts and ``n`` branches of each; ``echo`` repeats the prompt."""
+"""POST /v1/completions: continue one or several texts, with ``n`` branches of each; ``echo`` repeats the prompt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from kvasir.api.streaming import DONE, sse
 from kvasir.errors import RequestError
 from kvasir.types import Request, TokenLogprob
 
-MAX_TOKENS = 16  # OpenAI's default here
+# Default of max_tokens on this route, as at OpenAI.
+MAX_TOKENS = 16
 
 
 class CompletionJob:
-    """Admits a body; see ``service.Job``. Runs off the event loop. Raises RequestError."""
+    """A completion; see ``service.Job``. The constructor admits the body, off the event loop. Raises RequestError."""
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
@@ -50,7 +51,7 @@ class CompletionJob:
             and body.logprobs is not None
             and (body.prompt_logprobs is None or 0 <= body.prompt_logprobs < body.logprobs)
         ):
-            fixed["prompt_logprobs"] = body.logprobs  # each of the two is cut to what it was asked for
+            fixed["prompt_logprobs"] = body.logprobs  # enough for both; the reply cuts each to its own number
         shared = sampling_params(body, service.info.generation_defaults, **fixed)
         params = [
             shared if body.max_tokens is not None else dataclasses.replace(shared, max_tokens=self._default(len(ids)))
@@ -58,11 +59,11 @@ class CompletionJob:
         ]
         id = unique_id("cmpl", caller.id)
         self.requests = service.admit(prompts, params, caller, id, body.priority, self.names, self.stream)
-        if only_echo:  # admission wants room for a token; the engine then generates none
+        if only_echo:  # admission needs room for one token, but the engine shall generate none
             for request in self.requests:
                 request.max_tokens = 0
         self.head = {"id": id, "object": "text_completion", "created": caller.created, "model": service.info.name}
-        # What echo puts before the answer: the prompt as it was sent, or the text of the ids that were.
+        # Text that echo puts before the answer: the prompt as sent, or the text of its ids.
         self.prefixes = (
             [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special=False) for p in body.prompt]
             if body.echo
@@ -70,7 +71,8 @@ class CompletionJob:
         )
 
     def _default(self, num_prompt: int) -> int:
-        """``max_tokens`` of a prompt that came without: what fits behind this one, whatever came along with it."""
+        """The default ``max_tokens`` for one prompt: at most what fits after it, whatever other prompts the body
+        has."""
         info = self.service.info
         return min(
             MAX_TOKENS, max(1, min(info.max_model_len, info.kv_capacity_tokens or info.max_model_len) - num_prompt)
@@ -112,7 +114,7 @@ class CompletionJob:
         return {**self.head, "choices": [choices[i] for i in sorted(choices)], "usage": generation.usage.object()}
 
     def _choice(self, running: Running, delta: Delta, first: bool) -> dict[str, Any]:
-        """A choice as one delta makes it; the first one brings the echo."""
+        """The choice for one delta; the first delta of a choice brings the echo."""
         prefix = self.prefixes[running.index] if self.prefixes else ""
         choice: dict[str, Any] = {
             "index": delta.choice,
@@ -144,12 +146,12 @@ class CompletionJob:
 
 
 def _cut(entries: Iterable[TokenLogprob | None], count: int) -> list[TokenLogprob | None]:
-    """With at most ``count`` alternatives each."""
+    """Keep at most ``count`` alternatives per entry."""
     return [e and dataclasses.replace(e, top=e.top[:count]) for e in entries]
 
 
 def _append(choice: dict[str, Any], new: dict[str, Any]) -> None:
-    """Add a later delta of the same choice."""
+    """Add a later delta's choice to that of the earlier ones."""
     choice["text"] += new["text"]
     choice["finish_reason"], choice["stop_reason"] = new["finish_reason"], new["stop_reason"]
     for name, values in (new["logprobs"] or {}).items():

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the newer API's body and events over the same conversation as chat. Stateless."""
+"""POST /v1/responses: the same conversation as chat, with the newer API's body and events. Stateless."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvasir.types import Request
 
 
 class ResponsesJob:
-    """Admits a body; see ``service.Job``. Runs off the event loop. Raises RequestError."""
+    """A response; see ``service.Job``. The constructor admits the body, off the event loop. Raises RequestError."""
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
@@ -106,17 +106,17 @@ class ResponsesJob:
         }
 
     async def _steps(self, generation: Generation) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-        """What happens, as (event name, fields): the output as it grows, then the whole response."""
+        """Yield events as pairs of name and fields: the output as it grows, then the whole response."""
         reason = ""
         waiting: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still held back
         async for delta in generation.deltas():
             reason = delta.finish_reason or ""
-            # Which log-probabilities are of text is known token by token only.
+            # Only token by token is it known which log-probabilities belong to text.
             for part in delta.singly() if self.body.include else (delta,):
                 waiting += chat_logprobs(self.service.text.tokenizer, part.logprobs or ())["content"]
                 pieces = self.message.push(part.text, part.token_ids, bool(part.finish_reason))
                 for i, piece in enumerate(pieces):
-                    # They ride on the last piece of a delta; those of reasoning and calls, which are not text, are not reported.
+                    # The last piece of a delta carries them; those of reasoning and calls are not reported.
                     last = i == len(pieces) - 1
                     for step in self.output.add(piece, waiting if last else None):
                         yield step

@@ -1,4 +1,4 @@
-"""Test-time scaling over HTTP: a ``scaling`` block in a chat completion, and runs in the background under /v1/scaling/runs."""
+"""Test-time scaling over HTTP: a ``scaling`` block in a chat completion, and background runs under /v1/scaling/runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvasir.api.streaming import DONE, EventStream, encode, sse
 from kvasir.errors import RequestError
 from kvasir.logs import log
 
+# Parameters of a chat completion that may stand in addition to ``scaling``.
 KEPT_NAMES = {
     "model",
     "messages",
@@ -37,7 +38,7 @@ KEPT_NAMES = {
 
 
 def chat_job(service: Service, raw: bytes, caller: Caller) -> Any:
-    """A chat completion's job: one generation, or a strategy where the body has a ``scaling`` block."""
+    """Make the job of a chat completion: a strategy if the body has a ``scaling`` block, else one generation."""
     if b'"scaling"' in raw:
         body, ignored = service.parse(ChatBody, raw)
         if body.scaling is not None:
@@ -46,7 +47,7 @@ def chat_job(service: Service, raw: bytes, caller: Caller) -> Any:
 
 
 class Solving:
-    """The `service.Work` of one problem: a task that runs the plan, and its events."""
+    """The ``service.Work`` of one problem: a task that runs the plan, and its events."""
 
     def __init__(self, plan: scaling.Plan, release: Callable[[], None]) -> None:
         self._plan, self._release = plan, release
@@ -70,7 +71,7 @@ class Solving:
         self.events.put_nowait(scaling.told(event))
 
     async def solved(self) -> Any:
-        """The problem's `Solved`. Raises RequestError when there is no answer at all."""
+        """Wait for the problem's ``Solved``. Raises RequestError when there is no answer at all."""
         assert self._task is not None
         solution = await self._task
         solved = solution.solved[0]
@@ -97,14 +98,14 @@ class Solving:
 
 
 class ScaledChat:
-    """A chat completion that a strategy answers; see ``service.Job``. Streamed, progress comes as SSE comments, which ordinary clients
-    ignore, and then the answer."""
+    """A chat completion that a strategy answers; see ``service.Job``. A stream shows progress as SSE comments, which
+    ordinary clients ignore, and then the answer."""
 
     def __init__(self, service: Service, body: ChatBody, ignored: list[str], caller: Caller) -> None:
         for name in sorted(body.model_fields_set - KEPT_NAMES):
             if getattr(body, name) is not None and not (name == "n" and body.n == 1):
                 raise RequestError(
-                    f"'{name}' does not go together with 'scaling'", param=name, code="unsupported_parameter"
+                    f"'{name}' cannot be combined with 'scaling'", param=name, code="unsupported_parameter"
                 )
         block = body.scaling
         assert block is not None
@@ -144,7 +145,7 @@ class ScaledChat:
         }
 
     def _message(self, solved: Any) -> tuple[Message, list[Any], str]:
-        """The chosen reply, parsed as any other: what it thought apart."""
+        """Parse the chosen reply like any other, with its reasoning split off."""
         tokenizer, sample = self.service.text.tokenizer, solved.result.sample
         message = self.service.text.message(tokenizer.encode_chat(list(solved.problem.messages)), None, False)
         pieces = message.push(sample.text, list(sample.ids), True)
@@ -171,7 +172,7 @@ class ScaledChat:
 
 
 class ScalingRoutes:
-    """The background runs of a service; each method is a route."""
+    """The routes of background runs; each public method is one."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -181,12 +182,12 @@ class ScalingRoutes:
         service.closers.append(self.runs.close)
 
     async def _resume(self) -> None:
-        """The engine is there: go on with the runs of the server before this one."""
+        """Continue the runs of the previous server, once the engine is ready."""
         if going := self.runs.resume(lambda asked, seed: self._plan(asked["body"].encode(), asked["tenant"], seed)):
-            log.info("%d scaling runs go on where the last server left them", going)
+            log.info("%d scaling runs go on where the previous server left them", going)
 
     async def create(self, http: HttpRequest) -> Response:
-        """202 with the run's id; it goes on when the client leaves."""
+        """Start a run: 202 with its id. The run continues when the client leaves."""
         service, caller = self.service, Caller(http)
         raw = await service.body(http)
         plan = await asyncio.to_thread(self._plan, raw, caller.tenant)
@@ -223,7 +224,7 @@ class ScalingRoutes:
         )
 
     def _get(self, name: str, http: HttpRequest) -> ScalingRun:
-        """Raises RequestError 404, or 503 while runs of an earlier server are not known yet."""
+        """Find the caller's run. Raises RequestError 404, or 503 while runs of an earlier server are not known yet."""
         if self.service.phase == "starting":
             self.service.require_ready()
         return self.runs.get(name, Caller(http).key)
@@ -232,13 +233,13 @@ class ScalingRoutes:
         return Response(encode(self._get(name, http).object()), media_type="application/json")
 
     async def cancel(self, name: str, http: HttpRequest) -> Response:
-        """End a run; of one that has ended, nothing."""
+        """Cancel a run; one that has ended stays as it is."""
         run = self._get(name, http)
         await run.cancel()
         return Response(encode(run.object()), media_type="application/json")
 
     async def events(self, name: str, http: HttpRequest) -> Response:
-        """Server-sent events from the beginning of the run to its end."""
+        """Stream server-sent events from the beginning of the run to its end."""
         run = self._get(name, http)
 
         async def lines() -> AsyncGenerator[bytes, None]:
@@ -247,6 +248,6 @@ class ScalingRoutes:
             yield DONE
 
         async def close() -> None:
-            """The run goes on without its watcher."""
+            """Do nothing: the run continues without its watcher."""
 
         return EventStream(lines(), close, {})

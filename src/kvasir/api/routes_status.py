@@ -20,10 +20,15 @@ from kvasir.api.service import Service
 from kvasir.api.streaming import encode
 from kvasir.errors import RequestError
 
+# Most tokens that /detokenize takes.
 MAX_DETOKENIZE = 1 << 20
-TOKENIZE_FACTOR = 4  # /tokenize counts texts of up to this many contexts
-# The page holds everything inline; nothing else may load, and only this server may be asked.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; frame-ancestors 'none'"
+# /tokenize takes texts of up to this many contexts.
+TOKENIZE_FACTOR = 4
+# The page holds everything inline; it may load nothing else and connect only to this server.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "frame-ancestors 'none'"
+)
 
 
 def reply(value: Any) -> Response:
@@ -31,14 +36,15 @@ def reply(value: Any) -> Response:
 
 
 class StatusRoutes:
-    """Bound to a service; each method is a route."""
+    """The small routes of a service; each public method is one."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.created = int(time.time())
 
     async def live(self) -> Response:
-        """200 as soon as the port is bound; 503 only when the engine is given up and a restart of the server is the cure."""
+        """200 as soon as the port is bound; 503 only when the engine was given up and the server has to be
+        restarted."""
         service = self.service
         if service.phase == "ready" and not (health := service.client.health()).live:
             return error_response(RequestError(health.reason or "the engine is down", status=503, code="engine_down"))
@@ -51,7 +57,7 @@ class StatusRoutes:
         return reply({"status": "ready", "model": self.service.info.name})
 
     async def health(self) -> Response:
-        """As ``ready``, without a key and without a word: 200 and an empty body, or 503. vLLM's name for it."""
+        """200 with an empty body, or 503: ``ready`` under vLLM's name, without a key and without details."""
         if self.service.not_ready():
             return error_response(RequestError("not ready", status=503, code="not_ready", retry_after=1.0))
         return Response()
@@ -84,7 +90,7 @@ class StatusRoutes:
         }
 
     async def metrics(self) -> Response:
-        started = hasattr(self.service.client, "info")  # which a start that was broken off, and drains, never got
+        started = hasattr(self.service.client, "info")  # missing before the start and after one that was cancelled
         stats, name = (self.service.client.stats(), self.service.info.name) if started else (None, "")
         return Response(self.service.metrics.render(stats, name), headers={"content-type": metrics.CONTENT_TYPE})
 

@@ -1,4 +1,5 @@
-"""From a body to SamplingParams: the client's values, then the model's defaults, then ours; and at most one constraint."""
+"""Translation of a body to SamplingParams: the client's values, then the model's defaults, then ours; one grammar at
+most."""
 
 from __future__ import annotations
 
@@ -36,19 +37,23 @@ SHARED = (
     "num_draft_tokens",
     "drafter",
 )
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what a model's generation config may set
+# Parameters that a model's generation config may set.
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_params(body: SamplingBody, defaults: Mapping[str, Any], **fixed: Any) -> SamplingParams:
-    """``fixed`` are the parameters whose names or meaning differ by route (max_tokens, logprobs, grammar). Ranges are
-    checked at admission. Raises RequestError for what cannot even be held."""
+    """The sampling parameters of a body. Admission checks their ranges.
+
+    ``fixed``: parameters whose names or meaning differ by route (max_tokens, logprobs, grammar). Raises RequestError
+    for values that SamplingParams cannot hold.
+    """
     values = {name: defaults[name] for name in DEFAULTED if defaults.get(name) is not None}
     values |= {name: value for name in SHARED if (value := getattr(body, name, None)) is not None}
     return SamplingParams(**{**values, **fixed})
 
 
 def schema_grammar(schema: Any, param: str) -> Grammar:
-    """``schema``: an object, or its JSON text (then it must be valid JSON)."""
+    """The grammar of a JSON schema, given as an object or as JSON text. Raises RequestError that names ``param``."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -62,7 +67,8 @@ def schema_grammar(schema: Any, param: str) -> Grammar:
 
 
 def format_grammar(response_format: Any, param: str) -> Grammar | None:
-    """OpenAI's ``response_format``, or ``text.format`` of the responses API (same content, one level flatter)."""
+    """The grammar for OpenAI's ``response_format``, or for ``text.format`` of the responses API, which is one level
+    flatter."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
@@ -74,9 +80,10 @@ def format_grammar(response_format: Any, param: str) -> Grammar | None:
 
 
 def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[str, Grammar | None]:
-    """The one constraint of a request and the parameter that errors of it name. ``extra``: those of other fields, by parameter name.
+    """The one grammar of a request, and the parameter that its errors name. ``extra``: grammars of other fields, by
+    parameter.
 
-    Raises RequestError when two are given: which of them should win is not ours to guess.
+    Raises RequestError when two are given, because we cannot know which of them should win.
     """
     wanted = {name: grammar for name, grammar in extra.items() if grammar is not None}
     structured = body.structured_outputs or StructuredOutputs()
@@ -101,4 +108,4 @@ def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[st
             f"only one constraint can hold at a time, got {', '.join(wanted)}", param=list(wanted)[1], code="conflict"
         )
     name, grammar = next(iter(wanted.items()), ("grammar", None))
-    return ("tools" if name == "tool_choice" else name), grammar  # they are what it is made of
+    return ("tools" if name == "tool_choice" else name), grammar  # the grammar of a forced call is made from the tools

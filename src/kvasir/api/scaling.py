@@ -1,7 +1,7 @@
-"""What the two faces of test-time scaling share: a body's strategy, budget and problems, checked; and running them here.
+"""Test-time scaling for both kinds of routes: checks of a body's strategy, budget and problems, and running them.
 
-A strategy arrives as a name and numbers, never as code. Every run has a budget; what the client leaves out has the server's
-ceiling, so that no request can ask for more than the ceiling holds. All calls carry the caller's tenant.
+A strategy arrives as a name and numbers, never as code. Every run has a budget; the server's ceiling stands in for
+amounts that the client leaves out, and no request can ask for more. All calls carry the caller's tenant.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from kvasir.scaling.ledger import Budget
     from kvasir.scaling.solve import Solution
 
-CEILING = {"tokens": 1 << 20, "generated": 1 << 19, "calls": 4096}  # of a problem
-MAX_NUMBER = 1024  # of a strategy's options: replies, loops, members
-USUAL_TOKENS = 1024  # of a reply, where the client names no bound
-AT_ONCE = 16  # problems of a run
+# Most that one problem may spend.
+CEILING = {"tokens": 1 << 20, "generated": 1 << 19, "calls": 4096}
+# Largest number in a strategy's options (replies, loops, members).
+MAX_NUMBER = 1024
+# Most tokens of a reply, if the client sets no limit.
+USUAL_TOKENS = 1024
+# Problems of one run that are solved at the same time.
+AT_ONCE = 16
 
 
 @dataclasses.dataclass
@@ -43,8 +47,10 @@ class Plan:
     budget: Budget | None
 
     async def run(self, on_event: Callable[[dict[str, Any]], None], journal: Path | None = None) -> Solution:
-        """``journal``: where its calls are kept, and found again. Raises RequestError when the engine is down, or the strategy asks for
-        what cannot be."""
+        """Run the plan. ``journal``: file that keeps its calls and from which a later run takes them.
+
+        Raises RequestError when the engine is down or the strategy cannot run.
+        """
         from kvasir.models.cost import active_params
         from kvasir.models.families import build_spec
         from kvasir.scaling.engine_endpoint import ClientEndpoint
@@ -92,8 +98,10 @@ def plan(
     problem_budget: ScalingBudget | None = None,
     where: str = "",
 ) -> Plan:
-    """Check everything before anything is spent; ``conversations``: (id, messages). ``where``: prefix of parameter names in errors. Runs
-    off the event loop. Raises RequestError."""
+    """Check everything before any work, off the event loop. Raises RequestError.
+
+    ``conversations``: pairs of id and messages. ``where``: prefix of parameter names in errors.
+    """
     from kvasir.scaling.answers import ANSWERS
     from kvasir.scaling.endpoint import Sampling
     from kvasir.scaling.ledger import Budget
@@ -116,11 +124,11 @@ def plan(
         )
     if max_tokens is not None and max_tokens > room:
         raise RequestError(
-            f"{length} prompt tokens and max_tokens={max_tokens} make more than the context of {service.info.max_model_len}",
+            f"{length} prompt tokens and max_tokens={max_tokens} exceed the context of {service.info.max_model_len}",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    stream_of(seed)  # refuses what a plain request may not have either
+    stream_of(seed)  # refuses the seeds that plain requests refuse
     if temperature is not None and not 0 <= temperature <= 10:
         raise RequestError(
             f"temperature={temperature:g} is out of range: 0 to 10", param="temperature", code="invalid_parameter"
@@ -156,7 +164,8 @@ def _strategy(spec: str, model: str, where: str) -> Any:
     param = f"{where}strategy"
     if is_file(spec):
         raise RequestError(
-            "a strategy over HTTP is a name, never a file of code: install it where the server runs (docs/adding-a-technique.md)",
+            "a strategy over HTTP is a name, never a file of code: install it where the server runs "
+            "(docs/adding-a-technique.md)",
             param=param,
             code="invalid_strategy",
         )
@@ -166,7 +175,7 @@ def _strategy(spec: str, model: str, where: str) -> Any:
         for name, value in config.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) > MAX_NUMBER:
                 raise RequestError(f"{spec}: {name} may be at most {MAX_NUMBER}", param=param, code="invalid_strategy")
-        # What it needs is told by names and capabilities alone; the engine itself is not asked.
+        # The check needs names and capabilities only, so no engine is asked.
         shape = ClientEndpoint(None, None, model)  # type: ignore[arg-type]
         strategy.check([shape], Prompts())
     except ConfigError as e:
@@ -175,7 +184,8 @@ def _strategy(spec: str, model: str, where: str) -> Any:
 
 
 def _length(service: Service, messages: list[dict[str, Any]], place: str) -> int:
-    """Of the prompt, in tokens. Raises RequestError that names ``place``, where the messages stand in the body."""
+    """Length of the prompt in tokens. Raises RequestError that names ``place``, where the messages stand in the
+    body."""
     try:
         service.text.check_size(texts(messages), service.info.max_model_len)
         return len(service.text.tokenizer.encode_chat(messages))
@@ -185,18 +195,18 @@ def _length(service: Service, messages: list[dict[str, Any]], place: str) -> int
 
 
 def usage(amounts: dict[str, float]) -> dict[str, int]:
-    """OpenAI's names: every generated token counts, kept or not."""
+    """The usage under OpenAI's names. Every generated token counts, kept or not."""
     prompt, made = int(amounts["uncached"] + amounts["cached"]), int(amounts["generated"] + amounts["discarded"])
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
 def told(event: dict[str, Any]) -> dict[str, Any]:
-    """An event as clients see it: without texts, which may be long, and what JSON cannot hold."""
+    """An event for clients: its plain values, without lists of texts and objects."""
     return {name: value for name, value in event.items() if isinstance(value, (str, int, float, bool, type(None)))}
 
 
 def summary(solved: Any) -> dict[str, Any]:
-    """One problem's result."""
+    """One problem's result for clients."""
     result, amounts = solved.result, solved.ledger.total()
     return {
         "id": solved.problem.id,

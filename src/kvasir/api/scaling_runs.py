@@ -1,5 +1,8 @@
-"""Runs of test-time scaling in the background: started, watched, cancelled. Without a folder (`scaling_store`) they live in memory and
-end with the server; with one, the next server goes on with those that had not ended, and knows the others still."""
+"""Background runs of test-time scaling: started, watched, cancelled.
+
+Without a folder (``scaling_store``) they live in memory and end with the server. With one, the next server continues
+the unfinished runs and still knows the others.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ from kvasir.api.scaling_store import RunStore
 from kvasir.errors import RequestError
 from kvasir.logs import log
 
+# Most runs at the same time.
 MAX_RUNNING = 8
-MAX_KEPT = 64  # ended runs
-MAX_EVENTS = 4096  # of a run that are kept; the first ones go
+# Most ended runs that are kept.
+MAX_KEPT = 64
+# Most events of a run that are kept; the oldest are dropped.
+MAX_EVENTS = 4096
 ENDED = ("done", "failed", "cancelled")
 
 
 class ScalingRun:
-    """``status``: running, done, failed or cancelled. ``owner``: whose it is; nobody else sees it. ``seed`` and ``problems`` (how many) as
-    they were asked for."""
+    """One run. ``status``: running, done, failed or cancelled. ``owner``: the caller's key; other callers cannot see
+    the run. ``problems``: their number. ``seed``: as asked for."""
 
     def __init__(
         self, name: str, owner: str, *, problems: int, seed: int, created: int, store: RunStore | None = None
@@ -42,7 +48,7 @@ class ScalingRun:
         self._release: Callable[[], None] = lambda: None
 
     def begin(self, plan: scaling.Plan, release: Callable[[], None]) -> None:
-        """``release`` is called once, at the end."""
+        """Start the run. ``release`` is called once, at its end."""
         self._release = release
         self.task = asyncio.create_task(self._run(plan), name=f"scaling run {self.name}")
 
@@ -62,13 +68,13 @@ class ScalingRun:
             self._ended()
 
     def fail(self, error: RequestError) -> None:
-        """It cannot even begin."""
+        """End a run that cannot begin."""
         self.status, self.error = "failed", error
         self._ended()
 
     def _ended(self) -> None:
         self._release()
-        # What ended with the server or its engine is not over: the next server goes on with it.
+        # A run that ended because the server or its engine did is not over: the next server continues it.
         if self._store is not None and not self._suspended and not (self.error and self.error.status == 503):
             error = self.error and {"message": self.error.message, "code": self.error.code, "param": self.error.param}
             self._store.end(
@@ -84,7 +90,7 @@ class ScalingRun:
         self._add({"event": "run.end", "status": self.status})
 
     def restore(self, end: dict[str, Any]) -> None:
-        """An earlier server saw its end."""
+        """Take over the end of a run that an earlier server has seen."""
         self.status, self.results, self.amounts, self.num_done = (
             end["status"],
             end["results"],
@@ -108,7 +114,7 @@ class ScalingRun:
         self._news = asyncio.Event()
 
     async def cancel(self, suspend: bool = False) -> None:
-        """Return when it has ended and let go of the engine. ``suspend``: the next server may go on with it."""
+        """Cancel the run and wait until it has released the engine. ``suspend``: the next server may continue it."""
         self._suspended = suspend
         if self.task is not None:
             self.task.cancel()
@@ -118,7 +124,7 @@ class ScalingRun:
             self._ended()
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Those that are kept, then each as it comes, to the end of the run."""
+        """Yield the events that are kept, then each new one, to the end of the run."""
         at = 0
         while True:
             at = max(at, self._first)
@@ -133,6 +139,7 @@ class ScalingRun:
                 await news.wait()
 
     def object(self) -> dict[str, Any]:
+        """The run as clients see it."""
         found: dict[str, Any] = {
             "id": self.name,
             "object": "scaling.run",
@@ -150,7 +157,7 @@ class ScalingRun:
 
 
 class ScalingRuns:
-    """All of them, by name."""
+    """All runs of a server, by name."""
 
     def __init__(self, store: RunStore | None = None) -> None:
         self.store = store
@@ -159,10 +166,13 @@ class ScalingRuns:
     def start(
         self, name: str, owner: str, plan: scaling.Plan, release: Callable[[], None], asked: dict[str, Any]
     ) -> ScalingRun:
-        """``asked``: what ``resume`` of another server needs to make the same plan. Raises RequestError 429 when too many run."""
+        """Start a run. ``asked``: the data from which ``resume`` of another server makes the same plan.
+
+        Raises RequestError 429 when too many runs are active, and 503 when the run cannot be written to disk.
+        """
         if sum(run.status == "running" for run in self._runs.values()) >= MAX_RUNNING:
             raise RequestError(
-                f"{MAX_RUNNING} scaling runs are under way already", status=429, code="too_many_runs", retry_after=5.0
+                f"{MAX_RUNNING} scaling runs are active already", status=429, code="too_many_runs", retry_after=5.0
             )
         run = ScalingRun(
             name, owner, problems=len(plan.problems), seed=plan.seed, created=int(time.time()), store=self.store
@@ -189,8 +199,11 @@ class ScalingRuns:
         return run
 
     def resume(self, planned: Callable[[dict[str, Any], int], scaling.Plan]) -> int:
-        """Know again what earlier servers ran, and go on with what had not ended. ``planned(asked, seed)`` makes a run's plan, or raises
-        RequestError. Returns how many go on. They count against nobody's limit: they were let in once."""
+        """Load the runs of earlier servers and continue the unfinished ones; return how many continue.
+
+        ``planned(asked, seed)`` makes a run's plan or raises RequestError. Continued runs count against no limit,
+        because they were admitted once.
+        """
         going = 0
         for name, record, end in self.store.load() if self.store else []:
             run = self._runs[name] = ScalingRun(
@@ -222,13 +235,14 @@ class ScalingRuns:
                 self.store.drop(old)
 
     def get(self, name: str, owner: str) -> ScalingRun:
-        """Raises RequestError 404, also for another's."""
+        """The caller's run of this name. Raises RequestError 404, also for a run of another caller."""
         run = self._runs.get(name)
         if run is None or run.owner != owner:
             raise RequestError(f"there is no scaling run '{name[:80]}'", status=404, param="id", code="run_not_found")
         return run
 
     async def close(self) -> None:
+        """Suspend all runs and close the folder."""
         await asyncio.gather(*(run.cancel(suspend=True) for run in self._runs.values() if run.status == "running"))
         if self.store is not None:
             self.store.close()

@@ -1,10 +1,11 @@
-"""Background runs on disk, so that they outlive the server: three files a run in one folder.
+"""Background runs on disk, so that they outlive the server: three files per run in one folder.
 
-``ID.run.json`` is what was asked for, written before the client hears of the run; ``ID.calls.jsonl`` the journal of its calls
-(``scaling.journal``); ``ID.end.json`` how it ended. A run without the last was under way when the server went, however it went, and is
-run again from its journal: calls that had ended return at once with the charge they had, and only the others are made.
+``ID.run.json`` holds the request and is written before the client hears of the run. ``ID.calls.jsonl`` is the journal
+of its calls (``scaling.journal``). ``ID.end.json`` says how it ended. A run without the last file was active when the
+server ended, and is run again from its journal: finished calls return at once with their old cost, and only the others
+are made.
 
-Prompts and replies are as private as who sent them: files are readable by their owner only. Two servers cannot share a folder.
+Prompts and replies are private, so only the owner can read the files. Two servers cannot share a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PARTS = ("run.json", "calls.jsonl", "end.json")
 
 
 class RunStore:
-    """``folder`` is made when there is none. Raises ConfigError when it cannot be used, or another server uses it."""
+    """The folder of the runs, which is created if it is missing. Raises ConfigError when it cannot be used, or another
+    server uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,23 +43,23 @@ class RunStore:
             raise ConfigError(f"--scaling-runs: {folder.name} cannot be used: {e.strerror}") from e
 
     def close(self) -> None:
-        """Leave the folder to the next server."""
+        """Release the folder for the next server."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def calls(self, name: str) -> Path:
-        """The journal's file, made readable by its owner only."""
+        """The run's journal file, created with mode 0600."""
         path = self._path(name, "calls.jsonl")
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
         return path
 
     def begin(self, name: str, record: dict[str, Any]) -> None:
-        """Raises OSError: then there is no such run."""
+        """Write the record of a new run. Raises OSError; the run then does not exist."""
         self._write(name, "run.json", record)
 
     def end(self, name: str, record: dict[str, Any]) -> None:
-        """The run has ended; its journal is of no more use. A full disk costs no more than that the run is run again."""
+        """Write how the run ended and delete its journal. If the disk is full, the next server repeats the run."""
         try:
             self._write(name, "end.json", record)
             self._path(name, "calls.jsonl").unlink(missing_ok=True)
@@ -70,7 +72,7 @@ class RunStore:
             self._path(name, part).unlink(missing_ok=True)
 
     def load(self) -> list[tuple[str, dict[str, Any], dict[str, Any] | None]]:
-        """(name, what was asked for, how it ended or None), the oldest first. What cannot be read is left where it is, and said."""
+        """The runs, oldest first: name, request, and end or None. Unreadable records are logged and left in place."""
         found = []
         for path in self.folder.glob("*.run.json"):
             name = path.name.removesuffix(".run.json")
@@ -85,11 +87,11 @@ class RunStore:
         return sorted(found, key=lambda entry: (entry[1]["created"], entry[0]))
 
     def _path(self, name: str, part: str) -> Path:
-        assert NAME.fullmatch(name), f"{name!r} is no name of a run"
+        assert NAME.fullmatch(name), f"{name!r} is not a name of a run"
         return self.folder / f"{name}.{part}"
 
     def _write(self, name: str, part: str, record: dict[str, Any]) -> None:
-        """All of it or nothing, whenever the process or the machine ends."""
+        """Write a file as a whole or not at all, even if the process or the machine ends meanwhile."""
         path = self._path(name, part)
         fresh = path.with_name(f"{path.name}.new")
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:

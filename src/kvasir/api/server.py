@@ -1,4 +1,4 @@
-"""The HTTP server: the app that ties routes, guard and error shapes together, and its life from bound port to drained exit.
+"""The HTTP server: the app with its routes, key guard and error replies, and its life from bound port to drained exit.
 
 Never imports torch: the model lives in the engine process. ``kvasir serve`` starts that process first and imports this
 module while the model loads.
@@ -42,18 +42,20 @@ from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.tokenizer import Tokenizer
 
-HEADER_SECONDS = 10.0  # a connection that sends no whole request head within one to two of these is closed
-CLOSE_SECONDS = 5  # for replies that are ready to leave when the engine has stopped
+# A connection that sends no whole request head within one to two of these periods is closed.
+HEADER_SECONDS = 10.0
+# Time that finished replies get to be sent after the engine has stopped.
+CLOSE_SECONDS = 5
 MAX_HEAD_BYTES = 1 << 16
-BACKLOG = 2048  # connections that wait to be taken
-MAX_FILES = (
-    1 << 16
-)  # open at once; where shells and service managers allow 1024, all that may be taken beyond them is taken
+# Most connections that wait to be accepted.
+BACKLOG = 2048
+# Most open files to ask for; the usual soft limit of 1024 is raised to the hard limit, up to this number.
+MAX_FILES = 1 << 16
 
 
 def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> FastAPI:
-    """The app. Its lifespan starts ``client`` and loads ``text`` in the background, and stops ``client`` at the end.
-    ``app.state.service`` is the Service."""
+    """Make the app. Its lifespan starts ``client`` and loads ``text`` in the background, and stops ``client`` at the
+    end. ``app.state.service`` is the Service."""
     service = Service(client, text, settings)
 
     @contextlib.asynccontextmanager
@@ -71,7 +73,8 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    # The last one added is the first to see a request: CORS answers preflights, then the watch, which counts what the guard refuses.
+    # The middleware added last sees a request first: CORS answers preflights, then the watch also counts what the guard
+    # refuses.
     app.add_middleware(KeyGuard, keys=settings.api_key)
     app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
     if settings.allowed_origins:
@@ -79,9 +82,9 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
+            allow_headers=["*"],  # OpenAI's client has headers of its own
             expose_headers=["x-request-id", "retry-after", "warning"],
-        )  # OpenAI's client has headers of its own
+        )
     return app
 
 
@@ -156,7 +159,8 @@ ERROR_SCHEMA = {
 
 
 def _post(app: FastAPI, path: str, route: Callable, body: type[protocol.Body], summary: str) -> None:
-    """A route that reads its own body, so that limits hold while reading; the schema goes into the OpenAPI document."""
+    """Add a route that reads its own body, so that limits hold while reading; the schema goes into the OpenAPI
+    document."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
     app.add_api_route(
         path,
@@ -192,8 +196,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 class _Watch:
-    """ASGI middleware: counts replies by route and status, logs them when asked to (never the query), and turns our bugs
-    into a logged 500. Paths that are no route count as one, so that labels stay few."""
+    """ASGI middleware that counts replies by route and status, logs them when asked to (never the query), and turns our
+    bugs into a logged 500. All paths without a route count as one, so that labels stay few."""
 
     def __init__(self, app: Callable, service: Service, log_requests: bool) -> None:
         self.app = app
@@ -232,7 +236,7 @@ async def _on_request_error(http: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(http: Request, error: Exception) -> Response:
-    """404 and 405 of the router."""
+    """Answer 404 and 405 of the router."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     response = error_response(RequestError(str(error.detail), status=error.status_code, code=code))
@@ -247,8 +251,9 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close
 
 
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, on httptools where that is installed, plus limits on how long a request's head may be, which httptools has
-    none for, how long it may take to arrive, how long a reply may lie unread, and how many connections there are."""
+    """The protocol of uvicorn (on httptools if that is installed) with further limits: the length of a request's head,
+    which httptools does not limit, its time to arrive, the time that a reply may stay unread, and the number of
+    connections."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -265,9 +270,8 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def data_received(self, data: bytes) -> None:
         cycle = self.cycle
-        between = (
-            cycle is None or cycle.response_complete and not cycle.more_body
-        )  # a refused body may still be on its way
+        # After a refusal the rest of the body may still arrive.
+        between = cycle is None or cycle.response_complete and not cycle.more_body
         super().data_received(data)
         self._head_bytes = self._head_bytes + len(data) if between and self.cycle is cycle else 0
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -289,7 +293,8 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._was_idle, self._last_cycle = idle or self.cycle is None, self.cycle
 
     def _check_reader(self) -> None:
-        """Cut off who reads nothing: no stream runs for it, and no closed connection keeps memory and a descriptor for good."""
+        """Disconnect a client that stops reading, so that no stream runs for it and its connection frees its memory and
+        descriptor."""
         unread, now = self.transport.get_write_buffer_size(), self.loop.time()
         if not unread or unread != self._unread:
             self._unread, self._stuck_since = unread, now
@@ -298,7 +303,7 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first. Raises ConfigError when the port cannot be bound."""
+    """The server of uvicorn without its signal handlers, because ours drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
@@ -306,8 +311,8 @@ class Server(uvicorn.Server):
 
 
 def raise_file_limit() -> int:
-    """Allow as many open files as may be, and return how many: each connection is one, and a refused `accept` makes asyncio write
-    thousands of tracebacks a second."""
+    """Raise the limit of open files as far as allowed, and return it. Each connection takes one, and a failed
+    ``accept`` makes asyncio write thousands of tracebacks a second."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -317,7 +322,7 @@ def raise_file_limit() -> int:
 
 
 def check_address(settings: ServerConfig) -> None:
-    """Refuse to be open to the network without a key. Raises ConfigError."""
+    """Raise ConfigError when the server would be open to the network without a key."""
     if settings.uds or settings.api_key or settings.insecure or settings.host == "localhost":
         return
     try:
@@ -326,13 +331,13 @@ def check_address(settings: ServerConfig) -> None:
         loopback = False
     if not loopback:
         raise ConfigError(
-            f"host '{settings.host}' is open to the network, and there is no API key. Pass --api-key KEY, or --insecure if "
-            "everybody who reaches this port may use the model, or keep --host 127.0.0.1"
+            f"host '{settings.host}' is open to the network, and there is no API key. Pass --api-key KEY, or "
+            "--insecure if everybody who reaches this port may use the model, or keep --host 127.0.0.1"
         )
 
 
 def open_text(settings: Settings) -> Text:
-    """The text side as the settings describe it; nothing is loaded yet."""
+    """Make the text side that the settings describe, without loading anything."""
     source = settings.model
 
     def open_tokenizer() -> Tokenizer:
@@ -343,10 +348,11 @@ def open_text(settings: Settings) -> Text:
 
 
 def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then drain: not ready at once, running streams get ``drain_timeout`` seconds, the rest
-    is journalled. A second signal drains no longer. Raises ConfigError when the server cannot start.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain: the server is not ready at once, running streams get
+    ``drain_timeout`` seconds, the rest is journalled. A second signal ends the drain. Raises ConfigError when the
+    server cannot start.
 
-    ``client``: one whose process was started early, before this module was imported.
+    ``client``: a client whose process was started before this module was imported.
     """
     check_address(settings.server)
     if any(not key.strip() for key in settings.server.api_key):
@@ -365,9 +371,9 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
     app = create_app(client, open_text(settings), options)
     service: Service = app.state.service
     files = raise_file_limit()
-    backlog = min(
-        BACKLOG, files // 8
-    )  # so many may be taken at once, and as many be on their way out; an engine process takes some, too
+    # Up to ``backlog`` connections may be accepted at once while as many are closing; the engine process needs some
+    # files.
+    backlog = min(BACKLOG, files // 8)
     server = Server(
         uvicorn.Config(
             app,
@@ -396,14 +402,14 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
 
     loop = asyncio.get_running_loop()
     signals = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is gone; under nohup that is nothing
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal was closed; nohup ignores that
         signals.append(signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, stop)
     announce = asyncio.ensure_future(_announce(service, server))
     try:
         await server.serve()
-    except (SystemExit, OSError) as e:  # uvicorn ends the process over a port, and raises over a Unix socket
+    except (SystemExit, OSError) as e:  # uvicorn exits when it cannot bind a port, and raises for a Unix socket
         why = "is the port taken?" if isinstance(e, SystemExit) else e.strerror or e
         raise ConfigError(f"cannot listen on {options.uds or f'{options.host}:{options.port}'}: {why}") from e
     finally:
@@ -425,7 +431,7 @@ async def _drain(service: Service, server: Server, seconds: float) -> None:
 
 
 async def _announce(service: Service, server: Server) -> None:
-    """Say where the server listens and when it is ready; end it when the start fails."""
+    """Log where the server listens and when it is ready; end it when the start fails."""
     while not server.started:
         await asyncio.sleep(0.01)
     for listener in server.servers:
@@ -435,7 +441,9 @@ async def _announce(service: Service, server: Server) -> None:
     if service.phase == "failed":
         server.should_exit = True
     elif service.phase == "ready":
-        collect_rarely()  # a collection that walks FastAPI, the routes and the vocabulary stops every stream for tens of milliseconds
+        # A collection that visits FastAPI, the routes and the vocabulary would stop every stream for tens of
+        # milliseconds.
+        collect_rarely()
         log.info("ready to serve %s", service.info.name)
 
 

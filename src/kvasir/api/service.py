@@ -1,4 +1,5 @@
-"""What the routes share: the engine's client, the text side, the limits, and where the server is in its life."""
+"""The state that all routes share: the engine's client, the text side, the limits, and the phase of the server's
+life."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ B = TypeVar("B", bound=Body)
 
 
 class Caller:
-    """Who asks: what the key guard found out, the request's id, and when it came."""
+    """The caller of a request: its key and tenant from the key guard, the request's id, and the time of arrival."""
 
     def __init__(self, http: HttpRequest) -> None:
         self.arrival = time.monotonic()
@@ -41,31 +42,35 @@ class Caller:
 
 
 class Work(Protocol):
-    """What runs for one body, such as a Generation. ``close`` in every case; closing cancels what still runs."""
+    """The running work of one body, for example a Generation. It must be closed in every case."""
 
     async def open(self) -> None:
-        """Return when it was accepted. Raises RequestError."""
+        """Wait until the engine has accepted it. Raises RequestError."""
 
-    async def close(self, reason: str = "disconnected") -> None: ...
+    async def close(self, reason: str = "disconnected") -> None:
+        """Cancel what still runs; idempotent."""
 
 
 class Job(Protocol):
-    """A generation route's work on one body: what it starts, and the two forms of its reply."""
+    """An admitted body of a generation route: it starts the work and gives the two forms of the reply."""
 
     stream: bool
     ignored: list[str]
-    names: dict[str, str]  # admission's and the engine's parameter names -> this body's, where they differ
+    names: dict[str, str]  # parameter names of admission and engine -> this body's, where they differ
 
     def begin(self, release: Callable[[], None]) -> Any:
-        """The `Work`, not opened yet; ``release`` is called once, when it is closed."""
+        """Make the ``Work``, not yet opened; ``release`` is called once, when it is closed."""
 
-    def events(self, work: Any) -> AsyncGenerator[bytes, None]: ...
+    def events(self, work: Any) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events of a streamed reply."""
 
-    async def result(self, work: Any) -> dict[str, Any]: ...
+    async def result(self, work: Any) -> dict[str, Any]:
+        """The object of a collected reply."""
 
 
 class Service:
-    """``phase``: starting, ready, draining or failed. ``failure`` says why it failed."""
+    """The server behind its routes. ``phase``: starting, ready, draining or failed. ``failure``: why the start
+    failed."""
 
     def __init__(self, client: EngineClient, text: Text, settings: ServerConfig) -> None:
         self.client = client
@@ -75,16 +80,14 @@ class Service:
         self.concurrency = limits.Concurrency(settings.max_concurrent_per_key)
         self.phase = "starting"
         self.failure: BaseException | None = None
-        self.openers: list[Callable[[], Awaitable[None]]] = []  # what begins by itself once the engine is there
-        self.closers: list[
-            Callable[[], Awaitable[None]]
-        ] = []  # what runs beside the requests and ends with the service
+        self.openers: list[Callable[[], Awaitable[None]]] = []  # called once the engine is ready
+        self.closers: list[Callable[[], Awaitable[None]]] = []  # called before the engine is stopped
         self._starting: asyncio.Task | None = None
 
     # ------------------------------------------------------------------------------------------------------ life
 
     def start(self) -> asyncio.Task:
-        """Start the engine and load the tokenizer in the background; liveness answers meanwhile."""
+        """Start the engine and load the tokenizer in the background, while /health/live answers already."""
         self._starting = asyncio.create_task(self._start())
         return self._starting
 
@@ -93,7 +96,7 @@ class Service:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.client.start())
                 group.create_task(asyncio.to_thread(self.text.load))
-                group.create_task(asyncio.to_thread(limits.check_shape, b"{}"))  # imports what it needs
+                group.create_task(asyncio.to_thread(limits.check_shape, b"{}"))  # imports numpy before the first body
         except BaseExceptionGroup as e:
             self.phase, self.failure = "failed", e.exceptions[0]
             log.error("start-up failed: %s", self.failure)
@@ -104,12 +107,12 @@ class Service:
             self.phase = "ready"
 
     async def started(self) -> None:
-        """Return when the start has ended, well or badly."""
+        """Wait until the start has succeeded or failed."""
         if self._starting is not None:
             await asyncio.wait({self._starting})
 
     async def stop(self, drain: float | None = None) -> None:
-        """Not ready from now on; running requests get ``drain`` seconds, the engine's journal keeps the rest."""
+        """Be not ready from now on; running requests get ``drain`` seconds, the engine's journal keeps the rest."""
         if self.phase != "failed":
             self.phase = "draining"
         if self._starting is not None and not self._starting.done():
@@ -120,7 +123,7 @@ class Service:
         await self.client.stop(drain)
 
     def not_ready(self) -> str:
-        """Why requests are not taken; empty when they are."""
+        """The reason why requests are not served; empty when they are."""
         if self.phase != "ready":
             return {
                 "starting": "the model is loading",
@@ -131,7 +134,7 @@ class Service:
         return "" if health.ready else health.reason or "the engine is not ready"
 
     def require_ready(self) -> None:
-        """Raises RequestError 503."""
+        """Raise RequestError 503 unless the server has started and is not draining."""
         if self.phase != "ready":
             raise RequestError(self.not_ready(), status=503, code="not_ready", retry_after=1.0)
 
@@ -142,6 +145,7 @@ class Service:
     # -------------------------------------------------------------------------------------------------- requests
 
     async def body(self, http: HttpRequest) -> bytes:
+        """Read the raw body of a request. Raises RequestError."""
         self.require_ready()
         return await limits.read_body(http, self.settings.max_body_bytes, self.settings.request_timeout)
 
@@ -150,7 +154,7 @@ class Service:
         body, ignored = parse(kind, limits.decode_json(raw), self.settings.lenient)
         if body.model is not None and body.model != self.info.name:
             raise RequestError(
-                f"the model '{body.model[:200]}' is not served here; there is '{self.info.name}'",
+                f"the model '{body.model[:200]}' is not served here; this server has '{self.info.name}'",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -167,10 +171,14 @@ class Service:
         names: dict[str, str],
         stream: bool,
     ) -> list[Request]:
-        """Engine requests for one body, one a prompt; ``stream``: somebody reads along. Raises RequestError, with ``names`` as in Job."""
+        """Make the engine requests of one body, one per prompt. Raises RequestError.
+
+        ``names``: as in Job. ``stream``: the client reads tokens as they come.
+        """
         if priority and not self.info.priorities:
             raise RequestError(
-                f"priority={priority} would be ignored: this server goes by arrival; --scheduling-policy priority changes that",
+                f"priority={priority} would be ignored: this server's scheduling policy does not read it; "
+                "--scheduling-policy priority does",
                 param="priority",
                 code="unsupported_parameter",
             )
@@ -193,18 +201,18 @@ class Service:
                     )
                 except RequestError as e:
                     if many and e.code == "context_length_exceeded":
-                        e.message = f"prompt[{i}]: {e.message}"  # which of a batch to shorten
+                        e.message = f"prompt[{i}]: {e.message}"  # names the prompt to shorten
                     raise
             self._check_queue(requests)
         for request in requests:
-            if (
-                not stream and not request.params.stop
-            ):  # stop strings are seen here; the engine should not run on for long until it hears of it
+            # Stop strings are found in this process, so their requests need every token soon, to be ended soon.
+            if not stream and not request.params.stop:
                 request.piece = PIECE
         return requests
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
-        """Refuse what the queue could not hold if it were empty: it would be told to come back for ever. Raises RequestError."""
+        """Raise RequestError (400) for requests that not even an empty queue could hold: 429 would tell the client to
+        come back for ever."""
         prompts, choices, tokens = (
             len(requests),
             sum(r.params.n for r in requests),
@@ -213,7 +221,7 @@ class Service:
         queue, room = self.info.max_queued_requests, self.info.max_queued_tokens
         shorter = "Send fewer prompts at a time." if prompts > 1 else "Shorten it."
         for count, most, what, param, cure in (
-            (prompts, queue, "prompts", "prompt", shorter),  # too many even with n=1
+            (prompts, queue, "prompts", "prompt", shorter),  # too many even if n were 1
             (choices, queue, "choices", "n", "Lower 'n' or send fewer prompts." if prompts > 1 else "Lower 'n'."),
             (tokens, room, "prompt tokens", "prompt", shorter),
         ):
@@ -225,10 +233,11 @@ class Service:
                 )
 
     async def respond(self, http: HttpRequest, make: Callable[[Service, bytes, Caller], Any]) -> Response:
-        """A generation route: read, check off the loop, wait for the engine to accept, then stream or collect.
+        """Serve a generation route: read the body, check it off the loop, wait for the engine to accept, stream or
+        collect.
 
-        ``make(service, raw_body, caller)`` is a Job. Headers go out only once the engine has accepted everything, so a
-        refusal is always a status. A client that leaves cancels what it asked for.
+        ``make(service, raw_body, caller)`` makes a Job. Headers are sent only after the engine has accepted everything,
+        so a refusal is always a status. A client that leaves cancels its request.
         """
         caller = Caller(http)
         raw = await self.body(http)
@@ -255,13 +264,13 @@ class Service:
         finally:
             if generation is None:
                 self.concurrency.leave(caller.key)
-            elif response is None:  # else the stream closes it
+            elif response is None:  # otherwise the stream closes it
                 await generation.close()
 
 
 @contextlib.contextmanager
 def renamed(names: dict[str, str]) -> Iterator[None]:
-    """Errors name the parameter as the client wrote it."""
+    """Make errors name the parameter as the client wrote it."""
     try:
         yield
     except RequestError as e:
@@ -280,7 +289,7 @@ async def _collected(job: Job, generation: Work) -> dict[str, Any]:
 
 
 async def _guarded(job: Job, generation: Work, name: str) -> AsyncGenerator[bytes, None]:
-    """The job's events; an error after the headers becomes an event of its own, and the stream ends."""
+    """Yield the job's events. An error after the headers becomes an event of its own, and the stream ends."""
     events = job.events(generation)
     try:
         with renamed(job.names):
@@ -296,7 +305,7 @@ async def _guarded(job: Job, generation: Work, name: str) -> AsyncGenerator[byte
 
 
 def _ignored_header(names: list[str]) -> dict[str, str]:
-    """The warning of lenient mode: what was ignored, ASCII only and short."""
+    """The warning header of lenient mode, with the ignored parameters in short ASCII."""
     if not names:
         return {}
     clean = ", ".join(

@@ -1,4 +1,4 @@
-"""Server-sent events, and the two ways a reply follows its client: streamed, or collected while watching for a disconnect."""
+"""Server-sent events, and replies that end when their client leaves, streamed or collected."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ encode = msgspec.json.encode
 
 
 def sse(value: Any, event: str | None = None) -> bytes:
-    """One event: ``data: {...}`` and an empty line, with an ``event:`` line before it when it has a name."""
+    """Encode one event: ``data: {...}`` and an empty line, after an ``event:`` line if it has a name."""
     data = b"data: " + encode(value) + b"\n\n"
     return data if event is None else b"event: " + event.encode() + b"\n" + data
 
 
 class Disconnected(Exception):
-    """The client is gone; there is nobody to reply to."""
+    """The client is gone, so no reply can be sent."""
 
 
 async def _gone(receive: Callable[[], Awaitable[dict]]) -> None:
@@ -30,7 +30,7 @@ async def _gone(receive: Callable[[], Awaitable[dict]]) -> None:
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awaitable[T]) -> T:
-    """Await ``work``, cancelling it when the client goes away first. Raises Disconnected then."""
+    """Await ``work``. If the client leaves first, cancel it and raise Disconnected."""
     task = asyncio.ensure_future(work)
     tasks = {task, asyncio.ensure_future(_gone(receive))}
     try:
@@ -39,15 +39,15 @@ async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awai
             raise Disconnected
         return task.result()
     finally:
-        # Cancel, then wait: when this returns, the work has released what it held.
+        # Cancel and wait, so that the work has released everything when this returns.
         for t in tasks:
             t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream(Response):
-    """A reply whose body is a generator of events. ``close`` is awaited whatever happens: at the end, or when the client goes away (or is
-    cut off, since it reads nothing: ``server.Protocol``)."""
+    """A reply whose body is a generator of events. ``close`` is awaited in every case: at the end, or when the client
+    leaves or is disconnected because it does not read (``server.Protocol``)."""
 
     media_type = "text/event-stream"
 
@@ -68,7 +68,7 @@ class EventStream(Response):
         except Disconnected:
             return
         finally:
-            # A generator that was never started runs no ``finally`` of its own.
+            # A generator that was never started does not run its ``finally``.
             await self.events.aclose()
             await self.close()
 

@@ -1,4 +1,5 @@
-"""The text side of a served model: its tokenizer, and the parsers that fit its template. Loaded in the background at start-up."""
+"""The text side of a served model: its tokenizer, and the parsers that fit its template. Loaded in the background at
+start-up."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ from kvasir.models.tokenizer import Tokenizer
 
 
 class Text:
-    """``load`` blocks (run it in a thread) and comes before everything else. Raises ConfigError from there. It chooses the parsers, once:
-    to look for them reads what every installed package offers.
+    """The tokenizer and the parsers of one model. Call ``load`` before anything else, in a thread, because it blocks.
 
     ``keep_ids``: special tokens whose text the parsers look for, so they are shown although special tokens are skipped.
     """
@@ -30,6 +30,8 @@ class Text:
         self._reasoning_parser = reasoning_parser
 
     def load(self) -> None:
+        """Load the tokenizer and choose the parsers, once, because looking for them reads the metadata of all installed
+        packages. Raises ConfigError."""
         self.tokenizer = self._open()
         self._longest_token = max(len(self.tokenizer.id_to_token(i) or "") for i in range(self.tokenizer.size))
         self.tool_format = tools.choose(self._tool_parser, self.tokenizer)
@@ -41,7 +43,8 @@ class Text:
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
     def check_size(self, texts: Iterable[str], max_model_len: int, contexts: int = 1) -> None:
-        """Refuse, before any work, text that cannot fit so many ``contexts`` however well it encodes. Raises RequestError."""
+        """Raise RequestError, before any work, for text that cannot fit ``contexts`` contexts however well it
+        encodes."""
         num_chars = sum(map(len, texts))
         if num_chars > contexts * max_model_len * self._longest_token:
             room = "the context" if contexts == 1 else f"{contexts} times the context"
@@ -52,7 +55,7 @@ class Text:
             )
 
     def encode(self, text: str) -> list[int]:
-        """A piece of text on its own, as bad words are matched."""
+        """Token ids of a text without special tokens, for bad words."""
         return self.tokenizer.encode(text, add_special=False)
 
     def reasoning(self, prompt_ids: Sequence[int]) -> reasoning.ReasoningParser | None:

@@ -1,8 +1,8 @@
-"""Tool calls: the text of an answer to calls, and what a request asks for to a grammar.
+"""Tool calls: parsers that find them in an answer, and grammars that force them.
 
-A parser reads the answer one character at a time, so the calls and the content are the same for any cut of the stream.
-A call is announced once its name and the opening of its arguments are read; from there its arguments stream as the model
-writes them. Whatever is not a well-formed call comes out as content: never an exception, never lost text.
+A parser reads the answer one character at a time, so calls and content do not depend on how the stream is cut. A call
+is announced once its name and the first character of its arguments are read; its arguments then stream as the model
+writes them. Text that is not a well-formed call becomes content; it never raises and is never lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 @dataclass(slots=True)
 class CallDelta:
-    """The start (``name`` and ``id`` are set) or the continuation of call number ``index``. ``arguments``: JSON text."""
+    """The start (``name`` and ``id`` are set) or the continuation of call number ``index``. ``arguments``: JSON
+    text."""
 
     index: int
     id: str | None = None
@@ -42,10 +43,10 @@ class CallDelta:
 
 
 class ToolParser(Technique):
-    """One answer. ``names``: the functions that were offered; None when not known. A subclass reads characters in
-    ``feed`` and ``finish`` and reports through ``say`` (content) and ``open_call``.
+    """A parser of one answer. ``names``: the offered functions; None when they are not known. A subclass reads
+    characters in ``feed`` and ``finish`` and reports through ``say`` (content), ``open_call`` and ``argue``.
 
-    ``marks``: texts that tell this format in a chat template or among the special tokens (``auto``).
+    ``marks``: texts that identify this format in a chat template or among the special tokens (``auto``).
     """
 
     marks: ClassVar[tuple[str, ...]] = ()
@@ -58,7 +59,7 @@ class ToolParser(Technique):
         self._out: list[str | CallDelta] = []
 
     def push(self, text: str, final: bool = False) -> list[str | CallDelta]:
-        """What ``text`` adds: pieces of content and of calls, in order. ``final``: no more text comes."""
+        """Take text; return the pieces of content and of calls it adds, in order. ``final``: no more text comes."""
         self._out = []
         for char in text:
             self.feed(char)
@@ -68,10 +69,12 @@ class ToolParser(Technique):
 
     @abstractmethod
     def feed(self, char: str) -> None:
+        """Read one character."""
         raise NotImplementedError
 
     @abstractmethod
     def finish(self) -> None:
+        """Report everything that is held back, at the end of the answer."""
         raise NotImplementedError
 
     @classmethod
@@ -81,17 +84,19 @@ class ToolParser(Technique):
         raise NotImplementedError
 
     def say(self, text: str) -> None:
+        """Report content."""
         if text and self._out and isinstance(self._out[-1], str):
             self._out[-1] += text
         elif text:
             self._out.append(text)
 
     def open_call(self, name: str) -> None:
+        """Report the start of a call."""
         self._out.append(CallDelta(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", name))
         self.num_calls += 1
 
     def argue(self, text: str) -> None:
-        """More arguments of the last call."""
+        """Report more arguments of the last call."""
         last = self._out[-1] if self._out else None
         if isinstance(last, CallDelta) and last.index == self.num_calls - 1:
             last.arguments += text
@@ -100,15 +105,15 @@ class ToolParser(Technique):
 
 
 class CallScan:
-    """Reads one JSON object ``{"name": ..., "arguments": {...}}`` for a parser, character by character.
+    """A reader of one JSON object ``{"name": ..., "arguments": {...}}`` for a parser, character by character.
 
-    ``raw`` is what was read while the call was not yet announced: content, should it turn out to be no call.
+    ``raw``: the text read before the call was announced, which becomes content if it turns out not to be a call.
     """
 
     def __init__(self, parser: ToolParser, keys: tuple[str, ...], strict: bool = False) -> None:
         self._parser = parser
         self._keys = keys
-        self._strict = strict  # only names that were offered
+        self._strict = strict  # accept offered names only
         self._scan = ObjectScan()
         self._name: str | None = None
         self._early = ""  # arguments that came before the name
@@ -118,7 +123,7 @@ class CallScan:
         self.done = False
 
     def feed(self, char: str) -> None:
-        """Raises Malformed when ``char`` cannot continue a call."""
+        """Read one character. Raises Malformed when ``char`` cannot continue a call."""
         self.started = True
         self.raw += char if not self.opened else ""
         event = self._scan.feed(char)
@@ -144,7 +149,7 @@ class CallScan:
         scan = self._scan
         if event == "start" and (scan.seen(self._keys) > 1 or char not in '{"'):
             raise Malformed
-        if scan.text.startswith('"'):  # the arguments as a string of JSON, which some models write
+        if scan.text.startswith('"'):  # some models write the arguments as a string of JSON
             if event == "value":
                 self._arguments(_object_text(scan.value()))
         elif event in ("start", "part", "value"):
@@ -175,7 +180,7 @@ class CallScan:
 
 def _object_text(value: str) -> str:
     try:
-        value.encode()  # an escaped half of a surrogate pair cannot be sent
+        value.encode()  # a lone surrogate cannot be sent
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         raise Malformed from None
@@ -184,12 +189,15 @@ def _object_text(value: str) -> str:
     return value
 
 
-# --------------------------------------------------------------------------------------------------- which parser, checks
+# ------------------------------------------------------------------------------------------------- which parser, checks
 
 
 def choose(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
-    """The parser class for ``--tool-call-parser NAME``. ``auto`` looks for the formats' marks in the chat templates, then
-    among the added tokens; None: no format is known, or ``none`` was asked for. Raises ConfigError for an unknown name."""
+    """The parser class for ``--tool-call-parser NAME``, or None when no format is known or ``none`` was asked for.
+
+    ``auto`` looks for the formats' marks in the chat templates, then among the added tokens. Raises ConfigError for an
+    unknown name.
+    """
     if name == "none":
         return None
     if name != "auto":
@@ -205,7 +213,7 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
 
 
 def parser(cls: type[ToolParser] | None, tools: Sequence[Mapping[str, Any]]) -> ToolParser | None:
-    """A parser for one answer; ``tools`` are the request's. None when this model has no known format."""
+    """A parser for one answer, given the request's ``tools``; None when this model has no known format."""
     return cls({f["name"] for f in functions(tools)}) if cls else None
 
 
@@ -214,7 +222,7 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def validate(tools: Any, tool_choice: Any = None) -> None:
-    """Check ``tools`` and ``tool_choice`` of a chat request. Raises RequestError 400 naming the place."""
+    """Check ``tools`` and ``tool_choice`` of a chat request. Raises RequestError 400 that names the place."""
     if tools is not None:
         _check_tools(tools)
     named = _named(tool_choice)
@@ -270,7 +278,7 @@ def _check_function(function: Mapping[str, Any], where: str) -> None:
 
 
 def _named(tool_choice: Any) -> str | None:
-    """The function that ``tool_choice`` names, or None for the words. Raises RequestError."""
+    """The function that ``tool_choice`` names, or None for none, auto and required. Raises RequestError."""
     if tool_choice is None or tool_choice in ("none", "auto", "required"):
         return None
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
@@ -290,16 +298,20 @@ def grammar(
     parallel: bool = True,
     after: tuple[int, ...] = (),
 ) -> Grammar | None:
-    """The constraint that makes the model call what ``tool_choice`` asks for: ``required`` one or more of the tools
-    (one if not ``parallel``), a named function exactly once. None for ``auto`` and ``none``: the parser finds the calls
-    that the model makes. Raises RequestError when the model's format is not known, or parameters are no schema we can use."""
+    """The grammar that makes the model call what ``tool_choice`` asks for: ``required`` one or more of the tools
+    (exactly one if not ``parallel``), a named function exactly once.
+
+    None for ``auto`` and ``none``, where the parser finds the calls that the model makes. Raises RequestError when the
+    model's format is not known, or when parameters are not a schema that we can use.
+    """
     validate(tools, tool_choice)
     named = _named(tool_choice)
     if not tools or not (named or tool_choice == "required"):
         return None
     if cls is None:
         raise RequestError(
-            "this model's tool-call format is not known; start the server with --tool-call-parser hermes or llama3_json",
+            "this model's tool-call format is not known; start the server with --tool-call-parser hermes or "
+            "llama3_json",
             param="tool_choice",
             code="no_tool_parser",
         )
@@ -316,7 +328,7 @@ def grammar(
             param="tools" if len(wanted) > 1 else next(iter(wanted)),
             code="invalid_grammar",
         )
-    for place, function in wanted.items():  # each by itself: an error of the whole would not say whose it is
+    for place, function in wanted.items():  # one by one, so that an error names the tool at fault
         try_schema(schema_of(function), place)
     return Grammar("lark", text, after)
 
@@ -326,18 +338,19 @@ def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mark(text: str, tokenizer: Tokenizer) -> str:
-    """``text``, like <tool_call>, in a Lark grammar: one added token if there is such a token, else its characters."""
+    """Write ``text`` (like <tool_call>) in a Lark grammar: as an added token if there is one, else as its
+    characters."""
     return text if tokenizer.is_added(text) else json.dumps(text)
 
 
 def call_rules(wanted: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
-    """Lark rules: ``call`` is a JSON object that calls one of ``wanted``, name first."""
+    """Lark rules in which ``call`` is a JSON object that calls one of ``wanted``, with the name first."""
     lines = ["call: " + " | ".join(f"call_{i}" for i in range(len(wanted)))]
     for i, function in enumerate(wanted):
         head = json.dumps(f'{{"name": "{function["name"]}", "{arguments_key}": ')
-        # Bounded white space, or a weak model goes on with blanks for ever.
+        # White space is bounded, because a weak model might write blanks for ever.
         schema = {**schema_of(function), "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
-        # Written so that nothing looks like Lark to a reader who does not know JSON: no /regex/, {repeat} or ~range.
+        # Escaped so that nothing in a JSON string looks like Lark: no /regex/, {repeat} or ~range.
         text = STRING.sub(lambda m: LARK.sub(lambda c: f"\\u{ord(c[0]):04x}", m[0]), json.dumps(schema, indent=0))
         lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {text}"]
     return "\n".join(lines)

@@ -1,6 +1,7 @@
-"""vLLM's flags that kvasir has no setting for: taken where they ask for what holds anyway, else refused by name with the reason.
+"""The flags of vLLM that kvasir has no setting for: accepted if they ask for what kvasir does anyway, else refused by
+name.
 
-A start script written for vLLM then either works as it stands, or says which word of it cannot be honoured and what to do.
+So a start script written for vLLM either works unchanged, or the error says which flag is not served and what to do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from kvasir.errors import ConfigError
 
-# They ask for what is the case anyway.
+# Flags that ask for what kvasir does anyway.
 SATISFIED = (
     "--enable-chunked-prefill",
     "--enable-auto-tool-choice",
@@ -24,7 +25,7 @@ SATISFIED = (
     "--disable-uvicorn-access-log",
 )
 
-# Taken at these values, refused at any other.
+# Flags with the values that are accepted.
 ONLY_AT = {
     ("--tensor-parallel-size", "-tp"): ("1",),
     ("--pipeline-parallel-size", "-pp"): ("1",),
@@ -40,19 +41,19 @@ ONLY_AT = {
 _QUANTIZED = "quantised weights are not served yet; use the unquantised checkpoint, e.g. with --dtype bfloat16"
 _ADAPTERS = "adapters are not served yet; merge the adapter into its base model and serve that"
 _SPECULATION = "drafts are switched on with --drafter, e.g. --drafter suffix or --drafter draft_model:model=NAME"
-_OFFLOAD = "KV and weights stay on the device; a sequence that must give way is computed again later"
+_OFFLOAD = "KV and weights stay on the device; a preempted sequence is computed again later"
 _TEXT = "only text models are served yet"
 _DEVICES = "one device is served yet"
 _PARALLEL = f"{_DEVICES}; start one server a device"
-_GRAPHS = "decode steps are captured as they come, without settings or compilation; --enforce-eager turns that off"
+_GRAPHS = "decode steps are captured as needed, without settings or compilation; --enforce-eager turns that off"
 _GRAMMAR = "there is one grammar engine, for JSON schema, regex, choice and Lark; requests need no change"
-_ROPE = "the positions are those of the checkpoint's config.json; edit its rope_scaling there"
+_ROPE = "RoPE follows the checkpoint's config.json; edit its rope_scaling there"
 _TLS = "put a TLS-terminating proxy in front"
-_HUB = "it is the hub client's business; set its own variables (HF_HOME, HF_TOKEN)"
+_HUB = "the hub client decides this; set its own variables (HF_HOME, HF_TOKEN)"
 _EMBED = "only text generation is served yet"
 _HTTP = "the HTTP side has no such switch"
-_STEPS = "one step is launched ahead of the one being read; --overlap and --no-overlap are the switch"
-_CPU = "it says what the CPU pool takes: use --cpu-cache-bytes; GPU memory is --gpu-memory-utilization"
+_STEPS = "one step is launched ahead of the one being read; --overlap and --no-overlap switch that"
+_CPU = "use --cpu-cache-bytes for the pool on a CPU, and --gpu-memory-utilization for GPU memory"
 
 UNSERVED = {
     "--model": "name the model as the first argument: kvasir serve MODEL",
@@ -77,7 +78,8 @@ UNSERVED = {
     "--kv-offloading-backend": _OFFLOAD,
     "--preemption-mode": _OFFLOAD,
     "--kv-cache-memory-bytes": _CPU,
-    "--trust-remote-code": "code from a checkpoint is never run; `kvasir serve` names the families it serves when it meets another",
+    "--trust-remote-code": "code from a checkpoint is never run; for an unknown family, `kvasir serve` lists those it "
+    "serves",
     "--limit-mm-per-prompt": _TEXT,
     "--mm-processor-kwargs": _TEXT,
     "--media-io-kwargs": _TEXT,
@@ -95,7 +97,7 @@ UNSERVED = {
     "--scheduler-delay-factor": _STEPS,
     "--scheduler-cls": "use --scheduling-policy",
     "--scheduler-reserve-full-isl": _STEPS,
-    "--no-enable-chunked-prefill": "prompts are always computed in chunks; raise --max-num-batched-tokens for larger ones",
+    "--no-enable-chunked-prefill": "prompts are always computed in chunks; --max-num-batched-tokens sets their size",
     "--max-num-partial-prefills": "use --long-prefill-token-threshold",
     "--max-long-partial-prefills": "use --long-prefill-token-threshold",
     "--prefix-caching-hash-algo": "prefix keys are hashed and their tokens compared; there is no choice",
@@ -137,7 +139,7 @@ UNSERVED = {
     "--disable-frontend-multiprocessing": _HTTP,
     "--response-role": "answers have the role assistant",
     "--return-tokens-as-token-ids": "send return_token_ids with the request",
-    "--chat-template-content-format": "it is found by looking at the chat template",
+    "--chat-template-content-format": "kvasir finds it by looking at the chat template",
     "--tool-parser-plugin": "use --tool-call-parser",
     "--enable-reasoning": "use --reasoning-parser",
     "--max-logprobs": "the limit is fixed",
@@ -150,7 +152,8 @@ UNSERVED = {
 
 
 def settled(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What is left of the keywords of vLLM's ``LLM``: its flags by another spelling. Raises ConfigError for what is not served."""
+    """Return the keywords without vLLM's flags, which its ``LLM`` takes as keywords. Raises ConfigError for a flag that
+    is not served."""
     left = dict(options)
     for name, value in options.items():
         plain = "--" + name.replace("_", "-")
@@ -158,10 +161,9 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
         only = next((served for flags, served in ONLY_AT.items() if flag in flags), ())
         if only and value is not None and str(value) not in only:
             raise ConfigError(f"{name}={value!r} is not served yet; only {' or '.join(only)} is.")
-        if flag in UNSERVED and (
-            value or flag != plain
-        ):  # 0 GiB of offload and no overrides ask for nothing; what is turned off may be
+        # 0 GiB of offload and empty overrides ask for nothing, and a feature may be turned off.
+        if flag in UNSERVED and (value or flag != plain):
             raise ConfigError(f"kvasir does not serve vLLM's {name}={value!r}: {UNSERVED[flag]}.")
-        if only or flag in SATISFIED or plain in UNSERVED:  # what is unserved was not asked for
+        if only or flag in SATISFIED or plain in UNSERVED:  # an unserved flag was not asked for
             del left[name]
     return left

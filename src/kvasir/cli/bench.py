@@ -1,4 +1,4 @@
-"""``kvasir bench``: measure. Each command's work is imported when it runs."""
+"""``kvasir bench``: measurements. A command imports its work when it runs."""
 
 from __future__ import annotations
 
@@ -17,29 +17,35 @@ from kvasir.errors import ConfigError
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure: cases with a peer, offline batches, servers under load, request traces, start-up, one step; report.",
+    help="Measure speed, and compare it with other engines.",
 )
 
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package."
+        metavar="MODEL",
+        show_default=False,
+        help="Checkpoint folder or hub id; default: the model that ships in the package.",
     ),
 ]
-Shape = Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Runs that count.")]
-JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result here as well as to stdout.")]
+Shape = Annotated[str | None, typer.Option(help="Known model shape with random weights, e.g. llama-8b.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Number of measured runs.")]
+JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as well as to stdout.")]
 Commit = Annotated[
     str | None,
-    typer.Option(envvar="KVASIR_COMMIT", help="The commit that is measured, where there is no repository to ask."),
+    typer.Option(envvar="KVASIR_COMMIT", help="Commit that is measured; default: as git says."),
 ]
-Peer = Annotated[str | None, typer.Option(help="Also run this engine, before and after ours: vllm or transformers.")]
+Peer = Annotated[
+    str | None, typer.Option(help="Engine to compare with, run before and after ours: vllm or transformers.")
+]
 Site = Annotated[
     str | None,
     typer.Option("--peer-python-path", help="Folder with the peer's packages, if they are not installed here."),
 ]
 ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
-Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")]
+Workloads = Annotated[
+    list[str] | None, typer.Option("--workload", "-w", help="Workload as NAME:BATCH:PROMPT:OUTPUT; repeatable.")
+]
 
 
 @app.callback()
@@ -50,7 +56,10 @@ def ended_in_order() -> None:
 
 
 def _given(model: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model, and the settings that the command line or its TOML file gives, checked. Also those at our defaults: a peer's may be others."""
+    """The model, and the checked settings that the command line or its TOML file gives.
+
+    Settings given at our defaults are included, because a peer's defaults may differ.
+    """
     from kvasir.bench.offline import described
 
     config = build_settings({"model": model, **options}, EngineConfig)
@@ -66,21 +75,23 @@ def _given(model: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 @app.command("run", cls=Command)
 def run_case(
-    case: Annotated[Path, typer.Argument(metavar="CASE", help="A case file, e.g. bench/cases/llama-8b.toml.")],
-    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Run the case's peer, too.")] = True,
+    case: Annotated[Path, typer.Argument(metavar="CASE", help="Case file, e.g. bench/cases/llama-8b.toml.")],
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Also run the case's peer.")] = True,
     site: Site = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Rounds of ours that count; default: the case's.")] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", "-w", help="A workload of the case, repeatable; default: all.")
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Number of measured rounds of ours; default: the case's.")
     ] = None,
-    data: Annotated[Path, typer.Option(help="Folder that the case's traces are in.")] = Path("."),
+    only: Annotated[
+        list[str] | None, typer.Option("--only", "-w", help="Workload of the case to run; repeatable; default: all.")
+    ] = None,
+    data: Annotated[Path, typer.Option(help="Folder with the case's traces.")] = Path("."),
     capacity: Annotated[
-        float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")
+        float | None, typer.Option(min=0, help="Requests per second that the peer completed in an earlier run.")
     ] = None,
     commit: Commit = None,
     output: JSONFile = None,
 ) -> None:
-    """A case: our arms, taking turns, between two runs of a peer; targets met or missed."""
+    """Run a case: our arms in turns, between two runs of a peer, with the targets that were met or missed."""
     from kvasir.bench import case as cases
     from kvasir.bench import compare, replay
 
@@ -108,13 +119,13 @@ def offline(
     model: Model = "",
     shape: Shape = None,
     workload: Workloads = None,
-    peer: Annotated[str | None, typer.Option(help="Also run this engine, e.g. transformers.")] = None,
+    peer: Annotated[str | None, typer.Option(help="Engine to compare with, e.g. transformers.")] = None,
     repeats: Repeats = 3,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """Batches through the Python API: tokens per second, against a peer in the same run."""
+    """Measure tokens per second of batches through the Python API, alone or compared with a peer."""
     from kvasir.bench import offline as command
 
     check_output(output, make=True)
@@ -131,16 +142,16 @@ def offline(
 
 @app.command("serve", cls=Command)
 def serve(
-    url: Annotated[str, typer.Option(help="A running server, with its /v1 or without.")] = "http://127.0.0.1:8000",
-    rate: Annotated[float, typer.Option(min=0, help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
-    num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Requests to send.")] = 100,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    url: Annotated[str, typer.Option(help="Running server, with or without /v1.")] = "http://127.0.0.1:8000",
+    rate: Annotated[float, typer.Option(min=0, help="Requests per second, Poisson arrivals; 0: all at once.")] = 4.0,
+    num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Number of requests.")] = 100,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
     api_key: ApiKey = None,
     commit: Commit = None,
     output: JSONFile = None,
 ) -> None:
-    """A running server under open-loop load: TTFT, ITL, throughput."""
+    """Measure a running server under open-loop load: TTFT, ITL and throughput."""
     from kvasir.bench import online
 
     check_output(output, make=True)
@@ -159,28 +170,26 @@ def serve(
 @app.command("trace", cls=Command)
 @with_settings(EngineConfig, skip=("model",))
 def trace(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv or Mooncake's JSON lines (.gz).")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace: Azure's csv or Mooncake's JSON lines (.gz).")],
     model: Model = "",
     shape: Shape = None,
-    url: Annotated[
-        str | None, typer.Option(help="A running server to send to, with its /v1 or without, instead of starting one.")
-    ] = None,
+    url: Annotated[str | None, typer.Option(help="Running server, with or without /v1; default: start one.")] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests a second; default with recorded arrivals: as recorded.")
+        float | None, typer.Option(min=0.001, help="Requests per second; default with recorded arrivals: as recorded.")
     ] = None,
     share: Annotated[
         float | None, typer.Option(min=0.01, help="Rate as a share of the peer's capacity, which is measured first.")
     ] = None,
     capacity: Annotated[
-        float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")
+        float | None, typer.Option(min=0, help="Requests per second that the peer completed in an earlier run.")
     ] = None,
-    arrivals: Annotated[str, typer.Option(help="poisson or recorded.")] = "poisson",
+    arrivals: Annotated[str, typer.Option(help="Arrival times: poisson or recorded.")] = "poisson",
     num_requests: Annotated[
-        int, typer.Option("--num-requests", "-n", min=1, help="At least this many requests a window.")
+        int, typer.Option("--num-requests", "-n", min=1, help="Least number of requests per window.")
     ] = 1000,
-    seconds: Annotated[float, typer.Option(min=0, help="At least this long a window.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Least length of a window, in seconds.")] = 60.0,
     clip: Annotated[int | None, typer.Option(min=1, help="Cut prompts to this many tokens.")] = None,
-    scale: Annotated[float, typer.Option(min=0, help="Multiply all lengths, for models with a short context.")] = 1.0,
+    scale: Annotated[float, typer.Option(min=0, help="Factor for all lengths, for models with a short context.")] = 1.0,
     peer: Peer = None,
     site: Site = None,
     repeats: Repeats = 1,
@@ -189,7 +198,7 @@ def trace(
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """A recorded request stream at a server, open loop: TTFT, ITL, throughput, cached tokens; a peer before and after."""
+    """Replay a recorded request stream, open loop: TTFT, ITL, throughput and cached tokens, also of a peer."""
     from kvasir.bench import replay
 
     check_output(output, make=True)
@@ -208,7 +217,9 @@ def trace(
     if url:
         given = {"peer": peer, "shape": shape, "model": model}
         if told := [*(name for name in given if given[name]), *settings]:
-            raise ConfigError(f"{told[0]} is of a server that is started here, and --url names one that runs")
+            raise ConfigError(
+                f"{told[0]} is for a server that is started here, but --url names a running one: leave one of them out"
+            )
         replay.run_url(load, url, data=file.parent, repeats=repeats, api_key=api_key, output=output, commit=commit)
         return
     replay.run_load(
@@ -232,16 +243,17 @@ def startup(
     model: Model = "",
     shape: Shape = None,
     on_disk: Annotated[
-        bool, typer.Option("--on-disk", help="Write the shape's random weights to disk first and load those.")
+        bool,
+        typer.Option("--on-disk", help="Write the shape's random weights to disk and load them from there."),
     ] = False,
-    peer: Annotated[str | None, typer.Option(help="Also start this server, taking turns: vllm.")] = None,
+    peer: Annotated[str | None, typer.Option(help="Server to compare with, started in turns with ours: vllm.")] = None,
     site: Site = None,
     repeats: Repeats = 3,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """From exec of the server to the first token, with a breakdown. The first start is the coldest."""
+    """Measure the time from starting a server to its first token, with a breakdown. The first start is the coldest."""
     from kvasir.bench import startup as command
 
     check_output(output, make=True)
@@ -269,7 +281,7 @@ def ladder(
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """What each optimisation adds: from everything off to everything on, one switch at a time."""
+    """Measure what each optimisation adds, from everything off to everything on, one switch at a time."""
     from kvasir.bench import ladder as command
 
     check_output(output, make=True)
@@ -282,17 +294,17 @@ def ladder(
 def profile(
     model: Model = "",
     shape: Shape = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode.")] = 64,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="Number of sequences that decode.")] = 64,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 1024,
     mixed: Annotated[
-        int, typer.Option(min=0, help="Tokens of a new prompt that each step computes beside the decodes.")
+        int, typer.Option(min=0, help="Tokens of a new prompt that each step computes in addition to the decodes.")
     ] = 0,
     repeats: Repeats = 5,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """One decode step: kernels by time, and the share of it in which the GPU is idle."""
+    """Profile one decode step: kernels by time, and the share of it in which the GPU is idle."""
     from kvasir.bench import profile as command
 
     check_output(output, make=True)
@@ -313,31 +325,36 @@ def profile(
 def speculation(
     model: Model = "",
     shape: Shape = None,
-    drafter: Annotated[list[str] | None, typer.Option("--drafter", help="Repeatable; default: ngram, suffix.")] = None,
-    task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", help="Drafter; repeatable; default: ngram, suffix.")
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", help="Task of the lab; repeatable; default: four of them.")
+    ] = None,
     accept: Annotated[
-        list[float] | None, typer.Option(min=0, max=1, help="Set acceptance of replayed outputs; repeatable.")
+        list[float] | None,
+        typer.Option(min=0, max=1, help="With --shape: acceptance rate to simulate on replayed outputs; repeatable."),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Sequences at once, default 4; of a shape, repeatable.")
+        list[int] | None, typer.Option(min=1, help="Sequences at once; default: 4; repeatable with --shape.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Problems of each task.")] = 8,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each output.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the lab's tasks; 0: greedy.")] = 0.0,
+    count: Annotated[int, typer.Option(min=1, help="Problems per task.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="With --shape: tokens per prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens per output.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the lab's tasks; 0 is greedy.")] = 0.0,
     host: Annotated[
-        bool, typer.Option("--host", help="Measure drafters alone: time a step and memory on the host.")
+        bool, typer.Option("--host", help="Measure only the drafters: their time per step and memory on the host.")
     ] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="With --host: tokens that they read.")] = 1_000_000,
+    tokens: Annotated[int, typer.Option(min=1, help="With --host: number of tokens to read.")] = 1_000_000,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Of a shape: fixed depths are left out after so many seconds.")
+        float, typer.Option(min=1, help="With --shape: leave out the fixed depths after this many seconds.")
     ] = 300.0,
     repeats: Repeats = 3,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """Drafts: forwards, acceptance by depth and tokens per second, against the plain engine on the same prompts."""
+    """Measure drafts: forwards, acceptance by depth and tokens per second, compared with the engine without drafts."""
     from kvasir.bench import drafting_host
     from kvasir.bench import speculation as command
 
@@ -369,23 +386,31 @@ def speculation(
 @with_settings(EngineConfig, skip=("model", "drafter", "draft_control", "max_draft_tokens"))
 def rollouts(
     model: Annotated[str, typer.Option(help="Checkpoint folder or name.")] = "base",
-    problems: Annotated[int, typer.Option(min=1, help="Problems, the same every round.")] = 64,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of each, at temperature 1.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
-    task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each sample.")] = 512,
+    problems: Annotated[int, typer.Option(min=1, help="Number of problems, the same in every round.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per problem, at temperature 1.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 5,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", help="Task of the lab; repeatable; default: four of them.")
+    ] = None,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens per sample.")] = 512,
     checkpoint: Annotated[
-        list[str] | None, typer.Option("--checkpoint", help="Weights of a round, repeatable; default: frozen.")
+        list[str] | None,
+        typer.Option("--checkpoint", help="Weights of one round; repeatable; default: the model's in all rounds."),
     ] = None,
     noise: Annotated[
-        float, typer.Option(min=0, help="Stand-in for training: noise on every matrix, as a share of its spread.")
+        float,
+        typer.Option(
+            min=0, help="Noise to add to every matrix each round, as a share of its spread: a stand-in for training."
+        ),
     ] = 0.0,
-    arm: Annotated[list[str] | None, typer.Option("--arm", help="Beside plain, repeatable; default: all.")] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option("--arm", help="Arm to run in addition to plain; repeatable; default: all.")
+    ] = None,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """Rollouts of reinforcement learning over rounds: forwards and makespan, with drafts and without."""
+    """Measure rollouts of reinforcement learning over rounds: forwards and makespan, with and without drafts."""
     from kvasir.bench import rollouts as command
 
     check_output(output, make=True)
@@ -407,9 +432,9 @@ def rollouts(
 @app.command("merge", cls=Command)
 def merge(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results of one case.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The merged result.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for the merged result.")],
 ) -> None:
-    """Several runs of one case as one result."""
+    """Merge several runs of one case into one result."""
     from kvasir.bench import merge as command
     from kvasir.bench.result import as_json
 
@@ -419,10 +444,10 @@ def merge(
 
 @app.command("report", cls=Command)
 def report(
-    files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json wrote them.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results that --json wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Results as one HTML page with tables and plots."""
+    """Render results as one HTML page with tables and plots."""
     from kvasir.bench import report as command
 
     if output.suffix not in (".html", ".htm"):
@@ -434,13 +459,13 @@ def report(
 @app.command("plot", cls=Command)
 def plot(
     files: Annotated[
-        list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json or tools/kv_quality.py wrote them.")
+        list[Path], typer.Argument(metavar="RESULT...", help="Results that --json or tools/kv_quality.py wrote.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the PNG files.")] = Path(
         "docs/methods/img"
     ),
 ) -> None:
-    """The curves that results hold: decode rates over the context, answers over the size of outliers."""
+    """Draw the curves in results: decode rates by context length, answers by the size of outliers."""
     from kvasir.bench import plots
 
     for file in plots.run(files, output):

@@ -14,13 +14,16 @@ from typing import Any
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError
 
-SECONDS = 600.0  # of silence before a server counts as gone
+# Seconds of silence after which a server counts as gone.
+SECONDS = 600.0
+# Maps a conversation to the pieces of the model's answer.
 Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
 
 def run(
     config: EngineConfig, *, system: str | None, url: str | None, api_key: str | None, sampling: dict[str, Any]
 ) -> None:
+    """Hold a conversation with the server at ``url``, or with an engine in this process if ``url`` is None."""
     from rich.console import Console
 
     console = Console()
@@ -33,8 +36,8 @@ def run(
 
 
 def converse(console: Any, answer: Answer, opening: list[dict[str, str]]) -> None:
-    """Read messages until the end of stdin. A message that is refused is taken back, and the conversation goes on."""
-    console.print("[dim]Write a message and press Enter. /new starts again, Ctrl-C stops an answer, Ctrl-D ends.[/dim]")
+    """Read messages until the end of stdin. A refused message is removed, and the conversation continues."""
+    console.print("[dim]Write a message and press Enter. /new starts over, Ctrl-C stops an answer, Ctrl-D ends.[/dim]")
     messages = list(opening)
     while True:
         try:
@@ -54,7 +57,7 @@ def converse(console: Any, answer: Answer, opening: list[dict[str, str]]) -> Non
                 console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
             console.print()
         except KeyboardInterrupt:
-            console.print()  # keep what was said so far, as a browser's stop button does
+            console.print()  # keep the answer so far, as a browser's stop button does
         except RequestError as e:
             console.print(f"refused: {e.message}", style="red", markup=False, highlight=False)
             messages.pop()
@@ -82,7 +85,9 @@ def _from_server(url: str, api_key: str | None, sampling: dict[str, Any]) -> Ans
         try:
             model = json.load(reply)["data"][0]["id"]
         except (ValueError, LookupError, TypeError) as e:
-            raise ConfigError(f"{url} answers, but not with the OpenAI API's list of models") from e
+            raise ConfigError(
+                f"the server at {url} does not answer with a list of models as the OpenAI API does"
+            ) from e
 
     def answer(messages: list[dict[str, str]]) -> Iterator[str]:
         body = {"model": model, "messages": messages, "stream": True, **sampling}
@@ -96,7 +101,8 @@ def _from_server(url: str, api_key: str | None, sampling: dict[str, Any]) -> Ans
 
 
 def _deltas(lines: Any) -> Iterator[str]:
-    """The text of a stream of server-sent events. Raises RequestError for an error among them, and when the end is missing."""
+    """Yield the text pieces of a stream of server-sent events. Raises RequestError for an error event and when the
+    stream has no end."""
     for line in lines:
         if line.startswith(b"data: [DONE]"):
             return
@@ -111,7 +117,7 @@ def _deltas(lines: Any) -> Iterator[str]:
 
 
 def _open(url: str, headers: dict[str, str], body: dict[str, Any] | None = None) -> Any:
-    """Raises RequestError when the server refuses, ConfigError when there is none."""
+    """Send a request. Raises RequestError when the server refuses it and ConfigError when no server answers."""
     try:
         request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
         return urllib.request.urlopen(request, timeout=SECONDS)
@@ -122,7 +128,7 @@ def _open(url: str, headers: dict[str, str], body: dict[str, Any] | None = None)
         except (ValueError, LookupError, TypeError):
             text = text[:500]
         raise RequestError(f"the server answered {e.code}: {text}") from e
-    except (OSError, ValueError, http.client.HTTPException) as e:  # no such host, no server there, no URL at all
+    except (OSError, ValueError, http.client.HTTPException) as e:  # unknown host, no server, or not a URL
         raise ConfigError(
             f"no server answers at {url}: {getattr(e, 'reason', e)}. Start one with `kvasir serve`."
         ) from e

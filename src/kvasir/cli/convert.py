@@ -7,6 +7,7 @@ from pathlib import Path
 
 
 def run(spec: str, source: str, target: Path) -> None:
+    """Convert ``source`` into the folder ``target`` and say what came out. Raises ConfigError."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

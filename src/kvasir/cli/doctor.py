@@ -1,4 +1,4 @@
-"""``kvasir doctor``: what this machine and installation can do, what falls back, and why."""
+"""``kvasir doctor``: the abilities of this machine and installation, the fallbacks, and the reasons."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import platform
 import shutil
 from typing import Any
 
+# Optional packages and their use.
 OPTIONAL = {
     "triton": "GPU kernels; without it attention falls back to plain torch",
     "matplotlib": "plots of benchmark reports",
-    "transformers": "a peer for `kvasir bench offline --peer transformers`",
+    "transformers": "the peer of `kvasir bench offline --peer transformers`",
 }
 
 
 def examine() -> dict[str, Any]:
-    """Facts and verdicts as plain data."""
+    """The facts about machine and installation, with verdicts, as plain data."""
     import torch
 
     from kvasir import __version__
@@ -87,16 +88,16 @@ def examine() -> dict[str, Any]:
     if not facts["gpus"]:
         facts["advice"].append(
             "torch sees no GPU: everything runs on the CPU, in float32"
-            + ("" if torch.version.cuda else "; this torch is a CPU build, so a GPU would not be seen")
+            + ("" if torch.version.cuda else "; this torch is a CPU build, which cannot see a GPU")
         )
     return facts
 
 
 def _attention(facts: dict[str, Any], name: str) -> str:
-    """What a backend lacks, or whether it is chosen, and why."""
+    """Verdict on one attention backend: the reasons against it, or whether it is chosen and why."""
     if reasons := facts["attention"][name]:
         return f"no: {'; '.join(reasons)}"
-    chosen = f" (chosen), {facts['attention_why']}; of several, a start times each with its model's shapes"
+    chosen = f" (chosen), {facts['attention_why']}; with several ready, a start times each with its model's shapes"
     only = facts["attention_only_named"][name]
     return (
         "ready"
@@ -106,6 +107,7 @@ def _attention(facts: dict[str, Any], name: str) -> str:
 
 
 def run(as_json: bool) -> None:
+    """Print what ``examine`` finds, as a table or as JSON."""
     facts = examine()
     if as_json:
         print(json.dumps(facts, indent=2))

@@ -1,4 +1,4 @@
-"""``kvasir eval``: exact match, tokens and perplexity of a model on the lab's tasks, and of a second configuration beside it."""
+"""``kvasir eval``: exact match, tokens and perplexity on the lab's tasks, of one configuration or of two compared."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from kvasir.logs import log
 if TYPE_CHECKING:
     from kvasir.lab.evaluation.evaluator import Exam, Outcome, Plan
 
+# Name of the arm that holds the difference of two configurations.
 DIFFERENCE = "difference"
-MOST_GROUPS = 10  # difficulties shown in the terminal
-# Newer releases of typer carry their own copy of click, so its exceptions are found beside the one that typer exports.
+# Most difficulties that are shown in the terminal.
+MOST_GROUPS = 10
+# Newer releases of typer carry their own copy of click; its exceptions live in the module of ``typer.BadParameter``.
 ClickException = sys.modules[typer.BadParameter.__module__].ClickException
 
 
 def split_tasks(text: str) -> tuple[str, ...]:
-    """``chain:modulus=11,max_steps=4,needle`` -> two tasks: a piece with a value but no name goes on with the task before it."""
+    """Split ``chain:modulus=11,max_steps=4,needle`` into two tasks: a piece with a value and no name belongs to the
+    task before it."""
     found: list[str] = []
     for piece in filter(None, (p.strip() for p in text.split(","))):
         if found and ":" in found[-1] and "=" in piece and ":" not in piece.split("=")[0]:
@@ -36,7 +39,8 @@ def split_tasks(text: str) -> tuple[str, ...]:
 
 
 def second_config(first: EngineConfig, switches: str) -> EngineConfig:
-    """``first`` with the engine switches of a string, as on the command line (``--model NAME`` too). Raises ConfigError."""
+    """Copy ``first`` with the engine switches of a string, as on the command line (including ``--model NAME``). Raises
+    ConfigError."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     @app.command(cls=Command)
@@ -56,7 +60,7 @@ def second_config(first: EngineConfig, switches: str) -> EngineConfig:
     config = first.replace(**(read_toml(file) if file else {}), **{k: v for k, v in options.items() if v is not None})
     if config == first:
         raise ConfigError(
-            f"--against {switches!r} changes nothing: name a switch that differs, such as --against '--dtype bfloat16'"
+            f"--against {switches!r} changes nothing: name a switch that differs, e.g. --against '--dtype bfloat16'"
         )
     return config
 
@@ -72,7 +76,8 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
         plots.check()
     if plan.own and against:
         raise ConfigError(
-            "--own and --against do not go together: two configurations write different candidates, so nothing would be paired"
+            "--own and --against cannot be combined: two configurations write different candidates, so no problems "
+            "could be paired"
         )
     configs = {config.model.model or "embedded": config} | (
         {against: second_config(config, against)} if against else {}
@@ -87,7 +92,7 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
     outcomes: dict[str, list[Outcome]] = {}
 
     def so_far() -> dict[str, Any]:
-        """The result of the tasks that are through; a second configuration counts once it has all of them."""
+        """The result of the finished tasks; a second configuration counts once it has all of them."""
         first, *others = outcomes.values()
         arms = [
             arm(
@@ -109,7 +114,7 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
                 outcomes[name] = [*outcomes.get(name, ()), *done]
                 if output is not None:
                     output.write_text(as_json(so_far()))
-    finally:  # what was through before a fault, or before somebody had seen enough
+    finally:  # after a fault or an interrupt, too: show the finished tasks
         if outcomes:
             show(outcome := so_far())
             if plot is not None:
@@ -117,7 +122,7 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
 
 
 def _answer(config: EngineConfig, exams: Sequence[Exam], plan: Plan, tokenizer: Any) -> Iterator[list[Outcome]]:
-    """What each exam gives, as it is through."""
+    """Run the exams and yield the outcomes of each when it is done."""
     from kvasir.api.llm import LLM
     from kvasir.lab.evaluation.evaluator import run as put
     from kvasir.lab.evaluation.evaluator import run_own
@@ -161,7 +166,7 @@ def _changes(config: EngineConfig) -> dict[str, Any]:
 
 
 def show(outcome: dict[str, Any]) -> None:
-    """The result: for every task its tables, and the difference where there are two configurations, called A and B."""
+    """Print the tables of every task, and the difference if there are two configurations, called A and B."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -177,15 +182,12 @@ def show(outcome: dict[str, Any]) -> None:
 
 
 def _tables(metrics: dict[str, dict[str, Any]]) -> list[Any]:
-    """One task's figures by configuration: ``tokens`` are those of a reply, ``source`` the bits a byte its known source needs."""
-    answers, losses = (
-        _table("exact %", "95 %", "problems", "tokens", "cut", "s"),
-        _table("perplexity", "bits a byte", "95 %", "source", "documents"),
-    )
-    groups, pools = (
-        _table("difficulty", "exact %", "95 %", "problems", "alone %"),
-        _table("k", "pass@k %", "95 %", "majority@k %", "95 %"),
-    )
+    """Tables of one task, with a row per configuration. ``tokens``: per reply. ``source``: bits per byte that the known
+    source of the text needs."""
+    answers = _table("exact %", "95 %", "problems", "tokens", "cut", "s")
+    losses = _table("perplexity", "bits a byte", "95 %", "source", "documents")
+    groups = _table("difficulty", "exact %", "95 %", "problems", "alone %")
+    pools = _table("k", "pass@k %", "95 %", "majority@k %", "95 %")
     for letter, m in metrics.items():
         if "perplexity" in m:
             source = f"{m['source_bits_per_byte']:.4f}" if "source_bits_per_byte" in m else "unknown"
@@ -225,7 +227,7 @@ def _tables(metrics: dict[str, dict[str, Any]]) -> list[Any]:
                 _percents(passed["interval"]),
                 *([f"{100 * vote['share']:.2f}", _percents(vote["interval"])] if vote else ["no votes", ""]),
             )
-    # One difficulty only tells nothing, and twenty are for the JSON file.
+    # A table of one difficulty tells nothing, and more than MOST_GROUPS are left to the JSON file.
     shown = [
         answers,
         losses,
@@ -251,7 +253,10 @@ def _difference(m: dict[str, Any]) -> str:
         text = f"B - A: {m['difference']:+.5f} bits a byte (95 % {_bounds(m['interval'], '+.5f')}; less is better)"
         needed, what = m["documents_needed"], "documents"
     else:
-        text = f"B - A: {100 * m['difference']:+.2f} points (95 % {_percents(m['interval'], '+')}), {m['extra_tokens_per_reply']:+.1f} tokens a reply"
+        text = (
+            f"B - A: {100 * m['difference']:+.2f} points (95 % {_percents(m['interval'], '+')}), "
+            f"{m['extra_tokens_per_reply']:+.1f} tokens a reply"
+        )
         if "mcnemar_p" in m:
             text += (
                 f"; right in A only {m['only_first']}, in B only {m['only_second']}, McNemar p = {m['mcnemar_p']:.3g}"

@@ -1,7 +1,8 @@
-"""``kvasir generate``: prompts in, text or JSON lines out. JSON lines are one request each:
+"""``kvasir generate``: complete prompts, as text or as JSON lines.
 
-{"prompt": "..."} or {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter by its usual name.
-A line that cannot be served becomes a line with "error"; the others go on. What is done survives an interrupt.
+A JSON line is one request: {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling
+parameter by its usual name. A line that cannot be served becomes a line with "error" and does not stop the others.
+Finished answers survive an interrupt.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.types import SamplingParams
 
 NAMES = {f.name for f in dataclasses.fields(SamplingParams)} - {"grammar"}
-USUAL_TOKENS = 256  # of an answer that names no max_tokens, where the context has room for them
-BAD_LINE = "\0bad line"  # no key of a user's: it holds what is wrong with a line of the input
+# Default of max_tokens, where the context has room for it.
+USUAL_TOKENS = 256
+# Key of an entry that stands for a bad line of the input and holds the error; no key of a user starts with NUL.
+BAD_LINE = "\0bad line"
 
 
 def run(
@@ -32,41 +35,34 @@ def run(
     shared: dict[str, Any],
     chat: bool,
 ) -> None:
-    """Raises ConfigError when there is nothing to do, RequestError at the end when anything was refused."""
+    """Answer all requests. Raises ConfigError when there are none, and RequestError at the end when any was refused."""
     if (prompt is None) == (source is None):
         raise ConfigError("give a prompt with --prompt, or a file with --input (.jsonl for many requests)")
     if output is not None and source is not None and output.resolve() == source.resolve():
         raise ConfigError("--output is the file that --input reads: results would overwrite the requests")
     jsonl = source is not None and (jsonl or source.suffix == ".jsonl")
     text = prompt if source is None else _read(source)
-    entries = (
-        parse_lines(text)
-        if jsonl
-        else [{"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}]
-    )
+    single = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    entries = parse_lines(text) if jsonl else [single]
     from kvasir.api.llm import LLM
 
     with contextlib.ExitStack() as stack:
-        llm = stack.enter_context(
-            LLM(config=config)
-        )  # first: a model that cannot start leaves an earlier output as it is
-        file = (
-            stack.enter_context(output.open("w", encoding="utf-8"))
-            if output is not None
-            else sys.stdout
-            if jsonl
-            else None
-        )
+        # The model starts before the output is opened, so that a failed start leaves an earlier output as it is.
+        llm = stack.enter_context(LLM(config=config))
+        file = sys.stdout if jsonl else None
+        if output is not None:
+            file = stack.enter_context(output.open("w", encoding="utf-8"))
         answers = Answers(file, len(entries))
-        shown = (
-            len(entries) > 1 and sys.stderr.isatty() and not (file is not None and file.isatty())
-        )  # lines in a terminal show it, too
+        # Lines that are written to a terminal show the progress already.
+        shown = len(entries) > 1 and sys.stderr.isatty() and not (file is not None and file.isatty())
         try:
             complete(llm, entries, shared, answers, progress=shown)
         except KeyboardInterrupt:
             if file is not None:
                 done = sum(map(bool, answers.rows))
-                print(f"interrupted: {done} of {len(entries)} lines are in {output or 'the output'}", file=sys.stderr)
+                print(
+                    f"interrupted: {done} of {len(entries)} lines were written to {output or 'stdout'}", file=sys.stderr
+                )
             raise
     rows = answers.rows
     if file is None and "outputs" in rows[0]:
@@ -120,7 +116,7 @@ def parse_lines(text: str) -> list[dict[str, Any]]:
 
 
 class Answers:
-    """One row per request. Each is written, where there is a file, as soon as all before it are."""
+    """The rows of all requests. If there is a file, a row is written as soon as all rows before it are."""
 
     def __init__(self, file: TextIO | None, count: int) -> None:
         self.rows: list[dict[str, Any]] = [{} for _ in range(count)]
@@ -133,21 +129,22 @@ class Answers:
             self._write(self.rows[self._next - 1])
 
     def put_rest(self) -> None:
-        """After an interrupt or a fault: what is done, but waits for one before it. The index says where it belongs."""
+        """Write the finished rows that wait for an earlier one, after an interrupt or a fault. Each row has its
+        index."""
         for row in filter(None, self.rows[self._next :]):
             self._write(row)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is not None:
             text = json.dumps(row, ensure_ascii=False) + "\n"
-            self._file.write(text.encode(errors="backslashreplace").decode())  # half a surrogate pair has no UTF-8
+            self._file.write(text.encode(errors="backslashreplace").decode())  # UTF-8 cannot hold lone surrogates
             self._file.flush()
 
 
 def complete(
     llm: Any, entries: list[dict[str, Any]], shared: dict[str, Any], answers: Answers, *, progress: bool
 ) -> None:
-    """Answer every entry. Those that are refused do not stop the rest."""
+    """Answer every entry. Refused ones do not stop the rest."""
     prompts, params, places = [], [], []
 
     def put(number: int, result: Any) -> None:
@@ -180,7 +177,7 @@ def complete(
 
 
 def _request(llm: Any, entry: dict[str, Any], shared: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
-    """The prompt as token ids, and how to sample. Raises RequestError."""
+    """Parse an entry into a prompt of token ids and its sampling parameters. Raises RequestError."""
     if BAD_LINE in entry:
         raise RequestError(entry[BAD_LINE], param="input")
     asked = {**shared, **entry}
@@ -193,9 +190,7 @@ def _request(llm: Any, entry: dict[str, Any], shared: dict[str, Any]) -> tuple[d
     asked.setdefault("max_tokens", max(1, min(USUAL_TOKENS, llm.info.max_model_len - len(ids))))
     try:
         if isinstance(bias := asked.get("logit_bias"), dict):
-            asked["logit_bias"] = {
-                int(token): value for token, value in bias.items()
-            }  # JSON has no other keys than text
+            asked["logit_bias"] = {int(token): value for token, value in bias.items()}  # keys of JSON are strings
         return {"prompt_token_ids": ids}, llm.default_sampling_params(**asked)
     except (TypeError, ValueError) as e:
         raise RequestError(f"bad sampling parameters: {e}") from e

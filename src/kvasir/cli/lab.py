@@ -1,4 +1,4 @@
-"""``kvasir lab``: look at the lab's tasks and their samples, train its models. Each command's work is imported when it runs."""
+"""``kvasir lab``: show the lab's tasks and their samples, train its models. A command imports its work when it runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="The lab: tasks with exact checkers, and the small models trained on them.",
+    help="Tasks with exact checkers, and small models trained on them.",
 )
 app.command()(train)
-SHOWN = 1600  # characters of a long text that are shown, half from each end
+# Characters of a long text that are shown, half from each end.
+SHOWN = 1600
 COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 
 
@@ -48,7 +49,7 @@ def list_tasks() -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(f"\nPrompt forms, written FORM/TASK: {', '.join(FORMS)} (tasks marked * can only be solved).")
-    console.print("A dial is turned like this: chain:max_steps=8,modulus=11", markup=False)
+    console.print("Set dials like this: chain:max_steps=8,modulus=11", markup=False)
 
 
 @app.command()
@@ -56,18 +57,20 @@ def show(
     task: Annotated[
         str,
         typer.Argument(
-            metavar="TASK", help="A task, its dial turned or not: chain, chain:max_steps=8, judge_pair/chain."
+            metavar="TASK", help="Task, with dials if you like: chain, chain:max_steps=8, judge_pair/chain."
         ),
     ],
     form: Annotated[
         str, typer.Option(help="Prompt form: solve, aggregate, judge_one, judge_pair, self_evaluate, refine.")
     ] = "solve",
-    split: Annotated[str, typer.Option(help="train, validation, test, or longer (sizes never trained on).")] = "test",
-    count: Annotated[int, typer.Option("-n", min=1, help="Samples.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Decides the samples.")] = 7,
-    full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts.")] = False,
+    split: Annotated[
+        str, typer.Option(help="Split of the task: train, validation, test, or longer (sizes never trained on).")
+    ] = "test",
+    count: Annotated[int, typer.Option("-n", min=1, help="Number of samples.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 7,
+    full: Annotated[bool, typer.Option("--full", help="Show long texts in full.")] = False,
 ) -> None:
-    """Show samples: conversation, solution, answer, tokens."""
+    """Show samples of a task: conversation, solution, answer and token counts."""
     from rich.console import Console
 
     from kvasir.lab.lookup import load_task

@@ -1,4 +1,5 @@
-"""``kvasir lab train``: train a lab model from nothing; the work is in `kvasir.lab.train`, which also runs without kvasir installed."""
+"""``kvasir lab train``: train a lab model from scratch with ``kvasir.lab.train``, which also runs without kvasir
+installed."""
 
 from __future__ import annotations
 
@@ -13,30 +14,30 @@ from kvasir.errors import ConfigError
 
 def train(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Which model: nano or base (smoke: seconds, to try the path).")
+        str, typer.Argument(metavar="NAME", help="Model to train: nano or base (smoke: a test run of seconds).")
     ],
-    out: Annotated[Path | None, typer.Option(help="The folder to write; default: lab-NAME.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: lab-NAME.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Train this long (sampling and evaluation come on top).")
+        float | None, typer.Option(min=0.01, help="Training time; sampling and evaluation come on top.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of training steps, instead of --minutes.")] = None,
     stop_after: Annotated[
-        str | None, typer.Option(help="Stop and save after this much wall time, e.g. 8m; go on with --resume.")
+        str | None, typer.Option(help="Stop and save after this much wall time, e.g. 8m; --resume continues.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on exactly where a stopped run saved its state.")
+        bool, typer.Option("--resume", help="Continue exactly where a stopped run saved its state.")
     ] = False,
     continue_from: Annotated[
-        Path | None, typer.Option(help="Go on with a finished model: the last phase alone, 2 minutes.")
+        Path | None, typer.Option(help="Finished model to train further: only the last phase, 2 minutes.")
     ] = None,
     also: Annotated[
-        Path | None, typer.Option(help="Another finished model, whose mistakes are judged and combined, too.")
+        Path | None, typer.Option(help="Another finished model, whose mistakes are also judged and combined.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Another seed than the recipe's.")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, help="Processes that make batches.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed; default: the recipe's.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Number of processes that make batches.")] = None,
 ) -> None:
-    """Train a lab model from nothing (nano: 6 minutes, base: 14, on one H200)."""
+    """Train a lab model from scratch (nano: 6 minutes, base: 14, on one H200)."""
     from kvasir.lab.train import main
 
     given = {

@@ -1,4 +1,4 @@
-"""The ``kvasir`` command. Each command's work is imported when it runs: ``kvasir --help`` needs no torch."""
+"""The ``kvasir`` command. A command imports its work when it runs, so ``kvasir --help`` needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import setup
 
-# Plain help: the boxes of typer's rich help cut long option names off in a terminal of 80 columns.
+# Plain help: the boxes of typer's rich help cut off long option names in a terminal of 80 columns.
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -25,8 +25,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help=(
         "An LLM inference engine in which every efficiency method is a switch.\n\n"
-        "`kvasir serve` starts an OpenAI-compatible server on http://127.0.0.1:8000 with the model in the package; "
-        "`kvasir serve MODEL` serves a checkpoint folder or a hub id."
+        "`kvasir serve` starts an OpenAI-compatible server on http://127.0.0.1:8000 with the model that ships in the "
+        "package; `kvasir serve MODEL` serves a checkpoint folder or a hub id."
     ),
 )
 app.add_typer(bench, name="bench")
@@ -36,12 +36,16 @@ app.add_typer(train, name="train")
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package."
+        metavar="MODEL",
+        show_default=False,
+        help="Checkpoint folder or hub id; default: the model that ships in the package.",
     ),
 ]
-AsJSON = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's, else 1.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens an answer.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0 is greedy; default: the checkpoint's, else 1.")
+]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens per answer.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
 
 
@@ -79,7 +83,7 @@ def chat(
     model: Model = "",
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     url: Annotated[
-        str | None, typer.Option(help="Talk to a running server instead, e.g. http://127.0.0.1:8000.")
+        str | None, typer.Option(help="Running server to talk to instead, e.g. http://127.0.0.1:8000.")
     ] = None,
     api_key: ApiKey = None,
     temperature: Temperature = None,
@@ -103,27 +107,28 @@ def chat(
 @with_settings(EngineConfig, skip=("model", "seed"))
 def generate(
     model: Model = "",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="A prompt.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Prompt to complete.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--input", "-i", help="Text file, or .jsonl (a request a line); - is stdin.")
+        Path | None,
+        typer.Option("--input", "-i", help="File with one prompt, or .jsonl with one request per line; - is stdin."),
     ] = None,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="The input is JSON lines, whatever its name.")] = False,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Read the input as JSON lines, whatever its name.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write JSON lines here instead of text to stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write JSON lines to this file instead of text to stdout.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")] = False,
     temperature: Temperature = None,
     max_tokens: MaxTokens = None,
     params: Annotated[
-        str | None, typer.Option(help='More sampling parameters as JSON, e.g. \'{"top_p": 0.9, "seed": 7}\'.')
+        str | None, typer.Option(help='Other sampling parameters as JSON, e.g. \'{"top_p": 0.9, "seed": 7}\'.')
     ] = None,
     **options: Any,
 ) -> None:
     """Complete prompts from the command line or a file.
 
-    A line of JSON is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter.
-    Lines that cannot be served give a line with "error" and the exit code 3; the others go on. Answers are written in order as they are
-    done; an interrupt keeps every finished one.
+    A line of JSON is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling
+    parameter. A line that cannot be served gives a line with "error" and exit code 3, and does not stop the others.
+    Answers are written in order as they finish; an interrupt keeps all finished ones.
     """
     from kvasir.cli import generate as command
 
@@ -135,7 +140,7 @@ def generate(
 
 @app.command(cls=Command)
 def doctor(as_json: AsJSON = False) -> None:
-    """Say what this machine and installation can do, what falls back, and why."""
+    """Say what this machine and installation can do. Slower fallbacks come with their reasons."""
     from kvasir.cli import doctor as command
 
     command.run(as_json)
@@ -148,11 +153,11 @@ def show(
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of weights and KV.")
     ] = "bfloat16",
     memory_gib: Annotated[
-        float | None, typer.Option("--memory", min=0, help="GiB to plan for; default: this machine and common GPUs.")
+        float | None, typer.Option("--memory", min=0, help="Memory to plan for, in GiB; default: here and common GPUs.")
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Show a model: layers, bytes per token, and what fits where."""
+    """Show a model's layers, bytes per token, and what fits into which memory."""
     from kvasir.cli import show as command
 
     command.run(model, dtype, memory_gib, as_json)
@@ -162,29 +167,37 @@ def show(
 @with_settings(EngineConfig, skip=("model", "seed"))
 def evaluate(
     model: Model = "",
-    tasks: Annotated[str, typer.Option(help="Tasks and dials: chain,needle or chain:max_steps=8,path.")] = "chain",
-    count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems of each task.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Decides problems and noise.")] = 7,
-    split: Annotated[str, typer.Option(help="test, validation, train, or longer (sizes never trained on).")] = "test",
-    form: Annotated[str, typer.Option(help="Prompt form: solve, aggregate, judge_one, judge_pair, ...")] = "solve",
-    samples: Annotated[int, typer.Option(min=1, help="Replies a problem, for pass@k and majority@k.")] = 1,
+    tasks: Annotated[
+        str, typer.Option(help="Tasks with their dials, e.g. chain,needle or chain:max_steps=8,path.")
+    ] = "chain",
+    count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems per task.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of problems and sampling.")] = 7,
+    split: Annotated[
+        str, typer.Option(help="Split of the task: test, validation, train, or longer (sizes never trained on).")
+    ] = "test",
+    form: Annotated[str, typer.Option(help="Prompt form; `kvasir lab tasks` lists them.")] = "solve",
+    samples: Annotated[int, typer.Option(min=1, help="Replies per problem, for pass@k and majority@k.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy; default: greedy for one reply, else 0.8.")
+        float | None,
+        typer.Option(min=0, help="Sampling temperature; 0 is greedy; default: greedy for one reply, else 0.8."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens a reply; default: twice the longest solution and 32.")
+        int | None, typer.Option(min=1, help="Most tokens per reply; default: twice the longest solution, plus 32.")
     ] = None,
     own: Annotated[
-        bool, typer.Option("--own", help="With --form, several too: on the model's own candidates.")
+        bool, typer.Option("--own", help="With --form (one or several): give it the model's own candidates.")
     ] = False,
     against: Annotated[
-        str | None, typer.Option(help="A second configuration on the same problems: more switches, in quotes.")
+        str | None, typer.Option(help="Engine switches of a second configuration to compare with, in quotes.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")] = None,
     **options: Any,
 ) -> None:
-    """Measure quality through the engine: exact match, tokens and perplexity on the lab's tasks, alone or against other switches."""
+    """Measure answer quality on the lab's tasks.
+
+    Reports exact match, tokens and perplexity of one configuration, or compares two.
+    """
     from kvasir.cli import eval as command
     from kvasir.lab.evaluation.evaluator import Plan
 
@@ -204,70 +217,88 @@ def solve(
         typer.Argument(
             metavar="[report FILES...]",
             show_default=False,
-            help="report: write a page with plots from earlier results.",
+            help="report FILES: write a page with plots from earlier results.",
         ),
     ] = None,
     strategies: Annotated[
         list[str] | None,
-        typer.Option("--strategy", help="A strategy, e.g. squeeze_evolve:N=8,K=3,T=4; several are compared."),
+        typer.Option(
+            "--strategy",
+            help="Strategy (`kvasir doctor` lists them), e.g. majority:n=8; repeatable, to compare several.",
+        ),
     ] = None,
     models: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", help="A model, or URL#NAME of a server, replicas joined by commas; several: cheapest first."
+            "--model",
+            help="Model, or URL#NAME of a server, with replicas joined by commas; repeatable, cheapest first.",
         ),
     ] = None,
-    task: Annotated[str, typer.Option(help="A task and its dial, e.g. countdown or chain:max_steps=8.")] = "countdown",
-    count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="Decides problems and noise.")] = 7,
-    split: Annotated[str, typer.Option(help="test, validation, train, or longer (sizes never trained on).")] = "test",
+    task: Annotated[str, typer.Option(help="Task with its dials, e.g. countdown or chain:max_steps=8.")] = "countdown",
+    count: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of problems.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of problems and sampling.")] = 7,
+    split: Annotated[
+        str, typer.Option(help="Split of the task: test, validation, train, or longer (sizes never trained on).")
+    ] = "test",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens a reply; default: by the task's longest solution.")
+        int | None, typer.Option(min=1, help="Most tokens per reply; default: from the task's longest solution.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="Of every sample that is not a verdict.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature of all replies except verdicts.")
+    ] = 1.0,
     price: Annotated[
-        list[str] | None, typer.Option(help="MODEL=PROMPT/CACHED/GENERATED, dollars per million tokens.")
+        list[str] | None,
+        typer.Option(help="Price as MODEL=PROMPT/CACHED/GENERATED, in dollars per million tokens; repeatable."),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Of a strategy's whole run: tokens=,generated=,dollars=,calls=.")
+        str | None, typer.Option(help="Budget of a strategy's whole run: tokens=,generated=,dollars=,calls=.")
     ] = None,
-    problem_budget: Annotated[str | None, typer.Option(help="Of each problem, in the same units.")] = None,
+    problem_budget: Annotated[str | None, typer.Option(help="Budget of each problem, in the same units.")] = None,
     journal: Annotated[
-        Path | None, typer.Option(help="Keep every call here; the same command goes on after a kill.")
+        Path | None, typer.Option(help="File that keeps every call; after a kill the same command continues.")
     ] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Problems under way at once.")] = 16,
+    at_once: Annotated[int, typer.Option(min=1, help="Problems solved at the same time.")] = 16,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="Begin no further strategy after so many minutes.")
+        float | None, typer.Option(min=0, help="Start no further strategy after this many minutes.")
     ] = None,
-    pool: Annotated[int, typer.Option(min=0, help="Draw so many replies a problem, once for all strategies.")] = 0,
-    resamples: Annotated[int, typer.Option(min=1, help="With --pool: deal them out so many times.")] = 4,
+    pool: Annotated[
+        int, typer.Option(min=0, help="Draw this many replies per problem once, and share them among all strategies.")
+    ] = 0,
+    resamples: Annotated[
+        int, typer.Option(min=1, help="With --pool: number of random orders in which the replies are dealt out.")
+    ] = 4,
     pool_file: Annotated[
-        Path | None, typer.Option(help="With --pool: files that begin so keep the replies for another time.")
+        Path | None, typer.Option(help="With --pool: prefix of the files that keep the replies for later runs.")
     ] = None,
     ablate: Annotated[
         bool,
         typer.Option(
             "--ablate",
-            help="Take away one feature of the engine after the other, and go over HTTP: what is each worth?",
+            help="Measure what each feature of the engine is worth: one removed at a time, and all over HTTP.",
         ),
     ] = False,
     page: Annotated[
-        Path, typer.Option(help="With report: the Markdown file to write; pictures stand beside it.")
+        Path, typer.Option(help="With report: the Markdown file to write; its pictures go to the same folder.")
     ] = Path("solve-report.md"),
     together: Annotated[
-        bool, typer.Option("--together", help="With report: one table of all files, their seeds pooled.")
+        bool, typer.Option("--together", help="With report: put all files into one table and pool their seeds.")
     ] = False,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
     **options: Any,
 ) -> None:
-    """Spend more inference on each problem, by a strategy, and compare what accuracy costs."""
+    """Solve problems with test-time scaling strategies.
+
+    A strategy spends more inference on each problem; the result compares accuracy and cost.
+    """
     from kvasir.cli import solve as command
     from kvasir.cli.solve_job import Job, parse_amounts, parse_prices
 
     check_output(output, make=True)
     if words:
         if words[0] != "report":
-            raise ConfigError(f"kvasir solve {words[0]}: there is 'report FILES'; a task is given as --task {words[0]}")
+            raise ConfigError(
+                f"kvasir solve {words[0]}: the only subcommand is 'report FILES'. Give a task as --task {words[0]}"
+            )
         from kvasir.bench import solve_report
 
         check_output(page, make=True)
@@ -293,15 +324,17 @@ def solve(
         pool_file,
     )
     if ablate and (pool or journal):
-        raise ConfigError("--ablate measures engines at work: leave --pool and --journal out")
+        raise ConfigError("--ablate measures running engines, which --pool and --journal bypass: leave them out")
     command.run(build_settings(options, EngineConfig), job, output, ablate)
 
 
 @app.command(cls=Command)
 def convert(
-    converter: Annotated[str, typer.Argument(metavar="NAME:KEY=VALUE", help="A converter, e.g. outlier_twin:keys=16.")],
+    converter: Annotated[
+        str, typer.Argument(metavar="NAME:KEY=VALUE", help="Converter and its options, e.g. outlier_twin:keys=16.")
+    ],
     source: Annotated[str, typer.Argument(metavar="SRC", help="Model to convert: a folder, a name or a hub id.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="New folder.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
 ) -> None:
     """Rewrite a checkpoint folder with a converter."""
     from kvasir.cli import convert as command
@@ -310,9 +343,9 @@ def convert(
 
 
 def main() -> None:
-    """Entry point: set-up and request errors become one clear message and an exit code, never a traceback.
+    """Run the command line. Errors of configuration and requests become one message and an exit code, not a traceback.
 
-    Exit codes: 0 done, 2 the set-up or the command line is wrong, 3 a request was refused, 130 interrupted.
+    Exit codes: 0 done, 2 the configuration or the command line is wrong, 3 a request was refused, 130 interrupted.
     """
     setup()
     try:

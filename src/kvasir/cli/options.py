@@ -1,4 +1,4 @@
-"""Command-line options made from the settings: one option a field, with its help line and vLLM's spelling beside ours."""
+"""Command-line options made from the settings: one option per field, with its help line and vLLM's name for it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
 from kvasir.config import EngineConfig, ServerConfig, Settings, compose, read_toml
 from kvasir.errors import ConfigError, nearest
 
-# Newer releases of typer carry their own copy of click, so its exceptions are found beside the one that typer exports.
+# Newer releases of typer carry their own copy of click; its exceptions live in the module of ``typer.BadParameter``.
 NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
+# Environment variable with the server's key.
 KEY_VARIABLE = "KVASIR_API_KEY"
+# Prefix of the parameters that stand for vLLM's flags without a setting of ours.
 _VLLM = "vllm_"
 
 
 class Command(TyperCommand):
-    """A command whose help never cuts a name off, and which answers an unknown option with the nearest one or a reason."""
+    """A command whose help shows names in full, and which answers an unknown option with the nearest one or a
+    reason."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.format_usage(ctx, formatter)
@@ -51,13 +54,12 @@ class Command(TyperCommand):
                 if not getattr(p, "hidden", False)
                 for name in (*p.opts, *p.secondary_opts)
             ]
-            raise ConfigError(
-                f"no option {e.option_name}.{nearest(e.option_name, known)} All are listed by {ctx.command_path} --help."
-            ) from None
+            hint = nearest(e.option_name, known)
+            raise ConfigError(f"no option {e.option_name}.{hint} {ctx.command_path} --help lists all.") from None
 
 
 def setting_parameters(cls: type, *, skip: tuple[str, ...] = ()) -> list[inspect.Parameter]:
-    """One keyword parameter per settings field, grouped by section in ``--help``."""
+    """Keyword parameters, one per field of the settings, grouped by section in ``--help``."""
     found = []
     for section in dataclasses.fields(cls):
         owner = section.default_factory  # type: ignore[misc]
@@ -99,7 +101,7 @@ def _annotation(kind: str) -> Any:
 
 
 def _vllm_parameters() -> list[inspect.Parameter]:
-    """Hidden options for the flags of vLLM that may be there without a setting of ours."""
+    """Hidden options for flags of vLLM that are accepted without a setting of ours."""
 
     def parameter(names: tuple[str, ...], default: Any, kind: Any) -> inspect.Parameter:
         option = typer.Option(default, *names, hidden=True)
@@ -116,7 +118,7 @@ def _vllm_parameters() -> list[inspect.Parameter]:
 
 
 def _check_vllm(given: dict[str, Any]) -> dict[str, Any]:
-    """What is left of the options once vLLM's are settled. Raises ConfigError for a value that is not served."""
+    """Return the options without vLLM's flags. Raises ConfigError for a flag's value that is not served."""
     for flags, served in ONLY_AT.items():
         value = given.get(_VLLM + flags[0].strip("-").replace("-", "_"))
         if value is not None and value not in served:
@@ -125,7 +127,7 @@ def _check_vllm(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Decorator: the command takes ``**options`` and the command line shows every setting of ``cls``."""
+    """Decorate a command that takes ``**options``, so that its command line has every setting of ``cls``."""
 
     def decorate(command: Callable) -> Callable:
         signature = inspect.signature(command, eval_str=True)
@@ -135,12 +137,11 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
             annotation=Annotated[
-                str | None, typer.Option("--config", help="TOML file with settings; the command line goes first.")
+                str | None, typer.Option("--config", help="TOML file with settings; the command line overrides it.")
             ],
         )
-        vllm = [
-            p for p in _vllm_parameters() if p.name.removeprefix(_VLLM) not in signature.parameters
-        ]  # the command's own go first
+        # An option of the command itself wins over vLLM's flag of that name.
+        vllm = [p for p in _vllm_parameters() if p.name.removeprefix(_VLLM) not in signature.parameters]
         parameters = own + [config] + setting_parameters(cls, skip=skip) + vllm
 
         def run(**given: Any) -> Any:
@@ -155,22 +156,23 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
 
 
 def build_settings(options: dict[str, Any], cls: type = Settings) -> Any:
-    """Settings from a TOML file (``options['config']``), under what the command line gives."""
+    """Build ``cls`` from a TOML file (``options['config']``), overridden by the options of the command line."""
     options = dict(options)
     file = options.pop("config", None)
     merged = read_toml(file) if file else {}
     server_names = {f.name for f in dataclasses.fields(ServerConfig)}
     if cls is EngineConfig:
         merged = {k: v for k, v in merged.items() if k not in server_names}
-    # No model on the command line is "" and must not hide the file's.
+    # Without a model on the command line, "" must not hide the file's model.
     merged |= {k: v for k, v in options.items() if v is not None and not (k == "model" and v == "")}
     if cls is Settings and not merged.get("api_key") and KEY_VARIABLE in os.environ:
-        merged["api_key"] = [os.environ[KEY_VARIABLE]]  # keys on a command line are seen by every user of the machine
+        # From the environment, because every user of the machine can see a key on a command line.
+        merged["api_key"] = [os.environ[KEY_VARIABLE]]
     return compose(cls, merged)
 
 
 def check_output(file: Path | None, *, make: bool = False) -> None:
-    """Find out before the work whether its result can be written. ``make``: also make the folder. Raises ConfigError."""
+    """Raise ConfigError before the work when its result could not be written. ``make``: also create the folder."""
     if file is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""``kvasir serve``: start the engine process first (it has the slow imports), then the HTTP server beside it."""
+"""``kvasir serve``: start the engine process, which has the slow imports, and then the HTTP server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from kvasir.models.families import build_spec
 
 
 def run(settings: Settings) -> None:
-    # What is wrong with the model or the address is said before a process is started for it.
+    """Serve until a signal ends the server. Raises ConfigError when the server cannot start."""
+    # Errors of the model, the address and the journal are reported before a process is started.
     build_spec(checkpoint.read_config(checkpoint.resolve(settings.model.model, settings.model.revision)))
     check_free(settings.server)
-    check_output(
-        Path(settings.service.journal) if settings.service.journal else None
-    )  # when it is needed, it is too late
+    check_output(Path(settings.service.journal) if settings.service.journal else None)
     from kvasir.client.engine_client import AsyncEngine
 
     client = AsyncEngine(settings)
@@ -31,7 +30,7 @@ def run(settings: Settings) -> None:
 
 
 def check_free(server: ServerConfig) -> None:
-    """Raise ConfigError when the address cannot be listened on."""
+    """Raise ConfigError when the server could not listen on its address."""
     try:
         if server.uds:
             return _check_socket(Path(server.uds))
@@ -44,13 +43,13 @@ def check_free(server: ServerConfig) -> None:
         if server.uds:
             raise ConfigError(f"cannot listen on --uds {server.uds}: {e.strerror or e}. Choose another path.") from e
         raise ConfigError(
-            f"cannot listen on {server.host}:{server.port}: {e.strerror or e}. Choose another with --port (0 picks a free one) or "
-            "--host."
+            f"cannot listen on {server.host}:{server.port}: {e.strerror or e}. Choose another address with --port "
+            "(0 picks a free one) or --host."
         ) from e
 
 
 def _check_socket(path: Path) -> None:
-    """Raise OSError when a Unix socket cannot be made here. One that nobody listens on may be replaced."""
+    """Raise OSError when no Unix socket can be made at ``path``. A socket that nobody listens on may be replaced."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "its folder does not exist")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as s:
@@ -60,6 +59,6 @@ def _check_socket(path: Path) -> None:
             return
         except ConnectionRefusedError:
             if not path.is_socket():
-                raise FileExistsError(errno.EEXIST, "there is a file that is no socket") from None
+                raise FileExistsError(errno.EEXIST, "there is a file that is not a socket") from None
             return
     raise OSError(errno.EADDRINUSE, "another server listens there")

@@ -1,4 +1,4 @@
-"""``kvasir show MODEL``: its layers, the bytes of its weights and of each token by codec, and what fits into which memory."""
+"""``kvasir show MODEL``: layers, bytes of the weights and of a token's KV by codec, and what fits into which memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvasir.models.spec import LayerSpec, ModelSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXTS = (1024, 4096, 16384, 32768, 131072)
-GPUS = {
-    "24 GiB (RTX 4090, L4)": 24.0,
-    "45 GiB (L40S)": 45.0,
-    "80 GiB (A100, H100)": 80.0,
-    "140 GiB (H200)": 140.0,
-}  # as their drivers report it
-SHOWN_CONTEXT = 16384  # of the table of codecs
+# Memory of common GPUs in GiB, as their drivers report it.
+GPUS = {"24 GiB (RTX 4090, L4)": 24.0, "45 GiB (L40S)": 45.0, "80 GiB (A100, H100)": 80.0, "140 GiB (H200)": 140.0}
+# Context length, in tokens, that the table of codecs is for.
+SHOWN_CONTEXT = 16384
 SHARE = CacheConfig().gpu_memory_utilization
 
 
 def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]:
-    """Plain data. ``fits``: place -> context length -> sequences of that length that fit beside the weights. ``codecs``: what each codec
-    makes of a token's keys and values, or why it cannot serve this model."""
+    """Facts about a model as plain data.
+
+    ``fits``: place -> context length -> number of sequences of that length that fit in addition to the weights.
+    ``codecs``: bytes of a token's keys and values with each codec, or the reason why it cannot serve this model.
+    """
     path = checkpoint.resolve(model)
     spec = build_spec(checkpoint.read_config(path))
     item = BYTES[dtype]
@@ -59,7 +59,8 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
 
 
 def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float]) -> dict[int, int]:
-    """``sizes``: bytes a token by cache group. Rounding to whole pages is left out."""
+    """Number of sequences that fit, by context length. ``sizes``: bytes per token, by cache group. Rounding to whole
+    pages is left out."""
     pool = SHARE * memory - cost.weight_bytes(spec, item)
     lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
     return {
@@ -79,7 +80,7 @@ def _codecs(spec: ModelSpec, item: int, places: Mapping[str, float]) -> dict[str
 
 
 def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -> dict[str, Any]:
-    """A codec with its defaults, pages and scales included."""
+    """Bytes per token of a codec with default options, scales included, or the reason why it cannot serve the model."""
     try:
         sizes = token_bytes(spec.cache_groups(), name, item)
     except ConfigError as e:
@@ -93,7 +94,8 @@ def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -
 
 
 def _layers(spec: ModelSpec) -> list[str]:
-    """Runs of equal layers, one line each; where kinds alternate (every sixth layer, say), one line a kind instead."""
+    """One line for each run of equal layers, or for each kind of layer where kinds alternate (say every sixth
+    layer)."""
     lines, at = [], 0
     for text, run in groupby(map(_line, spec.layers)):
         count = len(list(run))
@@ -104,8 +106,9 @@ def _layers(spec: ModelSpec) -> list[str]:
         kinds.setdefault(_line(layer), []).append(i)
     if len(lines) <= len(kinds):
         return lines
+    total = len(spec.layers)
     return [
-        f"{len(where)} of {len(spec.layers)} ({', '.join(map(str, where[:4]))}{', ...' if len(where) > 4 else ''}): {text}"
+        f"{len(where)} of {total} ({', '.join(map(str, where[:4]))}{', ...' if len(where) > 4 else ''}): {text}"
         for text, where in kinds.items()
     ]
 
@@ -127,7 +130,7 @@ def _here() -> str:
 
 
 def _memory() -> int:
-    """Bytes of the first GPU, else of RAM."""
+    """Bytes of the first GPU's memory, or of RAM if there is none."""
     import torch
 
     if torch.cuda.is_available():
@@ -136,6 +139,7 @@ def _memory() -> int:
 
 
 def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None:
+    """Print what ``describe`` finds, as tables or as JSON."""
     facts = describe(model, dtype, memory_gib)
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -145,19 +149,17 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
 
     table = Table(show_header=False, box=None, pad_edge=False)
     active = facts["active_parameters"]
-    sparse = (
-        f", {active / 1e6:,.1f}M at work for each token" if any("experts" in line for line in facts["layers"]) else ""
-    )
+    sparse = f", {active / 1e6:,.1f}M active per token" if any("experts" in line for line in facts["layers"]) else ""
     table.add_row(
         "model", f"{facts['model']} ({facts['family']}, {facts['parameters'] / 1e6:,.1f}M parameters{sparse})"
     )
     table.add_row("weights", f"{gib(facts['weight_bytes'])} in {dtype}")
     for group in facts["cache_groups"]:
-        kept = f", of the last {group['window']:,} tokens only" if group["window"] else ""
+        kept = f", for the last {group['window']:,} tokens only" if group["window"] else ""
         table.add_row(
             f"KV ({group['name']})", f"{group['kv_bytes_per_token']:,} bytes a token in {group['layers']} layers{kept}"
         )
-    table.add_row("work", f"{facts['flops_per_token']:.3g} FLOP a token, and more with the context")
+    table.add_row("work", f"{facts['flops_per_token']:.3g} FLOP a token, growing with the context")
     table.add_row("context", f"{facts['max_model_len']:,} tokens")
     for i, line in enumerate(facts["layers"]):
         table.add_row("" if i else "layers", line)
@@ -183,10 +185,11 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
     console = Console()
     console.print(table)
     console.print(
-        f"\nSequences of each context length that fit beside the weights, in {SHARE:.0%} of the memory, before a step's own needs:"
+        f"\nSequences that fit in addition to the weights, by context length, in {SHARE:.0%} of the memory (without a "
+        "step's own needs):"
     )
     console.print(fits)
-    console.print(f"\nThe same with keys and values stored otherwise, sequences of {context:,} tokens:")
+    console.print(f"\nThe same for sequences of {context:,} tokens, by storage format of keys and values:")
     console.print(codecs)
     for name, found in facts["codecs"].items():
         if "cannot" in found:

@@ -1,4 +1,4 @@
-"""``kvasir solve``: the lab's problems by strategies of test-time scaling, with one model or several, and what each answer cost."""
+"""``kvasir solve``: solve the lab's problems with strategies of test-time scaling, and compare accuracy and cost."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ from kvasir.scaling.strategy import Strategy, load_strategy
 if TYPE_CHECKING:
     from kvasir.lab.task import Problem as LabProblem
 
-ROOM = 1.5  # a reply may be so many times as long as the longest right one, and a little
+# Most tokens of a reply, as a multiple of the longest correct solution; 32 tokens come on top.
+ROOM = 1.5
 
 
 def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = False) -> None:
-    """``ablate``: not the strategies are compared, but the engine's features under them (`solve_ablation`). Raises ConfigError."""
+    """Run the job, print its result and write it to ``output``. Raises ConfigError.
+
+    ``ablate``: compare the features of the engine and not the strategies (`solve_ablation`).
+    """
     if not job.strategies:
-        raise ConfigError("give --strategy NAME:KEY=VALUE, such as majority:n=8; several are compared")
+        raise ConfigError("give --strategy NAME:KEY=VALUE, e.g. majority:n=8; repeat it to compare several")
     strategies = {spec: load_strategy(spec) for spec in job.strategies}
     task = load_task(job.task)
     if task.scored != "answer":
@@ -64,13 +68,13 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
     found: dict[str, Solution] = {}
 
     def keep(spec: str, solution: Solution) -> None:
-        """One more strategy is through: a run that is cut off later has written what it knows."""
+        """Write the result after each strategy, so that an interrupted run keeps the finished ones."""
         found[spec] = solution
         _write(_outcome(job, task, drawn, found, sampling, endpoints), output)
 
     try:
         asyncio.run(_solve(job, strategies, problems, endpoints, sampling, keep))
-    finally:  # what was through before a fault, or before somebody had seen enough
+    finally:  # after a fault or an interrupt, too: show the finished strategies
         if found:
             show(_outcome(job, task, drawn, found, sampling, endpoints))
 
@@ -90,7 +94,7 @@ def _outcome(
     sampling: Sampling,
     endpoints: Sequence[Endpoint],
 ) -> dict[str, Any]:
-    """The result of the strategies that are through."""
+    """The result of the finished strategies."""
     check = checker(task, drawn)
     right = {spec: [check(i, s.result.text) for i, s in enumerate(solution.solved)] for spec, solution in found.items()}
     arms = []
@@ -100,15 +104,15 @@ def _outcome(
         arms.append((spec, metrics | ({"loops": by_loop} if by_loop else {})))
     outcome = compared(job, arms, sampling, endpoints)
     outcome["differences"] = _differences(right)
-    outcome["right"] = {
-        spec: "".join(map(str, map(int, marks))) for spec, marks in right.items()
-    }  # for paired tests across files
+    # For paired tests across files: one digit per problem.
+    outcome["right"] = {spec: "".join(map(str, map(int, marks))) for spec, marks in right.items()}
     left = [spec for spec in job.strategies if spec not in found]
     return outcome | ({"left_out": left} if left else {})
 
 
 def _room(endpoints: Sequence[Endpoint], task: Task, drawn: Sequence[LabProblem]) -> int:
-    """Tokens that a reply may take, from the longest solution; with the check of as many candidates as were trained on, where the task has one."""
+    """Most tokens of a reply, from the longest solution. For a task with candidates, that solution also checks as many
+    of them as the model was trained on."""
     tokenizer = next((e.tokenizer for e in endpoints if hasattr(e, "tokenizer")), None)
     if tokenizer is None:
         return 512
@@ -144,10 +148,10 @@ async def _solve(
             begin = time.monotonic()
             for i, (spec, strategy) in enumerate(strategies.items()):
                 if i and job.minutes is not None and time.monotonic() - begin > 60 * job.minutes:
-                    log.warning("%s is left out: %g minutes are over", spec, job.minutes)
+                    log.warning("%s is left out: the %g minutes are over", spec, job.minutes)
                     continue
                 for endpoint in endpoints:
-                    endpoint.forget()  # or a later arm would find the questions of an earlier one in the cache, and look cheaper
+                    endpoint.forget()  # otherwise prompts cached by an earlier arm would make a later one look cheaper
                 with _progress(spec, len(problems)) as on_event:
                     done = await solve(
                         strategy,
@@ -165,7 +169,9 @@ async def _solve(
                     )
                 keep(spec, done)
     except EndpointDown as e:
-        resume = f" What was done is in {job.journal.name}: the same command goes on from there." if job.journal else ""
+        resume = (
+            f" Finished calls are in {job.journal.name}; the same command continues from there." if job.journal else ""
+        )
         raise ConfigError(f"the run ended: {e}.{resume}") from e
     finally:
         journal.close()
@@ -173,7 +179,7 @@ async def _solve(
 
 @contextmanager
 def _progress(spec: str, count: int):
-    """A bar on a terminal, a line at the end elsewhere; yields what takes the events."""
+    """Show a bar on a terminal, elsewhere one line at the end; yields the function that takes events."""
     tally = Tally()
     if not sys.stderr.isatty():
         yield tally.add
@@ -200,7 +206,7 @@ def _progress(spec: str, count: int):
 
 
 def _differences(right: dict[str, list[bool]]) -> list[dict[str, Any]]:
-    """Every later arm minus the first, on the same problems."""
+    """Differences between every later arm and the first, on the same problems."""
     (first, base), *others = right.items()
     found = []
     for name, marks in others:
@@ -219,6 +225,7 @@ def _differences(right: dict[str, list[bool]]) -> list[dict[str, Any]]:
 
 
 def show(outcome: dict[str, Any]) -> None:
+    """Print a result as a table."""
     from rich.console import Console
     from rich.table import Table
 

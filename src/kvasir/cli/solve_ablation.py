@@ -1,11 +1,12 @@
-"""``kvasir solve --ablate``: the same strategies with each feature of the engine taken away, and over HTTP, which has none of them.
+"""``kvasir solve --ablate``: the same strategies without each feature of the engine, and over HTTP, which has none of
+them.
 
-Every variant solves the same problems with the same noise. What a feature changes is time and tokens, never a reply (in exact mode; up
-to ties elsewhere): ``same_replies`` is the share of problems whose chosen reply is the one of the whole engine. Over HTTP the server draws
-the noise, so there only the accuracy can agree.
+Every variant solves the same problems with the same noise. A feature changes time and tokens but no reply (in exact
+mode; up to ties elsewhere): ``same_replies`` is the share of problems whose chosen reply equals that of the whole
+engine. Over HTTP the server draws the noise, so only the accuracy can agree.
 
-Every variant starts fresh engines, and the first strategy would pay for what they do once (compilation, tapes): before anything is
-timed, it solves another problem, which counts nowhere.
+Every variant starts fresh engines. Before anything is timed, the first strategy solves another problem that is not
+counted, so that it does not pay for work done once per engine (compilation, tapes).
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from kvasir.lab.task import Problem as LabProblem
     from kvasir.lab.task import Task
 
-SHOWN = ("seconds", "device_seconds", "tokens", "uncached", "output_tokens", "discarded")  # whose ratios are told
+# Metrics whose ratios are reported.
+SHOWN = ("seconds", "device_seconds", "tokens", "uncached", "output_tokens", "discarded")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``without``: features the endpoint does without. ``options``: other settings of the engine. ``http``: behind our server."""
+    """One variant. ``without``: features that the endpoint must not use. ``options``: changed settings of the engine.
+    ``http``: behind our server."""
 
     without: tuple[str, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
@@ -71,7 +74,7 @@ def run(
     sampling: Sampling,
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The result; ``keep`` gets what there is after every variant."""
+    """Run all variants and return the result. ``keep`` gets the result so far after every variant."""
     if any("://" in model for model in job.models):
         raise ConfigError("--ablate starts its own engines and servers: name models, not URLs")
     found: dict[str, dict[str, Solution]] = {spec: {} for spec in strategies}
@@ -92,7 +95,7 @@ def run(
 
 @contextlib.contextmanager
 def _endpoints(config: EngineConfig, job: Job, variant: Variant) -> Iterator[list[Endpoint]]:
-    """Not started yet; servers are, and end with the block."""
+    """Yield the endpoints of a variant, not yet started. Servers are started here and end with the block."""
     config = config.replace(**dict(variant.options))
     if not variant.http:
         yield build_endpoints(job, config, variant.without)
@@ -110,12 +113,12 @@ def _endpoints(config: EngineConfig, job: Job, variant: Variant) -> Iterator[lis
             urls.append(f"{server.url}/v1#{model.rstrip('/').rsplit('/', 1)[-1]}")
         endpoints = build_endpoints(dataclasses.replace(job, models=tuple(urls)), config)
         for endpoint, local in zip(endpoints, build_endpoints(job, config)):
-            endpoint.parameters = local.parameters  # no server tells
+            endpoint.parameters = local.parameters  # servers do not report them
         yield endpoints
 
 
 def _changed(config: EngineConfig) -> dict[str, Any]:
-    """The settings that are not the usual ones, by name; the model aside."""
+    """The settings that differ from the defaults, by name, except the model."""
     sections = [(getattr(config, s.name), getattr(EngineConfig(), s.name)) for s in dataclasses.fields(EngineConfig)]
     return {
         f.name: getattr(own, f.name)
@@ -135,7 +138,8 @@ async def _solve(
     sampling: Sampling,
     found: dict[str, dict[str, Solution]],
 ) -> list[str]:
-    """One variant, every strategy; returns those that need what it lacks. ``other``: to begin with, under another seed."""
+    """Run every strategy on one variant; return the strategies that need a feature it lacks. ``other``: problems to
+    warm up with, under another seed."""
     left, warm = [], False
     try:
         async with opened(endpoints):

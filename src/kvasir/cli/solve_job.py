@@ -1,4 +1,4 @@
-"""What ``kvasir solve`` is asked: the job, its problems and models, and its arms as one result."""
+"""The job of ``kvasir solve``: its options, problems and models, and its arms as one result."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (of replicas, joined by commas); cheapest first.
-    ``prices``: by model. ``minutes``: after so many no further strategy is begun. ``pool``: draw so many replies a problem once, and deal
-    them out to every strategy, ``resamples`` times in another order; ``pool_file`` keeps them."""
+    """The options of one run.
+
+    ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (replicas joined by commas), cheapest first.
+    ``prices``: by model. ``minutes``: no further strategy starts after this time. ``pool``: draw this many replies per
+    problem once and deal them out to every strategy, ``resamples`` times in another order; ``pool_file`` keeps them.
+    """
 
     strategies: tuple[str, ...]
     models: tuple[str, ...]
@@ -49,7 +52,7 @@ class Job:
     def __post_init__(self) -> None:
         for name, values in (("strategy", self.strategies), ("model", self.models)):
             if len(set(values)) < len(values):
-                raise ConfigError(f"--{name}: give each once")
+                raise ConfigError(f"--{name}: a {name} is given twice; give each once")
 
 
 class LabPrompts(Prompts):
@@ -81,9 +84,10 @@ class LabPrompts(Prompts):
 
 
 def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
-    """The lab's problems as strategies see them: without their answers. Of a reply with a check, the solution below it is what counts."""
+    """The lab's problems as strategies see them, without their answers. In a reply that checks candidates first, the
+    solution below the check counts."""
     if any(p.tools for p in drawn):
-        raise ConfigError(f"task '{task.name}' calls tools, which no strategy does")
+        raise ConfigError(f"task '{task.name}' needs tool calls, which no strategy makes")
     prompts = LabPrompts() if task.candidates else Prompts()
     return [
         Problem(f"p{i}", p.messages, lambda text: task.answer(forms.solution(text)), prompts)
@@ -92,7 +96,7 @@ def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
 
 
 def parse_amounts(text: str | None, option: str) -> Budget | None:
-    """``tokens=10000,dollars=0.5`` as a budget. Raises ConfigError."""
+    """Parse ``tokens=10000,dollars=0.5`` into a budget. Raises ConfigError."""
     if not text:
         return None
     kinds = {f.name: float if f.name == "dollars" else int for f in dataclasses.fields(Budget)}
@@ -109,7 +113,7 @@ def parse_amounts(text: str | None, option: str) -> Budget | None:
 
 
 def parse_prices(texts: Sequence[str]) -> dict[str, Price]:
-    """``nano=0.1/0.02/0.4``: dollars per million prompt tokens, cached ones, and generated ones. Raises ConfigError."""
+    """Parse ``nano=0.1/0.02/0.4``: dollars per million prompt, cached and generated tokens. Raises ConfigError."""
     found = {}
     for text in texts:
         name, _, amounts = text.rpartition("=")
@@ -120,13 +124,16 @@ def parse_prices(texts: Sequence[str]) -> dict[str, Price]:
                 f"--price {text}: expected MODEL=PROMPT/CACHED/GENERATED in dollars per million tokens"
             ) from e
         if not name or not all(0 <= value < float("inf") for value in (prompt, cached, generated)):
-            raise ConfigError(f"--price {text}: expected a model, and amounts of at least 0")
+            raise ConfigError(f"--price {text}: expected a model and amounts of at least 0")
         found[name] = Price(prompt, cached, generated)
     return found
 
 
 def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ()) -> list[Endpoint]:
-    """One for every model; engines on one GPU share its memory evenly. ``without``: features to do without. Raises ConfigError."""
+    """Make an endpoint for every model; engines on one GPU share its memory evenly. Raises ConfigError.
+
+    ``without``: features that the endpoints must not use.
+    """
     from kvasir.scaling.engine_endpoint import EngineEndpoint
     from kvasir.scaling.http_endpoint import HTTPEndpoint
     from kvasir.scaling.replicas import ReplicaEndpoint
@@ -168,14 +175,15 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
 
 
 def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], bool]:
-    """Whether a reply solves problem i: of a recombination, what stands behind its check of the candidates."""
+    """A function that says whether a reply solves problem i; in a recombination, the solution after its check
+    counts."""
     return lambda i, text: task.check(drawn[i], forms.solution(text))
 
 
 def compared(
     job: Job, arms: Sequence[tuple[str, dict[str, Any]]], sampling: Sampling, endpoints: Sequence[Endpoint]
 ) -> dict[str, Any]:
-    """Arms as one result, with the frontiers. All have the same settings, which stand at the first."""
+    """Combine arms into one result, with the frontiers. All have the same settings, which the first arm holds."""
     from kvasir.bench.result import arm, result
 
     outcome = result(

@@ -1,4 +1,5 @@
-"""``kvasir solve --pool N``: strategies that only choose or stop samples, on N replies a problem that were drawn once."""
+"""``kvasir solve --pool N``: strategies that only choose or stop samples, on N replies a problem that were drawn
+once."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def run(
     endpoints: Sequence[Endpoint],
     sampling: Sampling,
 ) -> dict[str, Any]:
-    """Every strategy ``job.resamples`` times over the pools; shares and costs are means over them, intervals are over problems."""
+    """Run every strategy ``job.resamples`` times over the pools. Shares and costs are means over these runs, intervals
+    are over problems."""
     pools = asyncio.run(_pools(job, problems, endpoints, sampling))
     check = checker(task, drawn)
     replies = {
@@ -64,7 +66,7 @@ def run(
 async def _pools(
     job: Job, problems: Sequence[Problem], endpoints: Sequence[Endpoint], sampling: Sampling
 ) -> list[Pool]:
-    """Each model's pool, from its file where there is one."""
+    """Load each model's pool from its file, or draw it."""
     about = {
         "task": job.task,
         "n": job.count,
@@ -98,7 +100,7 @@ async def _resampled(
     pools: Sequence[Pool],
     sampling: Sampling,
 ) -> tuple[dict[str, Any], list[float]]:
-    """(metrics, share of the draws in which each problem was solved)."""
+    """Run one strategy; return its metrics and, for each problem, the share of runs that solved it."""
     marks, told = [], []
     for seed in range(job.resamples):
         solution = await solve(
@@ -133,7 +135,7 @@ async def _resampled(
 
 
 def _told(pool: Pool, problems: Sequence[Problem], right: Sequence[Sequence[bool]]) -> dict[str, Any]:
-    """What there is to choose from: single replies, the ceiling, and how well each signal ranks right above wrong."""
+    """Facts about a pool: its replies, pass@k, and how well each signal ranks right replies above wrong ones."""
     counted = [(sum(marks), len(marks)) for marks in right if marks]
     sizes = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= min(total for _, total in counted)]
     by_mark: dict[bool, list[int]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""``kvasir train``: train what makes a model cheaper to serve. The work is imported when it runs."""
+"""``kvasir train``: train parts that make a model cheaper to serve. A command imports its work when it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from kvasir.cli.options import check_output
 from kvasir.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train what makes a model cheaper to serve.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train parts that make a model cheaper to serve.")
 
 
 @app.callback()
@@ -21,21 +21,20 @@ def _group() -> None:
 @app.command()
 def drafter(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Which drafter: medusa, eagle or ppd.")],
-    target: Annotated[str, typer.Option(help="The model it drafts for: a lab checkpoint, by folder or name.")],
-    out: Annotated[Path, typer.Option(help="The folder to write; --drafter NAME:model=FOLDER serves it.")],
-    minutes: Annotated[
-        float, typer.Option(min=0.01, help="Train this long (sampling and measuring come on top).")
-    ] = 2.0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead.")] = None,
+    target: Annotated[str, typer.Option(help="Model to draft for: a lab checkpoint, by folder or name.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; --drafter NAME:model=FOLDER then serves it.")],
+    minutes: Annotated[float, typer.Option(min=0.01, help="Training time; sampling and measuring come on top.")] = 2.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of training steps, instead of --minutes.")] = None,
     replies: Annotated[
-        int | None, typer.Option(min=8, help="Replies of the target to train on; 32768 on a GPU, 1024 on a CPU.")
+        int | None,
+        typer.Option(min=8, help="Replies of the target to train on; default: 32768 on a GPU, 1024 on a CPU."),
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option(help="Keep the replies in this file, or read them: two drafters can share them.")
+        Path | None, typer.Option(help="File to keep the replies in, or to read them from: drafters can share it.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state in the folder.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides problems, replies and weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of problems, replies and weights.")] = 0,
 ) -> None:
     """Train a drafter on the target's own replies to the lab's problems."""
     import shlex

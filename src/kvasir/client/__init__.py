@@ -1,1 +1,2 @@
-"""The torch-free side of the engine: validate requests, start and watch the engine process, and lose no token."""
+"""The torch-free side of the engine: it validates requests, starts and watches the engine process, and loses no
+token."""

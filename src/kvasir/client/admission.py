@@ -1,9 +1,11 @@
-"""The one validator: every front end turns what a user sent into a ``Request`` here, or a ``RequestError`` that names the
-parameter. What passes is safe for the engine: types, ranges and sizes are checked, defaults resolved.
+"""The one validator: every front end turns what a user sent into a ``Request`` here, or into a ``RequestError`` that
+names the parameter. An admitted request is safe for the engine: types, ranges and sizes are checked, defaults are
+resolved.
 
 Rules that users meet: a prompt leaves room for at least one token; a prompt plus an explicit ``max_tokens`` beyond the
-context is refused, not clipped (as vLLM does); ``max_tokens=None`` means what is left of the context; booleans are not
-numbers; a seed is any 64-bit integer, signed or not, taken modulo 2^64; a ``top_k`` above the vocabulary is clipped to it.
+context is refused and not clipped (vLLM does the same); ``max_tokens=None`` means the rest of the context; booleans are
+not numbers; a seed is any 64-bit integer, signed or not, taken modulo 2^64; a ``top_k`` above the vocabulary is
+clipped.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, NoReturn
 from kvasir.errors import RequestError
 from kvasir.types import U64, Grammar, ModelInfo, Request, SamplingParams
 
+# Limits on one request. They bound what a client can make this process and the engine store or compute.
 MAX_N = 256
 MAX_LEASE_SECONDS = 600.0
 MAX_LOGPROBS = 20
@@ -43,16 +46,19 @@ def admit(
     priority: int = 0,
     encode: Callable[[str], list[int]] | None = None,
 ) -> Request:
-    """Check everything and build the request. ``arrival``: ``time.monotonic()`` seconds; ``encode``: text to token ids
-    without special tokens (needed for ``bad_words`` only). Raises RequestError, status 400, with the parameter's name."""
+    """Check every parameter and build the request.
+
+    ``arrival``: ``time.monotonic()`` seconds. ``encode``: text to token ids without special tokens; only ``bad_words``
+    need it. Raises RequestError (status 400) that names the parameter.
+    """
     ids_end = info.tokenizer_size or info.vocab_size
     _check_prompt(prompt_ids, info, ids_end)
     params = _checked(params, ids_end)
     if params.score_from is not None:
         _integer("score_from", params.score_from, 1, len(prompt_ids) - 1)
     if params.drafter is not None and params.drafter not in info.drafters:
-        there = f"there are {', '.join(info.drafters)}" if info.drafters else "none does"
-        _refuse("drafter", f"no drafter named {params.drafter!r} runs here; {there}")
+        running = f"these do: {', '.join(info.drafters)}" if info.drafters else "this server runs none"
+        _refuse("drafter", f"no drafter named {params.drafter!r} runs here; {running}")
     max_tokens = _max_tokens(len(prompt_ids), params, info)
     if params.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}")
@@ -82,7 +88,7 @@ def _check_prompt(prompt_ids: list[int], info: ModelInfo, ids_end: int) -> None:
     if len(prompt_ids) > room:
         _refuse(
             "prompt",
-            f"the prompt has {len(prompt_ids)} tokens; with a context of {info.max_model_len} it may have at most {room}",
+            f"the prompt has {len(prompt_ids)} tokens; a context of {info.max_model_len} allows at most {room}",
             code="context_length_exceeded",
         )
     if info.kv_capacity_tokens and len(prompt_ids) >= info.kv_capacity_tokens:
@@ -94,7 +100,7 @@ def _check_prompt(prompt_ids: list[int], info: ModelInfo, ids_end: int) -> None:
 
 
 def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int:
-    """``max_tokens`` resolved against the context and the cache."""
+    """The request's ``max_tokens``; by default, what the context and the cache leave after the prompt."""
     limits = [(info.max_model_len, "the model's context")]
     if info.kv_capacity_tokens:
         limits.append((info.kv_capacity_tokens, "this server's cache"))
@@ -112,7 +118,7 @@ def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int
 
 
 def stream_of(seed: int | None) -> int:
-    """The noise stream of a seed, u64; a fresh one of None. Raises RequestError."""
+    """The noise stream (unsigned 64 bits) of a seed, or a random one for None. Raises RequestError."""
     if seed is None:
         return int.from_bytes(os.urandom(8), "little")
     return _integer("seed", seed, -I64 - 1, U64) & U64
@@ -122,7 +128,7 @@ def stream_of(seed: int | None) -> int:
 
 
 def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
-    """The parameters, each of its proper type and in range. Raises RequestError."""
+    """Return the parameters, each with its proper type and in range. Raises RequestError."""
     if not isinstance(p, SamplingParams):
         _refuse("params", f"expected SamplingParams(...), got {type(p).__name__}")
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
@@ -167,14 +173,15 @@ def _check_confidence(p: SamplingParams) -> None:
     if _integer("confidence", p.confidence, 0, MAX_LOGPROBS) == 1:
         _refuse(
             "confidence",
-            "confidence=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.",
+            "confidence=1 would invert the score: with the likeliest token alone it is high where the model is unsure. "
+            "Take 5 to 20.",
         )
     if p.confidence and p.logprobs_mode != "raw":
-        _refuse("confidence", "confidence is of the model's own distribution: leave logprobs_mode at 'raw'")
+        _refuse("confidence", "confidence is computed from the model's own distribution: leave logprobs_mode at 'raw'")
     if _integer("confidence_window", p.confidence_window, 0, I64) and not p.confidence:
-        _refuse("confidence_window", "confidence_window needs confidence, such as 20")
+        _refuse("confidence_window", "confidence_window needs confidence, for example confidence=20")
     if p.score_from is not None and p.prompt_logprobs is not None:
-        _refuse("score_from", "prompt_logprobs score every token already: ask for one of the two")
+        _refuse("score_from", "prompt_logprobs already score every token: send score_from or prompt_logprobs, not both")
 
 
 def _check_stops(p: SamplingParams) -> None:
@@ -188,16 +195,11 @@ def _check_stops(p: SamplingParams) -> None:
 
 
 def _check_grammar(grammar: Grammar | None) -> None:
-    """Types and size; the compiler says whether it is valid."""
+    """Check types and size; whether the grammar is valid is for the compiler to say."""
     if grammar is None:
         return
-    if not isinstance(grammar, Grammar) or grammar.kind not in (
-        "json_schema",
-        "json_object",
-        "regex",
-        "choice",
-        "lark",
-    ):
+    kinds = ("json_schema", "json_object", "regex", "choice", "lark")
+    if not isinstance(grammar, Grammar) or grammar.kind not in kinds:
         _refuse("grammar", f"not a grammar: {str(grammar)[:80]}")
     if not _is_text(grammar.text, MAX_GRAMMAR_BYTES) or len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
         _refuse("grammar", f"the grammar must be text of at most {MAX_GRAMMAR_BYTES} bytes")
@@ -206,7 +208,7 @@ def _check_grammar(grammar: Grammar | None) -> None:
 
 
 def _bias(bias: Any, ids_end: int) -> dict[int, float]:
-    """Token id -> added logit. JSON objects have string keys, so decimal strings are ids, too."""
+    """The map from token id to added logit. JSON objects have string keys, so decimal strings are ids, too."""
     if len(bias) > MAX_BIASED_IDS:
         _refuse("logit_bias", f"{len(bias)} entries, at most {MAX_BIASED_IDS} are allowed")
     keys = [int(k) if isinstance(k, str) and k.isascii() and k.isdecimal() and len(k) < 20 else k for k in bias]
@@ -223,7 +225,7 @@ def _allowed(ids: tuple[int, ...] | None, ids_end: int) -> tuple[int, ...] | Non
 
 
 def _ids(name: str, ids: tuple[int, ...], ids_end: int, most: int) -> tuple[int, ...]:
-    """Distinct ids in their first order."""
+    """The distinct ids, in the order of their first occurrence."""
     if len(ids) > most:
         _refuse(name, f"{len(ids)} ids, at most {most} are allowed")
     _check_ids(name, ids, ids_end)
@@ -233,7 +235,7 @@ def _ids(name: str, ids: tuple[int, ...], ids_end: int, most: int) -> tuple[int,
 def _encode_bad_words(
     words: tuple[str, ...], encode: Callable[[str], list[int]] | None, ids_end: int
 ) -> list[list[int]]:
-    """Each word as it stands at the start of a text and after a space: tokenizers give the two different ids."""
+    """Token ids of each word, at the start of a text and after a space: tokenizers give different ids for the two."""
     if len(words) > MAX_BAD_WORDS:
         _refuse("bad_words", f"{len(words)} words, at most {MAX_BAD_WORDS} are allowed")
     found: list[list[int]] = []
@@ -255,7 +257,7 @@ def _encode_bad_words(
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- single values
+# -------------------------------------------------------------------------------------------------------- single values
 
 
 def _refuse(param: str, message: str, code: str | None = None) -> NoReturn:
@@ -281,14 +283,14 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
 
 
 def _is_text(value: Any, most: int) -> bool:
-    """Unicode text of at most ``most`` characters. Half a surrogate pair is none, and tokenizers raise on it."""
+    """Whether ``value`` is Unicode text of at most ``most`` characters; tokenizers raise on lone surrogates."""
     return isinstance(value, str) and len(value) <= most and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _check_ids(name: str, ids: Iterable[Any], ids_end: int) -> None:
     ids = list(ids)
     if set(map(type, ids)) <= {int} and (not ids or min(ids) >= 0 and max(ids) < ids_end):
-        return  # a prompt may hold a million
+        return  # the fast path: a prompt may hold a million ids
     for token in ids:
         if type(token) is not int:
             _refuse(name, f"{name}: a token id must be an integer, not {_shown(token)}")
@@ -297,7 +299,7 @@ def _check_ids(name: str, ids: Iterable[Any], ids_end: int) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value in a message: short whatever was sent (an integer of a million digits must not be written out)."""
+    """Short text of a value for a message: an integer of a million digits must not be written out."""
     if type(value) is int and abs(value) > 1 << 80:
         return "an integer above 2^80"
     return f"{value!r:.60}"

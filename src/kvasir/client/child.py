@@ -1,4 +1,4 @@
-"""One engine process as its parent sees it: a private folder, a socket, a flight record, and the means to end it."""
+"""One engine process as its parent sees it: a private folder, a socket, a flight record, and the ways to end it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 
+# Seconds between two looks at whether the process has ended or become ready.
 _POLL_SECONDS = 0.02
 
 
@@ -32,17 +33,18 @@ class ChildError(Exception):
 
 
 class Child:
-    """Starts the process at once and returns without waiting for it: all that is cheap happens here, so that a server can
-    start the engine before its own slow imports. Raises OSError when no process can be started.
+    """A running engine process. The constructor starts it and does not wait, so that a server can start the engine
+    before its own slow imports. Raises OSError when no process can be started.
 
-    The folder is 0700, so that no other user can reach the socket; it goes away with the process.
+    The folder has mode 0700, so that no other user can reach the socket; it is removed with the process.
     """
 
     def __init__(self, config: EngineConfig, factory: str) -> None:
         self.config = config
         self.crash = ""  # what the process said about its own end
-        self.killed = False  # whether the end was our doing
-        self.at_work: list[int] | None = []  # after ``reap``: tickets it died working on; None: any that it held
+        self.killed = False  # whether we ended it
+        # Set by ``reap``: tickets of the requests that the process was working on when it died; None: any that it held.
+        self.at_work: list[int] | None = []
         self._channel: ipc.AsyncChannel | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="kvasir-"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -59,8 +61,8 @@ class Child:
             raise
 
     def _spawn(self, path: str, factory: str) -> subprocess.Popen:
-        # -P: the working folder must not shadow the modules that the process imports. Output goes to stderr: stdout may
-        # belong to a program that prints results. A session of its own keeps Ctrl-C in the terminal away from it.
+        # -P: the working folder must not shadow the modules that the process imports. Output goes to stderr, because
+        # stdout may belong to a program that prints results. In a session of its own the process gets no Ctrl-C.
         command = [sys.executable, "-P", "-m", "kvasir.client.engine_process", "--socket", path, "--factory", factory]
         hello = messages.Hello(
             config=self.config.engine_only(),
@@ -68,7 +70,7 @@ class Child:
             spawned=time.monotonic(),
         )
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
-        with contextlib.suppress(BrokenPipeError):  # it died already; ``ready`` finds out
+        with contextlib.suppress(BrokenPipeError):  # the process died already; ``ready`` finds out
             process.stdin.write(msgspec.msgpack.encode(hello))
             process.stdin.close()
         return process
@@ -78,8 +80,11 @@ class Child:
         return self._process.pid
 
     async def ready(self, timeout: float) -> messages.Ready:
-        """Wait until the engine is built, at most ``timeout`` seconds. Raises ConfigError when it refuses its set-up and
-        ChildError when it dies, hangs or talks nonsense."""
+        """Wait until the engine is built, at most ``timeout`` seconds.
+
+        Raises ConfigError when the engine refuses its configuration, and ChildError when it dies, hangs or sends an
+        invalid frame.
+        """
         handshake = asyncio.create_task(self._handshake())
         deadline = time.monotonic() + timeout
         try:
@@ -118,11 +123,12 @@ class Child:
         return message
 
     def send(self, frame: bytes) -> None:
+        """Queue an encoded frame; does nothing before ``ready`` or after the connection closed."""
         if self._channel is not None:
             self._channel.send(frame)
 
     def dump_stacks(self) -> None:
-        """Have the process write the stacks of all its threads to stderr."""
+        """Make the process write the stacks of all its threads to stderr."""
         if self._process.poll() is None:
             os.kill(self.pid, signal.SIGUSR1)
 
@@ -131,7 +137,8 @@ class Child:
         self._process.kill()
 
     async def reap(self, patience: float) -> None:
-        """Wait up to ``patience`` seconds for the end, force it, clean up, and find out what it was working on."""
+        """Wait up to ``patience`` seconds for the process to end, kill it if it does not, clean up, and set
+        ``at_work``."""
         try:
             if not await self._exited(patience):
                 self.kill()
@@ -157,8 +164,8 @@ class Child:
 
     @property
     def ended_from_outside(self) -> bool:
-        """Whether someone else ended it: an operator, or the kernel when memory ran out. The engine itself raises no such
-        signal."""
+        """Whether someone else killed the process: an operator, or the kernel when memory ran out. The engine itself
+        never raises these signals."""
         return not self.killed and self._process.poll() in (-signal.SIGKILL, -signal.SIGTERM)
 
     def _ending(self) -> str:
@@ -168,6 +175,6 @@ class Child:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def obituary(self) -> str:
-        """One line on how it ended."""
+        """One line that says how the process ended."""
         last = self.crash.strip().splitlines()[-1:]
         return f"the engine process {self._ending()}" + (f": {last[0]}" if last else "")

@@ -1,8 +1,9 @@
 """The engine process: ``python -m kvasir.client.engine_process --socket PATH``, started and watched by the client.
 
-It reads its configuration from standard input, connects, builds the engine, says ``Ready`` and then loops: take messages,
-run a step, send the step's events. A reader thread takes messages off the socket, so that a long step delays no receipt
-and the process ends at once when its client does. It ignores SIGTERM and SIGINT: the client decides when it stops.
+It reads its configuration from standard input, connects, builds the engine, sends ``Ready`` and then loops: take
+messages, run a step, send the step's events. A reader thread takes messages off the socket, so that a long step delays
+no receipt and the process ends at once when its client does. It ignores SIGTERM and SIGINT: the client decides when it
+stops.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ from kvasir.logs import log
 from kvasir.types import Event, Request
 
 ENGINE = "kvasir.engine.engine:start"
-FLIGHT = "flight"  # the flight record's name, beside the socket
+# File name of the flight record, in the folder of the socket.
+FLIGHT = "flight"
+# Longest time between two heartbeats (statistics sent to the client).
 HEARTBEAT_SECONDS = 0.25
+# Pause between two looks at a core that has requests but cannot run any of them yet.
 BLOCKED_POLL_SECONDS = 0.005
-YOUNG_OBJECTS = 10_000  # between two collections
-CRASHED, REFUSED = 70, 78  # exit codes, as in sysexits.h
+# New objects between two collections of Python's youngest generation.
+YOUNG_OBJECTS = 10_000
+# Exit codes EX_SOFTWARE and EX_CONFIG of sysexits.h.
+CRASHED, REFUSED = 70, 78
 
 
 class Loop:
-    """The step loop around one core. ``beat_seconds``: longest it sleeps without touching the flight record."""
+    """The step loop around one core. ``beat_seconds``: longest sleep without an update of the flight record."""
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class Loop:
         core.on_launch = self._on_launch
 
     def run(self) -> None:
-        """Until ``Stop``. Raises what the core raises: no request can be served after that."""
+        """Serve until ``Stop`` comes. Exceptions of the core pass through: no request can be served after one."""
         wait = 0.0
         while self._take(wait):
             moved = True
@@ -82,7 +88,7 @@ class Loop:
             self._heartbeat()
 
     def _moved(self, events: list[Event]) -> bool:
-        """Whether the step did anything. A core that has work but does none of it is stuck, and the client must see it."""
+        """Whether the step did anything. A core that has work but does none is stuck, and the client must see that."""
         step = self._core.stats().step if not events else self._last_step
         moved = bool(events) or step != self._last_step
         self._last_step = step
@@ -91,12 +97,14 @@ class Loop:
         return moved
 
     def _waits(self) -> bool:
-        """Whether all requests are set aside until a time of their own, such as ``grammar_timeout``, which may be beyond the watchdog's."""
+        """Whether every request is blocked until a time limit of its own (``grammar_timeout``), which may be longer
+        than the watchdog's."""
         stats = self._core.stats()
         return stats.num_blocked > 0 and not stats.num_running and not stats.num_waiting
 
     def _take(self, wait: float) -> bool:
-        """Handle every message that is here, waiting up to ``wait`` seconds for the first. False: stop."""
+        """Handle every message that has come, waiting up to ``wait`` seconds for the first. Returns False after
+        ``Stop``."""
         try:
             message = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
             while True:
@@ -128,26 +136,14 @@ class Loop:
         try:
             return self._core.submit(request)
         except RequestError as e:
-            return [
-                Event(
-                    kind="error",
-                    request_id=request.id,
-                    epoch=request.epoch,
-                    status=e.status,
-                    param=e.param,
-                    code=e.code,
-                    message=e.message,
-                    retry_after=e.retry_after,
-                )
-            ]
+            return [messages.error_event(request, e)]
 
     def _on_launch(self, request_ids: Iterable[str], slow: bool) -> None:
         self._flight.launch([self._tickets.get(request_id, 0) for request_id in request_ids], slow)
 
     def _send(self, events: list[Event]) -> None:
-        ended = [
-            event for event in events if event.kind == "error" or event.finish_reason is not None
-        ]  # as they are before some are joined
+        # Found before ``Pieces`` joins events.
+        ended = [event for event in events if event.kind == "error" or event.finish_reason is not None]
         ready = self._pieces.ready(events)
         if ready:
             try:
@@ -158,7 +154,8 @@ class Loop:
             self._note_end(event)
 
     def _send_singly(self, events: list[Event]) -> None:
-        """The batch is too long or one event cannot be encoded: only the request at fault may fail."""
+        """Send one event a frame, when the batch is too long or cannot be encoded: only the request at fault may
+        fail."""
         lost: set[str] = set()
         for event in events:
             if event.request_id in lost:
@@ -201,7 +198,7 @@ class Loop:
 
 
 def _read_forever(channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, folder: Path) -> None:
-    """The reader thread. When the client is gone nobody can use this process: it removes its folder and ends."""
+    """Run the reader thread. Without its client nobody can use this process, so it removes its folder and ends."""
     code = 0
     try:
         while (message := channel.receive()) is not None:
@@ -221,8 +218,12 @@ def _remove(folder: Path) -> None:
 
 
 def collect_rarely() -> None:
-    """What start-up made stays: no collection needs to walk it again. And a step makes thousands of objects that live until the next
-    one, and are freed by their reference counts: at Python's 700, each step walks them several times."""
+    """Keep Python's garbage collector out of the step loop.
+
+    Objects made by start-up stay alive, so no collection needs to visit them again. A step makes thousands of objects
+    that their reference counts free by the next step; with Python's default of 700 new objects between two collections,
+    every step would visit them several times.
+    """
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
 
@@ -233,14 +234,13 @@ def _factory(name: str) -> Callable[[Any], EngineCore]:
 
 
 def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineCore, dict[str, float]]:
-    """The core and where the time went (seconds). Raises ConfigError."""
-    gc.set_threshold(YOUNG_OBJECTS)  # what a start makes stays, and would be walked half a dozen times
+    """Build the core; return it and the seconds of each start-up phase. Raises ConfigError."""
+    gc.set_threshold(YOUNG_OBJECTS)  # objects made by a start stay alive, and would be visited half a dozen times
     build = _factory(factory)
     imported = time.monotonic()
     config = hello.config
-    if (
-        config.runner.num_threads is None
-    ):  # the HTTP process needs a core: a team of threads that spins on all of them starves both
+    if config.runner.num_threads is None:
+        # The HTTP process needs a core: compute threads that spin on all of them would starve it and themselves.
         config = config.replace(num_threads=max(1, (os.cpu_count() or 1) - 1))
     core = build(config)
     collect_rarely()
@@ -250,12 +250,12 @@ def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineC
 
 
 def serve(socket_path: str, factory: str, hello: messages.Hello, started: float) -> int:
-    """Connect, build, serve until told to stop. Returns the exit code."""
+    """Connect, build the engine and serve until told to stop. Returns the exit code."""
     folder = Path(socket_path).parent
     try:
         flight = ipc.Flight(folder / FLIGHT)
         channel = ipc.BlockingChannel.connect(socket_path, messages.ToEngine)
-    except OSError as e:  # it was killed while this process imported what it needs
+    except OSError as e:  # the client was killed during the imports of this process
         log.error("engine process: its client is gone (%s)", e)
         _remove(folder)
         return CRASHED
@@ -268,7 +268,7 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
         Loop(core, channel, inbox, flight, hello.config.service.watchdog / 4).run()
         core.close()
     except ipc.ClosedError:
-        reader.join()  # it sees the same, cleans up and ends the process
+        reader.join()  # the reader thread sees the closed socket too, cleans up and ends the process
     except ConfigError as e:
         _last_words(channel, messages.Refused(str(e)))
         return REFUSED
@@ -281,7 +281,7 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
 
 
 def _last_words(channel: ipc.BlockingChannel, message: Any) -> None:
-    with contextlib.suppress(ipc.ClosedError):  # nobody may be left to hear them
+    with contextlib.suppress(ipc.ClosedError):  # the client may be gone
         channel.send(ipc.encode(message))
 
 

@@ -1,4 +1,4 @@
-"""What stands between the engine and its front ends: the synchronous core and its asynchronous client."""
+"""The protocols between the engine and its front ends: the synchronous core and its asynchronous client."""
 
 from __future__ import annotations
 
@@ -15,28 +15,35 @@ class EngineCore(Protocol):
     info: ModelInfo
 
     on_launch: Callable[[Iterable[str], bool], None]
-    """Set by whoever runs the core; does nothing by default. The core calls it just before each launch with the ids of the
-    requests at work (in the plan, still in flight, or in preparation on another thread), so that a death can be blamed on
-    the right ones, and with whether the step may be slow: the first of its kind, which may have kernels to compile."""
+    """Callback of whoever runs the core; does nothing by default. The core calls it just before each launch with two
+    arguments. The first are the ids of the requests at work (in the plan, still in flight, or in preparation on another
+    thread), so that a death can be blamed on the right ones. The second is whether the step may be slow: the first step
+    of its kind may have kernels to compile."""
 
     def submit(self, request: Request) -> list[Event]:
-        """Queue a request: ``accepted``, or one ``error`` event (queue full: status 429 or 503 with ``retry_after``). Where a
-        grammar has to be compiled first, it comes from a later step. A request with ``epoch > 0`` was queued once and is never refused for
-        a full queue."""
+        """Queue a request. Returns ``accepted`` or one ``error`` event (queue full: status 429 or 503 with
+        ``retry_after``).
+
+        When a grammar has to be compiled first, that event comes from a later step. A request with ``epoch > 0`` was
+        queued once before and is never refused for a full queue.
+        """
 
     def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
-        """Stop a request (or one branch) in any state; idempotent. Ends it with ``finish_reason='cancelled'``."""
+        """End a request (or one branch) in any state with ``finish_reason='cancelled'``; idempotent."""
 
     def step(self) -> list[Event]:
-        """Run one step. Never raises for the fault of one request. Returns at once when nothing is runnable. The events may
-        be those of the step before: then there is work until a further call has returned the rest."""
+        """Run one step and return events. Returns at once when nothing can run.
+
+        A fault of one request never raises. The events may be those of the step before; ``has_work`` then stays true
+        until a further call has returned the rest.
+        """
 
     def has_work(self) -> bool:
-        """Whether a step could do something now (blocked requests whose time has not come do not count)."""
+        """Whether a step could do something now. Blocked requests do not count before their time has come."""
 
     def idle(self) -> bool:
-        """Called when there is no work: prepare something for later, for a fraction of a second at most. False: nothing is
-        left to prepare."""
+        """Prepare something for later, for a fraction of a second at most; called when there is no work. Returns False
+        when nothing is left to prepare."""
 
     def stats(self) -> EngineStats: ...
 
@@ -45,7 +52,7 @@ class EngineCore(Protocol):
 
 @dataclass(slots=True)
 class Health:
-    """``live``: the HTTP process answers. ``ready``: requests make progress. ``reason`` says why not."""
+    """State of the engine. ``live``: the HTTP process answers. ``ready``: requests progress. ``reason``: why not."""
 
     live: bool
     ready: bool
@@ -53,18 +60,21 @@ class Health:
 
 
 class EngineClient(Protocol):
-    """What the HTTP server talks to. Owns the journal: a killed engine process loses no request."""
+    """The engine as the HTTP server sees it. It owns the journal, so a killed engine process loses no request."""
 
     info: ModelInfo
 
     async def start(self) -> None: ...
 
     async def stop(self, drain: float | None = None) -> None:
-        """Stop taking requests, let running ones finish for ``drain`` seconds, journal the rest, end the process."""
+        """Refuse new requests, let running ones finish for ``drain`` seconds, journal the rest, end the process."""
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
-        """The request's events. The first is ``accepted``, or RequestError is raised. Closing the iterator cancels the
-        request. Ends after one terminal event per branch; raises RequestError on a terminal error."""
+        """Yield the request's events. The first is ``accepted``; a refusal raises RequestError instead.
+
+        The iterator ends after one terminal event per branch and raises RequestError on a terminal error. Closing it
+        cancels the request.
+        """
 
     async def cancel(self, request_id: str, branch: int | None = None) -> bool: ...
 

@@ -1,10 +1,10 @@
-"""What two processes share: length-limited msgpack frames on a Unix socket, and the flight record in shared memory.
+"""Messages between two processes as msgpack frames on a Unix socket, and the flight record in shared memory.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. A frame that is empty, too long, cut short or not one
-of the expected messages raises ``FrameError``; the connection is then useless and both sides drop it.
+A frame is a 4-byte big-endian length and that many bytes of msgpack. A frame that is empty, too long, cut short or not
+one of the expected messages raises ``FrameError``; the connection is then useless and both sides drop it.
 
 The flight record answers two questions about a process that no longer talks: does it still make progress, and which
-requests was it working on when it died. The engine process writes it, the client only reads.
+requests was it working on when it died? The engine process writes it, the client only reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any
 import msgspec
 
 HEADER = struct.Struct(">I")
+# Longest body of a frame; a longer one is a fault, and must not fill the memory of the process that reads it.
 MAX_FRAME_BYTES = 64 << 20
+# Size of the buffers for reading and of the socket's send buffer.
 _BUFFER_BYTES = 1 << 20
 
 
@@ -36,7 +38,8 @@ class FrameError(Exception):
 
 
 def encode(message: Any) -> bytes:
-    """One frame. Raises FrameError when it would be too long, TypeError/ValueError/OverflowError when not encodable."""
+    """Return one frame. Raises FrameError when it would be too long; TypeError, ValueError or OverflowError when the
+    message cannot be encoded."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -44,18 +47,20 @@ def encode(message: Any) -> bytes:
 
 
 class Decoder:
-    """Frames of one union of message types."""
+    """Decoder of frames whose messages belong to one union of types."""
 
     def __init__(self, messages: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(messages)
 
     def length(self, header: bytes) -> int:
+        """Length of the body that the header announces. Raises FrameError when it is out of range."""
         (length,) = HEADER.unpack(header)
         if not 0 < length <= MAX_FRAME_BYTES:
             raise FrameError(f"a frame announces {length} bytes; allowed are 1 to {MAX_FRAME_BYTES}")
         return length
 
     def body(self, data: bytes) -> Any:
+        """The message in the body of a frame. Raises FrameError when it is not one of the union."""
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as e:
@@ -70,7 +75,7 @@ class AsyncChannel:
 
     @classmethod
     async def accept(cls, listener: socket.socket, messages: Any) -> AsyncChannel:
-        """The next connection to ``listener`` (non-blocking)."""
+        """Wait for the next connection to ``listener``, a non-blocking socket."""
         connection, _ = await asyncio.get_running_loop().sock_accept(listener)
         reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_BUFFER_BYTES)
         return cls(reader, writer, messages)
@@ -88,7 +93,7 @@ class AsyncChannel:
             return None
 
     def send(self, frame: bytes) -> None:
-        """Queue an encoded frame; silently nothing on a closed connection, whose loss ``receive`` reports."""
+        """Queue an encoded frame. On a closed connection this does nothing; ``receive`` reports the loss."""
         if not self._writer.is_closing():
             self._writer.write(frame)
 
@@ -147,15 +152,15 @@ class Activity(enum.IntEnum):
     """What the engine process is doing."""
 
     IDLE = 0  # between steps: no request is to blame for a death
-    BUSY = 1  # in a step whose requests are not known yet: any of those it holds
+    BUSY = 1  # in a step whose requests are not known yet: any request that the process holds may be to blame
     LAUNCHED = 2  # working on the requests whose tickets are recorded
 
 
 class Flight:
-    """The flight record: four counters, a flag and a list of tickets, all 64 bit, in a memory-mapped file.
+    """The flight record: counters, flags and a list of tickets, all of 64 bits, in a memory-mapped file.
 
-    ``progress`` changes whenever the process is idle or gets something done; ``steps`` counts finished steps; ``slow`` says
-    that the work at hand may take long the first time (kernels are compiled).
+    ``progress`` changes whenever the process is idle or gets something done. ``steps`` counts finished steps. ``slow``
+    says that the present step may take long because kernels are compiled.
     """
 
     _PROGRESS, _STEPS, _ACTIVITY, _COUNT, _SLOW, _TICKETS = range(6)
@@ -202,7 +207,8 @@ class Flight:
         self._words[self._ACTIVITY] = Activity.BUSY
 
     def launch(self, tickets: Iterable[int], slow: bool = False) -> None:
-        """Record who is worked on from now. A death in the middle of this call blames everybody, never the wrong one."""
+        """Record the tickets of the requests that are worked on from now. A death inside this call blames all requests,
+        never the wrong one."""
         self.busy()
         self._words[self._SLOW] = slow
         numbers = list(tickets)

@@ -1,8 +1,8 @@
-"""The journal: what was asked and what was already delivered, so that no death of the engine process loses a request.
+"""The journal of requests and delivered tokens, so that no death of the engine process loses a request.
 
-One entry a request. ``Entry.request`` always equals what a fresh engine needs to go on: prompt, parameters, seed, and the
-tokens that readers already have. Events may come twice or from an engine that is gone; ``Entry.admit`` lets each token
-through once, in order.
+It has one entry per request. ``Entry.request`` always holds what a fresh engine needs to continue: prompt, parameters,
+seed, and the tokens that readers already have. Events may come twice or from an engine that is gone; ``Entry.admit``
+lets each token through once, in order.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class GapError(Exception):
 class Entry:
     """One request from its submission to its terminal reply.
 
-    ``ticket``: unique number within the client. ``submitted``: the living engine process holds it. ``closed``: nobody
-    reads it any more; it stays until the engine confirms the end, so that its id cannot be taken too early.
-    ``cancelled``: branches whose end was asked for. ``fresh``: tokens since the last submission. ``crashes``: deaths in
-    whose step it was; ``strikes``: those since it last proved harmless.
+    ``ticket``: a number that is unique within the client. ``submitted``: the living engine process holds the request.
+    ``closed``: nobody reads the request any more; the entry stays until the engine confirms the end, so that the id is
+    not free too early. ``cancelled``: branches that a cancel was asked for. ``fresh``: tokens since the last
+    submission. ``crashes``: deaths of the engine process while it worked on this request. ``strikes``: crashes since
+    the request last proved harmless.
     """
 
     request: Request
@@ -62,7 +63,7 @@ class Entry:
         return len(self.request.ended) >= self.request.params.n
 
     def admit(self, event: Event) -> Event | None:
-        """Record an event and return what of it is new, or None. Raises GapError when tokens are missing before it."""
+        """Record an event and return its new part, or None. Raises GapError when tokens before it are missing."""
         if event.epoch != self.request.epoch or self.done:
             return None
         if event.kind == "accepted":
@@ -76,7 +77,7 @@ class Entry:
         return None if event.branch in self.request.ended else self._admit_tokens(event)
 
     def _admit_tokens(self, event: Event) -> Event | None:
-        if self.closed:  # nobody counts its tokens; only its end matters
+        if self.closed:  # nobody reads the tokens; only the end matters
             if event.finish_reason is not None:
                 self.request.ended.append(event.branch)
             return None
@@ -102,7 +103,7 @@ class Entry:
         )
 
     def rewind(self) -> None:
-        """The engine process that held it is gone: what it still says belongs to an older epoch."""
+        """Take the request back from an engine process, whose late events then belong to an older epoch."""
         if self.submitted:
             self.request.epoch += 1
         self.submitted = False
@@ -117,7 +118,7 @@ class Journal:
         self._last_ticket = 0
 
     def add(self, request: Request) -> Entry:
-        """Open an entry with its own copy of the request's state. Raises RequestError (409) for an id that is in use."""
+        """Open an entry with its own copy of the request's state. Raises RequestError (409) for an id in use."""
         if request.id in self._entries:
             raise RequestError(
                 f"a request with the id '{request.id}' is in progress",
@@ -148,10 +149,10 @@ class Journal:
 
 
 def write(path: str | Path, requests: Iterable[Request]) -> int:
-    """Append the requests to a journal file, one JSON object a line, readable by the owner only. Returns how many.
+    """Append the requests to a journal file, one JSON object a line, and return their number.
 
-    Prompts and outputs are as private as the users who sent them, so the file is 0600 even when it existed with other
-    rights, and a symbolic link is not followed. Raises OSError.
+    Prompts and outputs are private: the file gets mode 0600 even when it existed with another mode, and a symbolic link
+    is not followed. Raises OSError.
     """
     lines = [msgspec.json.encode(request) for request in requests]
     if not lines:
@@ -166,10 +167,10 @@ def write(path: str | Path, requests: Iterable[Request]) -> int:
 
 
 def load(path: str | Path) -> list[Request]:
-    """The requests of a journal file, ready to be submitted again: each goes on after the tokens it already has. None comes later than
-    now: the clock of arrivals begins anew when the machine does.
+    """Read the requests of a journal file. Each can be submitted again and continues after the tokens it already has.
 
-    Raises OSError, and ValueError naming the line that is not a request.
+    An arrival in the future becomes now, because the clock of arrivals restarts with the machine. Raises OSError, and
+    ValueError that names the line which is not a request.
     """
     requests = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):

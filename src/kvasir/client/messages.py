@@ -1,7 +1,7 @@
-"""What the client and the engine process say to each other: typed messages, tagged by name, carried as msgpack.
+"""The messages between the client and the engine process: typed, tagged by name, carried as msgpack.
 
-The client sends ``Hello`` on the process's standard input and everything else over the socket. Nothing is ever unpickled;
-a message that does not match its type is refused whole.
+The client sends ``Hello`` on the process's standard input and everything else over the socket. Nothing is ever
+unpickled; a message that does not match its type is refused whole.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import msgspec
 
 from kvasir.config import EngineConfig
+from kvasir.errors import RequestError
 from kvasir.types import EngineStats, Event, ModelInfo, Request
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
-    """What to build. ``spawned``: ``time.monotonic()`` when the process was started, for the start-up breakdown."""
+    """The engine to build. ``spawned``: ``time.monotonic()`` at the start of the process, for the start-up
+    breakdown."""
 
     config: EngineConfig
     log_level: str = "INFO"
@@ -21,19 +23,21 @@ class Hello(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """``ticket``: a number the client never uses twice; the flight record names requests by it."""
+    """Queue a request. ``ticket``: a number that is never used twice; the flight record names requests by it."""
 
     ticket: int
     request: Request
 
 
 class Cancel(msgspec.Struct, tag=True):
+    """End a request, or one branch of it."""
+
     request_id: str
     branch: int | None = None
 
 
 class CancelMany(msgspec.Struct, tag=True):
-    """Many at once: (request id, branch or None for all of them)."""
+    """End many at once: pairs of request id and branch (None for all branches)."""
 
     targets: list[tuple[str, int | None]]
 
@@ -50,7 +54,7 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The set-up cannot work (a ``ConfigError``); the process exits."""
+    """The configuration cannot work (a ``ConfigError``); the process exits."""
 
     message: str
 
@@ -73,3 +77,17 @@ class Crash(msgspec.Struct, tag=True):
 
 ToEngine = Submit | Cancel | CancelMany | Stop
 ToClient = Ready | Refused | Events | Heartbeat | Crash
+
+
+def error_event(request: Request, error: RequestError) -> Event:
+    """The event that ends ``request`` with ``error``."""
+    return Event(
+        kind="error",
+        request_id=request.id,
+        epoch=request.epoch,
+        status=error.status,
+        param=error.param,
+        code=error.code,
+        message=error.message,
+        retry_after=error.retry_after,
+    )

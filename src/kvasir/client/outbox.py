@@ -1,4 +1,4 @@
-"""What waits for the reader of one request: bounded, never losing a token, never blocking the engine."""
+"""The events that wait for the reader of one request: bounded, without losing a token or blocking the engine."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from kvasir.types import Event
 
 
 class Outbox:
-    """A queue of events. Tokens join those of their branch that still wait, so a reader that falls behind gets longer deltas,
-    and not more of them."""
+    """A queue of events. New tokens join the waiting event of their branch, so a reader that falls behind gets longer
+    deltas and not more of them."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
-        self._newest: dict[int, Event] = {}  # branch -> its newest waiting event of tokens
+        self._newest: dict[int, Event] = {}  # branch -> the last of its waiting events with tokens
         self._filled: asyncio.Future | None = None
 
     def __len__(self) -> int:
         return len(self._events)
 
     def put(self, event: Event) -> None:
+        """Append an event and wake the reader. ``event`` may be extended later, so the caller must not keep it."""
         if event.kind == "tokens":
             newest = self._newest.get(event.branch)
             if newest is not None and join(newest, event):
@@ -32,7 +33,7 @@ class Outbox:
             self._filled.set_result(None)
 
     async def get(self) -> Event:
-        """For one reader at a time."""
+        """Wait for the next event and take it; for one reader at a time."""
         while not self._events:
             self._filled = asyncio.get_running_loop().create_future()
             await self._filled

@@ -1,5 +1,8 @@
-"""Tokens of a reply that nobody reads as it comes leave the engine process in pieces of several: an event costs both processes
-about the same, whether it holds one token or many. And log-probabilities leave it as plain numbers where no more is wanted."""
+"""Fewer and smaller events for readers who do not follow a reply as it is written.
+
+An event costs both processes about the same whether it holds one token or many, so the tokens of such a reply leave the
+engine process in pieces of several. Log-probabilities leave it as plain numbers where the request wants no more.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,44 @@ from dataclasses import dataclass, field
 
 from kvasir.types import BareLogprobs, Event, Request
 
-PIECE = 32  # tokens: what a reader who wants the whole may ask for. So many are drawn again if the process dies
+# Tokens of a piece that readers of whole replies ask for. At most this many per branch are drawn again if the engine
+# process dies.
+PIECE = 32
 
 
 @dataclass(slots=True)
 class Waiting:
-    """Of one request: what waits, by branch. ``size``: tokens of a piece. ``bare``: log-probabilities go as plain numbers."""
+    """The unsent tokens of one request.
+
+    ``size``: tokens of a piece. ``bare``: log-probabilities are sent as plain numbers. ``unsent``: the event that each
+    branch collects its tokens in.
+    """
 
     size: int
     bare: bool
-    held: dict[int, Event] = field(default_factory=dict)
+    unsent: dict[int, Event] = field(default_factory=dict)
 
 
 class Pieces:
-    """Of requests with ``piece`` > 1, tokens wait here until so many are there or their branch ends. A branch's first token does not wait:
-    it tells when the reply began."""
+    """Collects the tokens of requests with ``piece`` > 1 until a piece is full or the branch ends.
+
+    A branch's first token does not wait: it tells when the reply began.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[str, Waiting] = {}
 
     def open(self, request: Request) -> None:
+        """Note what the request wants; call it before the request's first event."""
         if request.piece > 1 or request.bare:
             self._requests[request.id] = Waiting(request.piece, request.bare)
 
     def close(self, request_id: str) -> None:
-        """The request has ended: nothing of it is sent any more."""
+        """Forget the request, which has ended."""
         self._requests.pop(request_id, None)
 
     def ready(self, events: list[Event]) -> list[Event]:
-        """What is to be sent of ``events`` and of those before them, in the order of each branch."""
+        """Take new events and return those to send now, in the order of each branch."""
         if not self._requests:
             return events
         ready: list[Event] = []
@@ -44,18 +56,18 @@ class Pieces:
             if waiting is None or event.kind != "tokens":
                 ready.append(event)
                 continue
-            whole = waiting.held.get(event.branch)
+            whole = waiting.unsent.get(event.branch)
             if whole is None or not join(whole, event):
                 if whole is not None:
                     ready.append(_sent(waiting, whole))
-                waiting.held[event.branch] = whole = event
+                waiting.unsent[event.branch] = whole = event
             if (
                 event.index == 0
                 or len(whole.token_ids) >= waiting.size
                 or event.finish_reason is not None
                 or event.score is not None
             ):
-                del waiting.held[event.branch]
+                del waiting.unsent[event.branch]
                 ready.append(_sent(waiting, whole))
         return ready
 
@@ -67,14 +79,14 @@ def _sent(waiting: Waiting, event: Event) -> Event:
 
 
 def strip(event: Event) -> None:
-    """Leave the plain numbers of its log-probabilities."""
+    """Replace the log-probabilities of ``event`` by plain numbers."""
     entries = event.logprobs
     event.bare = BareLogprobs([e.logprob for e in entries], [e.confidence for e in entries if e.confidence is not None])
     event.logprobs = None
 
 
 def join(first: Event, second: Event) -> bool:
-    """Append ``second`` to ``first``, the tokens just before it, if one event can hold both."""
+    """Append ``second`` to ``first``, the tokens just before it; return False if one event cannot hold both."""
     if second.prompt_logprobs is not None or second.score is not None or first.finish_reason is not None:
         return False
     if second.token_ids:

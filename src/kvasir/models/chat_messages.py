@@ -1,4 +1,4 @@
-"""Chat messages on their way into a template: brought to one shape, and made unable to speak for the template."""
+"""Preparation of chat messages for a template: one form for all, and user text that cannot act as control strings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 from kvasir.errors import RequestError
 
+# Code points of a private use area; a character from it stands for one control string.
 PRIVATE = range(0xF0000, 0xFFFFE)
 
 
 class Marks:
-    """Stand-ins for the control strings that occur in what a user sent: one private character each, none of them used."""
+    """Stand-ins for the control strings that occur in a user's input: one otherwise unused private character each."""
 
     def __init__(self, control: Collection[str], tags: Collection[str], values: Any) -> None:
         texts = list(_strings(values))
@@ -26,8 +27,8 @@ class Marks:
         self._hard = _any_of(c for c in self._marks if c not in tags)
 
     def of(self, value: Any, strict: bool) -> Any:
-        """``value`` with its control strings replaced; when not ``strict`` (system and assistant text), all but the tags,
-        which templates look for in answers and developers write on purpose."""
+        """Return ``value`` with its control strings replaced. Unless ``strict`` (so in system and assistant text), tags
+        stay: templates look for them in answers, and developers write them on purpose."""
         if not self._marks:
             return value
         pattern = self._all if strict else self._hard
@@ -39,6 +40,7 @@ class Marks:
 
 
 def longest_first(words: Iterable[str]) -> list[str]:
+    """The words by falling length, so that a pattern made of them prefers the longest match."""
     return sorted(words, key=len, reverse=True)
 
 
@@ -55,11 +57,13 @@ def _strings(value: Any) -> Iterable[str]:
 
 
 def restore(text: str, originals: dict[str, str]) -> str:
+    """Put the control strings back in the place of their private characters."""
     return re.sub("[" + "".join(originals) + "]", lambda m: originals[m[0]], text) if originals else text
 
 
 def normal(message: Any, index: int) -> dict[str, Any]:
-    """A message as templates expect it: content is a string, absent keys are absent, call arguments are objects."""
+    """Return a message in the form that templates expect: content is a string, null keys are dropped, and the arguments
+    of calls are objects. Raises RequestError that names the place."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where} must be an object with a role", param=f"{where}.role")
@@ -74,21 +78,17 @@ def normal(message: Any, index: int) -> dict[str, Any]:
 
 
 def _flat(content: Any, where: str) -> str:
-    """Text parts, one a line. Raises RequestError for a part that is not text."""
+    """Join text parts, one per line. Raises RequestError for a part that is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
     texts = []
     for i, part in enumerate(content):
-        kind = (
-            "text"
-            if isinstance(part, str)
-            else part.get("type", "text")
-            if isinstance(part, Mapping)
-            else type(part).__name__
-        )
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if isinstance(part, str):
+            part = {"text": part}
+        known = isinstance(part, Mapping)
+        kind, text = (part.get("type", "text"), part.get("text")) if known else (type(part).__name__, None)
         if kind not in ("text", "input_text", "output_text"):
             raise RequestError(
                 f"{where}.content[{i}] is of type '{str(kind)[:80]}'; this model reads text parts only",
@@ -108,5 +108,5 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
-        return dict(call)  # the model once wrote broken JSON; the template shows it as it was
+        return dict(call)  # the model wrote broken JSON; the template shows it unchanged
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else dict(call)

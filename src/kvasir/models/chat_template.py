@@ -1,8 +1,8 @@
 """Chat templates: Jinja in a sandbox, with the helpers that model folders expect and limits on time and size.
 
-A template comes with a model, that is, from somebody else. It cannot reach Python's objects (immutable sandbox), and it
-cannot hang or fill the server: every loop turn, call and growing operator looks at a clock and at sizes. A template sent
-by a client runs in a process of its own, with hard limits on memory and time (``render_isolated``).
+A template comes with a model, and so from a stranger. It cannot reach Python's objects (immutable sandbox), and it
+cannot block the server or fill its memory: every loop turn, call and growing operator checks a clock and sizes. A
+template sent by a client runs in a process of its own, with hard limits on memory and time (``render_isolated``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from jinja2.visitor import NodeTransformer
 
 from kvasir.errors import ConfigError, RequestError
 
-TIME_LIMIT = 1.0  # seconds of this thread's own time, so that a busy machine does not fail requests
+# Seconds of CPU time of the rendering thread, so that a busy machine does not fail requests.
+TIME_LIMIT = 1.0
+# Most characters of a prompt or of a text that a template makes.
 MAX_CHARS = 1 << 25
+# Longest template that a client may send.
 MAX_TEMPLATE_CHARS = 1 << 17
+# Memory of the process that renders a client's template.
 MAX_MEMORY_BYTES = 1 << 30
-# Names that only the server may set; the rest of ``chat_template_kwargs`` is the template's business.
+# Names that only the server may set; all others in ``chat_template_kwargs`` go to the template.
 RESERVED = frozenset(
     {
         "messages",
@@ -46,7 +50,8 @@ RESERVED = frozenset(
         "pad_token",
     }
 )
-CLOCK = "clock!"  # no template can spell this name, so none can read or replace it
+# Name of the clock among a template's variables. Jinja has no such identifier, so no template can read or replace it.
+CLOCK = "clock!"
 
 
 class LimitError(Exception):
@@ -54,12 +59,13 @@ class LimitError(Exception):
 
 
 class Clock:
-    """Counts down one rendering."""
+    """The time limit of one rendering."""
 
     def __init__(self) -> None:
         self.end = time.thread_time() + TIME_LIMIT
 
     def check(self) -> None:
+        """Raise LimitError when the time is over."""
         if time.thread_time() > self.end:
             raise LimitError(f"took longer than {TIME_LIMIT:g} s")
 
@@ -79,7 +85,7 @@ def _each(context: jinja2.runtime.Context, items: Iterable) -> Iterator:
 
 
 class _WatchLoops(NodeTransformer):
-    """``for x in items`` becomes ``for x in _each(items)``."""
+    """The rewriting of ``for x in items`` to ``for x in _each(items)``."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -88,7 +94,8 @@ class _WatchLoops(NodeTransformer):
 
 
 class _Generation(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what the assistant said, for training; here it is transparent."""
+    """The tag ``{% generation %}...{% endgeneration %}``, which marks assistant text for training and does nothing
+    here."""
 
     tags = {"generation"}
 
@@ -98,7 +105,7 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of chat templates. Raises LimitError out of a template that goes too far."""
+    """The environment of chat templates. It raises LimitError in a template that exceeds a limit."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
@@ -168,15 +175,16 @@ class ChatTemplate:
             tree = environment.parse(source)
         except (jinja2.TemplateSyntaxError, RecursionError) as e:
             raise ConfigError(f"the chat template is not valid Jinja: {e}") from e
-        self.reads = frozenset(meta.find_undeclared_variables(tree))  # names that it expects to be given
-        # What the template itself writes or compares with, as one text to look names and marks up in.
+        self.reads = frozenset(meta.find_undeclared_variables(tree))  # names of the variables it expects
+        # All texts that the template writes or compares with, joined, to search for names and marks.
         self.literals = "\0".join(
             [n.data for n in tree.find_all(nodes.TemplateData)]
             + [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)]
         )
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The prompt text. Raises RequestError 400 when the template refuses these messages or exceeds a limit."""
+        """Return the prompt's text. Raises RequestError 400 when the template refuses the messages or exceeds a
+        limit."""
         parts, size = [], 0
         try:
             for part in self._template.generate({**variables, CLOCK: Clock()}):
@@ -205,7 +213,8 @@ class ChatTemplate:
 
 
 def render_isolated(source: str, variables: Mapping[str, Any]) -> str:
-    """Render a template that a client sent, in a process with hard limits. Raises RequestError 400; blocks up to seconds."""
+    """Render a client's template in a process with hard limits; blocks for up to ten seconds. Raises RequestError
+    400."""
     if len(source) > MAX_TEMPLATE_CHARS:
         raise RequestError(f"a chat template may have at most {MAX_TEMPLATE_CHARS} characters", param="chat_template")
     work = json.dumps({"source": source, "variables": dict(variables)}).encode()

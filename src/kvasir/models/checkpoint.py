@@ -1,6 +1,7 @@
-"""Where a model is and what its config says: folders, hub ids, the embedded model. Needs no torch.
+"""Model folders, hub ids and the embedded model, and the reading of their configs. Needs no torch.
 
-What is not served (quantised weights, adapters, multimodal parts) is refused here by name, before any weight is read.
+Checkpoints that are not served (quantised weights, adapters, multimodal parts) are refused here by name, before any
+weight is read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
 from kvasir.models.families import find_family
 
-# Never pickles, never code, and not the second copy of the weights that some repositories carry in another layout.
+# Files to download: no pickles, no code, and no second copy of the weights in another layout.
 WANTED = [
     "config.json",
     "generation_config.json",
@@ -31,14 +32,18 @@ WANTED = [
     "*.safetensors.index.json",
 ]
 UNWANTED = ["*/*", "consolidated*"]
-DEFAULTS = ("base", "nano")  # what "embedded" stands for: the first that is there
+# Names of the models that "embedded" stands for; the first that exists is taken.
+DEFAULTS = ("base", "nano")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The model's folder: a path, the name of a model in the package, a hub id (downloaded, or from the hub's cache), "" or
-    "embedded" for the default model of the package. Of a model in the package and a folder here, a bare name means the folder
-    only if that holds a config.json, with a warning; ``./name`` always means the folder."""
+    """Find the model's folder. Raises ConfigError.
+
+    ``model``: a path, the name of a model in the package, a hub id (downloaded, or from the hub's cache), or "" or
+    "embedded" for the package's default model. If a bare name fits both a model in the package and a folder here, the
+    folder is taken if it holds a config.json, with a warning; ``./name`` always means the folder.
+    """
     if not model:
         return embedded()
     path = Path(model).expanduser()
@@ -59,7 +64,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
     return _download(model, revision)
 
 
-@functools.cache  # once a process: a name is resolved wherever it is needed
+@functools.cache  # one warning per process, although names are resolved in several places
 def _warn_of_folder(name: str, ours: str) -> None:
     log.warning("model '%s' is the folder ./%s here, not the model in the package (%s)", name, name, ours)
 
@@ -69,12 +74,13 @@ def _assets() -> Path:
 
 
 def shipped() -> list[str]:
-    """The names of the models in the package, which stand wherever a model is asked for."""
+    """Names of the models in the package, which may be given wherever a model is asked for."""
     return sorted(file.parent.name for file in _assets().glob("*/config.json"))
 
 
 def embedded() -> Path:
-    """The folder of the model that "" means: the strongest that the package holds."""
+    """The folder of the model that "" means: the strongest one in the package. Raises ConfigError when there is
+    none."""
     for name in DEFAULTS:
         if (_assets() / name / "config.json").is_file():
             return _assets() / name
@@ -85,7 +91,7 @@ def _download(model: str, revision: str | None) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    # From the particular to the general: the hub's errors are subclasses of one another.
+    # Specific errors first, because the hub's errors are subclasses of one another.
     reasons: list[tuple[type[Exception], str]] = [
         (errors.GatedRepoError, "it is gated: accept its terms on the hub and log in with `hf auth login`"),
         (
@@ -110,13 +116,12 @@ def _download(model: str, revision: str | None) -> Path:
         names = shipped() if "/" not in model else []
         if names:
             why += f"; the package holds {', '.join(names)}.{nearest(model, names)}"
-        raise ConfigError(
-            f"model '{model}': {why} ({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no details'})"
-        ) from e
+        details = str(e).strip().splitlines()[0] if str(e).strip() else "no details"
+        raise ConfigError(f"model '{model}': {why} ({type(e).__name__}: {details})") from e
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError naming the file."""
+    """Read a JSON object from a file. Raises ConfigError that names the file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
@@ -129,11 +134,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model that can be served. Raises ConfigError naming the file or the field at fault."""
+    """Read config.json of a model folder. Raises ConfigError that names the file or field, also for models that are not
+    served."""
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise ConfigError(
-                f"{path} holds an adapter (adapter_config.json), not a model; adapters are not served. Merge it into its base model."
+                f"{path} holds an adapter (adapter_config.json) and not a model; adapters are not served. "
+                "Merge it into its base model."
             )
         found = (
             "it is empty"
@@ -147,7 +154,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:
-    """Raise ConfigError for what no family serves: quantised weights, parts beside the text model, unknown families."""
+    """Raise ConfigError for configs that no family serves: quantised weights, multimodal parts, unknown families."""
     model_type = config.get("model_type")
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
@@ -158,8 +165,8 @@ def refuse_unserved(config: dict[str, Any]) -> None:
     parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
     if parts:
         raise ConfigError(
-            f"config.json: model_type '{model_type}' is made of parts ({', '.join(parts)}); multimodal and composite models "
-            "are not served. Use a text-only checkpoint."
+            f"config.json: model_type '{model_type}' is made of parts ({', '.join(parts)}); multimodal and composite "
+            "models are not served. Use a text-only checkpoint."
         )
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
@@ -169,7 +176,7 @@ def refuse_unserved(config: dict[str, Any]) -> None:
 
 
 def end_ids(config: dict[str, Any], file: str) -> list[int]:
-    """``eos_token_id``, of which files give none, one or several. Raises ConfigError naming the file."""
+    """The ids in ``eos_token_id``, which may be absent, one id or a list. Raises ConfigError that names the file."""
     given = config.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
@@ -178,6 +185,6 @@ def end_ids(config: dict[str, Any], file: str) -> list[int]:
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """generation_config.json, or {} where there is none. Raises ConfigError when it is not a JSON object."""
+    """Read generation_config.json, or {} when there is none. Raises ConfigError when it is not a JSON object."""
     file = path / "generation_config.json"
     return read_json(file) if file.is_file() else {}

@@ -1,6 +1,6 @@
-"""What a model costs: bytes of weights, bytes of KV per token, operations per token. From the spec alone, without torch.
+"""Costs of a model, computed from its spec without torch: bytes of weights, bytes of KV and operations per token.
 
-Used by ``kvasir show`` and by rooflines. Sizes of a number are given in bytes; a multiply-add is two operations.
+``kvasir show`` and rooflines use it. Sizes of numbers are given in bytes; a multiply-add counts as two operations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvasir.models.spec import LayerSpec, ModelSpec
 
 
 def num_params(spec: ModelSpec) -> int:
-    """Stored numbers, a tied head counted once."""
+    """Number of stored weights; a tied head counts once."""
     total = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
     for layer in spec.layers:
         total += _mixer_matrices(layer, spec.hidden_size) + _mixer_vectors(layer, spec.hidden_size)
@@ -25,7 +25,8 @@ def num_params(spec: ModelSpec) -> int:
 
 
 def active_params(spec: ModelSpec) -> int:
-    """Numbers in the matrices that one row is multiplied with: its own experts only, the head, not the embedding table."""
+    """Number of weights in the matrices that one row is multiplied with: its own experts and the head, but not the
+    embedding table."""
     head = spec.vocab_size * spec.hidden_size
     return head + sum(
         _mixer_matrices(layer, spec.hidden_size) + _ffn_matrices(layer.ffn, spec.hidden_size)[1]
@@ -34,7 +35,8 @@ def active_params(spec: ModelSpec) -> int:
 
 
 def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float], ...]:
-    """Of experts: the share of a layer's that one row leaves alone, and the bytes of all in such layers."""
+    """For layers with experts, grouped: the share of a layer's experts that one row does not use, and the bytes of all
+    experts in such layers."""
     found: Counter[float] = Counter()
     for layer in spec.layers:
         if isinstance(layer.ffn, MoESpec):
@@ -44,27 +46,29 @@ def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float]
 
 
 def touched_params(spec: ModelSpec, rows: float) -> float:
-    """Numbers of the matrices that a step over ``rows`` rows must read: of a mixture, the experts that rows fall on, by even chance."""
+    """Expected number of weights that a step over ``rows`` rows reads, if rows choose experts with equal
+    probability."""
     return active_params(spec) + sum(size * (alone - alone**rows) for alone, size in routed_bytes(spec, 1))
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Bytes of all weights."""
     return num_params(spec) * dtype_bytes
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> dict[str, int]:
-    """Bytes that one token's keys and values take, by cache group, as plainly stored."""
+    """Bytes of one token's keys and values by cache group, stored without a codec."""
     return {g.name: 2 * g.num_kv_heads * g.head_dim * len(g.layers) * dtype_bytes for g in spec.cache_groups()}
 
 
 def kv_bytes(spec: ModelSpec, num_tokens: int, dtype_bytes: int) -> int:
-    """Bytes that a sequence of ``num_tokens`` holds: a window group keeps its window only (page rounding left out)."""
+    """Bytes of the keys and values of a sequence; a window group keeps its window only. Page rounding is left out."""
     sizes = kv_bytes_per_token(spec, dtype_bytes)
     return sum(sizes[g.name] * _seen(g.window, num_tokens) for g in spec.cache_groups())
 
 
 def flops_per_token(spec: ModelSpec, context: int) -> int:
-    """Operations of one row that sees ``context`` positions (itself included), its logits included."""
+    """Operations for one row that sees ``context`` positions (itself included), with its logits."""
     scores = sum(
         4 * layer.mixer.num_heads * layer.mixer.head_dim * _seen(layer.mixer.window, context) for layer in spec.layers
     )
@@ -81,7 +85,7 @@ def _mixer_matrices(layer: LayerSpec, hidden_size: int) -> int:
 
 
 def _mixer_vectors(layer: LayerSpec, hidden_size: int) -> int:
-    """Numbers in the mixer's biases, head norms and sinks."""
+    """Number of weights in the mixer's biases, head norms and sinks."""
     m: GQASpec = layer.mixer
     biases = (m.num_heads * m.head_dim + _kv_width(layer) if m.qkv_bias else 0) + (hidden_size if m.o_bias else 0)
     norms = m.head_dim * (2 if layer.cache_of is None else 1) if m.qk_norm is not None else 0
@@ -93,7 +97,7 @@ def _kv_width(layer: LayerSpec) -> int:
 
 
 def _ffn_matrices(spec: DenseSpec | MoESpec, hidden_size: int) -> tuple[int, int]:
-    """Numbers stored, and those one row is multiplied with."""
+    """Number of stored weights, and of those that one row is multiplied with."""
     block = 3 * hidden_size * spec.intermediate_size
     if isinstance(spec, DenseSpec):
         return block, block

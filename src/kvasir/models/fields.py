@@ -1,6 +1,7 @@
-"""Reading an HF config: checked fields, and the pieces that most families share.
+"""Reading of HF configs: checked fields, and the parts that most families share.
 
-Both spellings of RoPE are read: v4 (``rope_theta`` and ``rope_scaling``) and v5 (``rope_parameters``, flat or by layer type).
+Both forms of RoPE are read: v4 (``rope_theta`` and ``rope_scaling``) and v5 (``rope_parameters``, flat or by layer
+type).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from kvasir.errors import ConfigError
 from kvasir.layers.spec import Activation, DenseSpec, GQASpec, NormSpec, RopeSpec
 from kvasir.models.spec import LayerSpec, ModelSpec
 
+# Default that makes a field required.
 REQUIRED: Any = object()
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Whole numbers in a config must be smaller.
 LARGEST = 1 << 31
-# Our slots, and the usual HF names of what goes there.
+# Our slots, and the usual HF names of the tensors that fill them.
 OUTER = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -40,16 +43,19 @@ PARTS = {
 
 
 class Fields:
-    """A config's fields, each checked as it is read. A missing or ill-typed one raises ConfigError with its name."""
+    """The fields of a config, checked when they are read. A missing or mistyped one raises ConfigError with its
+    name."""
 
     def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
         self.raw = raw
         self.where = where
 
     def has(self, name: str) -> bool:
+        """Whether the config gives the field a value."""
         return self.raw.get(name) is not None
 
     def fail(self, name: str, problem: str) -> ConfigError:
+        """The error that names the field and its problem."""
         return ConfigError(f"config.json: {self.where}{name} {problem}")
 
     def _get(self, name: str, default: Any) -> Any:
@@ -61,6 +67,7 @@ class Fields:
         return value
 
     def integer(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
+        """A whole number of at least ``least``."""
         value = self._get(name, default)
         if value is not default and (
             not isinstance(value, int) or isinstance(value, bool) or not least <= value < LARGEST
@@ -69,6 +76,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: Any = REQUIRED, positive: bool = True) -> Any:
+        """A finite number as float."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -82,18 +90,21 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: Any = REQUIRED) -> bool:
+        """A boolean."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, f"is {value!r}, expected true or false")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> str:
+        """A string."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self.fail(name, f"is {value!r}, expected a string")
         return value
 
     def names(self, name: str, default: Any = REQUIRED, length: int | None = None) -> tuple[str, ...]:
+        """A list of strings, of the given length if there is one."""
         return self._list(name, default, str, length)
 
     def numbers(self, name: str, default: Any = REQUIRED) -> tuple[Any, ...]:
@@ -107,7 +118,7 @@ class Fields:
         ):
             raise self.fail(name, f"is {value!r}, expected a list of {'strings' if kind is str else 'whole numbers'}")
         if length is not None and len(value) != length:
-            raise self.fail(name, f"has {len(value)} entries, expected {length} (one a layer)")
+            raise self.fail(name, f"has {len(value)} entries, expected {length} (one per layer)")
         return tuple(value)
 
     def section(self, name: str) -> Fields | None:
@@ -126,14 +137,16 @@ class Fields:
             raise self.fail(name, f"is {value!r}: {why}")
 
 
-# ------------------------------------------------------------------------------------------------------------ pieces
+# ------------------------------------------------------------------------------------------------------------- parts
 
 
 def norm(fields: Fields, offset: float = 0.0) -> NormSpec:
+    """The RMS norm of a config; ``offset`` is added to its weights."""
     return NormSpec(fields.number("rms_norm_eps", 1e-6), offset)
 
 
 def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> Activation:
+    """The activation that the field ``name`` gives."""
     value = fields.text(name, default)
     if value not in ACTIVATIONS:
         raise fields.fail(name, f"is '{value}'; served are {', '.join(ACTIVATIONS)}")
@@ -141,6 +154,7 @@ def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") 
 
 
 def dense(fields: Fields, bias: bool = False) -> DenseSpec:
+    """The dense ffn of a config."""
     return DenseSpec(fields.integer("intermediate_size"), activation(fields), bias)
 
 
@@ -153,8 +167,11 @@ def attention(
     window: int | None = None,
     **quirks: Any,
 ) -> GQASpec:
-    """``head_dim``: the family's default where the config has none (None: hidden_size / heads). ``kv_heads``: where it does not name them;
-    null, and None here, are as many as heads."""
+    """The attention of a config.
+
+    ``head_dim``: the family's default if the config has none (None: hidden_size / heads). ``kv_heads``: the family's
+    default if the config does not have the field; None, and null in the config, mean as many as heads.
+    """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer(
         "num_key_value_heads", heads if "num_key_value_heads" in fields.raw else kv_heads or heads
@@ -174,12 +191,12 @@ def attention(
 
 
 def window(fields: Fields) -> int | None:
-    """Of layers that slide. Absent it is 4096, as in transformers; null: none."""
+    """Window of the sliding layers: 4096 if the field is absent, as in transformers; None if it is null."""
     return fields.integer("sliding_window", 4096) if fields.raw.get("sliding_window", 4096) is not None else None
 
 
 def layer_types(fields: Fields, default: list[str]) -> tuple[str, ...]:
-    """``full_attention`` or ``sliding_attention`` for every layer."""
+    """The kind of every layer: ``full_attention`` or ``sliding_attention``."""
     kinds = fields.names("layer_types", default, length=len(default))
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
@@ -188,7 +205,7 @@ def layer_types(fields: Fields, default: list[str]) -> tuple[str, ...]:
 
 
 def qwen_layer_types(fields: Fields) -> tuple[str, ...]:
-    """Qwen 2 and 3: nothing slides unless ``use_sliding_window``, then the layers from ``max_window_layers`` on."""
+    """The kinds of layers in Qwen 2 and 3: with ``use_sliding_window``, layers from ``max_window_layers`` on slide."""
     slides = fields.flag("use_sliding_window", False) and window(fields) is not None
     first = fields.integer("max_window_layers", 28, least=0) if slides else fields.integer("num_hidden_layers")
     kinds = layer_types(
@@ -211,14 +228,19 @@ def model(
     lengthens: bool = True,
     **quirks: Any,
 ) -> ModelSpec:
-    """``tied``: the family's default where the config does not say. ``lengthens``: RoPE scaling goes beyond max_position_embeddings."""
+    """The model of a config with these layers.
+
+    ``tied``: the family's default if the config does not say. ``lengthens``: RoPE scaling extends the context beyond
+    max_position_embeddings.
+    """
     fields.refuse("is_encoder_decoder", "encoder-decoder models are not served")
     fields.refuse("is_causal", "bidirectional attention (embedding models) is not served", (None, True))
     longest = max_position(fields, layers[0].rope) if lengthens else fields.integer("max_position_embeddings")
+    # A window of the whole context never hides a position.
     layers = [
         replace(layer, mixer=replace(layer.mixer, window=None)) if (layer.mixer.window or 0) >= longest else layer
         for layer in layers
-    ]  # a window that long never hides a position
+    ]
     return ModelSpec(
         family=fields.text("model_type"),
         hidden_size=fields.integer("hidden_size"),
@@ -232,8 +254,12 @@ def model(
 
 
 def max_position(fields: Fields, rope: RopeSpec) -> int:
-    """The context that ``rope`` makes of ``max_position_embeddings``, as vLLM derives it: model cards say to add the scaling and leave
-    that field. Linear multiplies it; yarn starts from the length before it; what llama3 reaches is in the field already."""
+    """The context length with RoPE scaling, as vLLM derives it, because model cards say to add the scaling and leave
+    ``max_position_embeddings`` unchanged.
+
+    Linear scaling multiplies the field; yarn multiplies the original length; for llama3 the field holds the scaled
+    length already.
+    """
     given = fields.integer("max_position_embeddings")
     if rope.kind not in ("linear", "yarn"):
         return given
@@ -259,8 +285,11 @@ def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
 
 
 def rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """RoPE of a model whose layers all share it. As in transformers, ``rope_scaling`` wins where both are given, and over it an
-    ``original_max_position_embeddings`` of the config itself (which is not read where RoPE goes by layer type)."""
+    """RoPE of a model whose layers all share it.
+
+    As in transformers, ``rope_scaling`` wins over ``rope_parameters``, and an ``original_max_position_embeddings`` of
+    the config itself wins over both (it is not read where RoPE is given by layer type).
+    """
     return rope_from(
         fields,
         fields.section("rope_scaling") or fields.section("rope_parameters"),
@@ -273,8 +302,11 @@ def rope(fields: Fields, head_dim: int) -> RopeSpec:
 def rope_from(
     fields: Fields, parameters: Fields | None, head_dim: int, theta: float, original: int | None = None
 ) -> RopeSpec:
-    """``parameters``: the object with ``rope_type`` and what belongs to it; ``theta``: used where it has no ``rope_theta``; ``original``:
-    used instead of its ``original_max_position_embeddings``."""
+    """RoPE from an object of the config.
+
+    ``parameters``: the object with ``rope_type`` and its options. ``theta``: used if it has no ``rope_theta``.
+    ``original``: used instead of its ``original_max_position_embeddings``.
+    """
     fields.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
     if parameters is None:
         return RopeSpec(theta, head_dim)
@@ -300,7 +332,7 @@ def rope_from(
         return RopeSpec(theta, head_dim, "llama3", p.number("factor"), original, low, high)
     if kind == "yarn":
         if theta == 1:
-            raise p.fail("rope_theta", "is 1: all dimensions turn alike, and yarn tells them apart by how they turn")
+            raise p.fail("rope_theta", "is 1: all dimensions rotate alike, but yarn scales them by their rotation")
         factor = p.number("factor", None) or fields.integer("max_position_embeddings") / original
         return RopeSpec(
             theta,
@@ -317,7 +349,7 @@ def rope_from(
 
 
 def _yarn_attention(p: Fields, factor: float) -> float:
-    """What cos and sin are multiplied by (YaRN, section 3.4; ``mscale`` and ``mscale_all_dim`` as in DeepSeek)."""
+    """Factor for cos and sin (YaRN, section 3.4; ``mscale`` and ``mscale_all_dim`` as in DeepSeek)."""
     given = p.number("attention_factor", None)
     if given is not None:
         return given

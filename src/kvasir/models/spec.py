@@ -1,4 +1,4 @@
-"""A model as data: which layers, of what shape. Built from an HF config by the family's module; needs no torch."""
+"""A model as data: its layers and their shapes. The family's module builds it from an HF config; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from kvasir.types import CacheGroup
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One block of the residual stream. ``norms``: ``pre`` (a norm before mixer and ffn) or ``sandwich`` (and one after each,
-    as in Gemma). ``cache_of``: the earlier layer whose keys and values this one reads instead of writing its own."""
+    """One block of the residual stream.
+
+    ``norms``: ``pre`` (a norm before mixer and ffn) or ``sandwich`` (also one after each, as in Gemma). ``cache_of``:
+    the earlier layer whose keys and values this one reads instead of writing its own.
+    """
 
     mixer: GQASpec
     ffn: DenseSpec | MoESpec
@@ -28,13 +31,18 @@ class LayerSpec:
 
     @property
     def cache_group(self) -> str:
+        """Name of the cache group that the layer belongs to."""
         return "full" if self.mixer.window is None else f"window-{self.mixer.window}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """``embed_scale`` multiplies the embeddings; logits are ``logit_scale`` * head, then capped at +-``logit_softcap`` by a
-    tanh. ``max_position``: positions the model was made for. ``tied``: the head is the embedding matrix."""
+    """A whole model.
+
+    ``embed_scale`` multiplies the embeddings. Logits are ``logit_scale`` * head, then capped at +-``logit_softcap`` by
+    a tanh. ``max_position``: number of positions that the model was made for. ``tied``: the head is the embedding
+    matrix.
+    """
 
     family: str
     hidden_size: int
@@ -48,7 +56,8 @@ class ModelSpec:
     logit_softcap: float | None = None
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Layers that share a page pool: all with full attention, and all with the same window, in order of appearance."""
+        """The groups of layers that share a page pool, in order of appearance: all layers with full attention, and all
+        with the same window."""
         members: dict[str, list[int]] = {}
         for i, layer in enumerate(self.layers):
             if layer.cache_of is None:

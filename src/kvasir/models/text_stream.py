@@ -1,7 +1,12 @@
-"""Token ids to text as they come: one at a time, or several.
+"""Incremental decoding: token ids to text, one token or several at a time.
 
-In almost every vocabulary a token stands for fixed bytes (byte-level BPE; SentencePiece with byte fallback), so text comes
-from an incremental UTF-8 decoder, exactly and in constant time a token. For the others a short window is decoded twice.
+In almost every vocabulary a token stands for fixed bytes (byte-level BPE; SentencePiece with byte fallback), so an
+incremental UTF-8 decoder gives the text exactly and in constant time per token. For other vocabularies the tokenizer
+decodes a short window twice.
+
+``tokenizers.decoders.DecodeStream`` does not replace this module. With byte fallback it raises "Invalid prefix" on
+bytes that are not UTF-8; it holds such bytes back without limit and cannot be flushed at the end; after a prompt that
+ends inside a character it gives text of the prompt again; and it is two to six times slower than the byte table.
 """
 
 from __future__ import annotations
@@ -18,8 +23,11 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenCodec:
-    """Tokens whose bytes do not depend on their neighbours. ``strip``: one space at the start of a text is dropped. ``words``: each
-    token is one, with a space before it."""
+    """The rule that turns a token's spelling into bytes, for vocabularies where the neighbours do not matter.
+
+    ``space``: the character that stands for a space. ``strip``: one space at the start of a text is dropped. ``words``:
+    every token is a whole word with a space before it.
+    """
 
     def __init__(self, byte_level: bool, space: str = "▁", strip: bool = False, words: bool = False) -> None:
         self.byte_level = byte_level
@@ -29,7 +37,7 @@ class TokenCodec:
 
     @classmethod
     def of(cls, backend: Backend) -> TokenCodec | None:
-        """What the tokenizer's decoder does, or None when only the library can tell (WordPiece and others)."""
+        """The rule of the tokenizer's decoder, or None when only the library knows it (WordPiece and others)."""
         if backend.decoder is None:
             return cls(False, strip=True, words=True)
         state = json.loads(backend.decoder.__getstate__())
@@ -50,9 +58,10 @@ class TokenCodec:
         return None
 
     def bytes_of(self, token: str) -> bytes:
+        """The bytes that ``token``, in the vocabulary's spelling, adds to a text."""
         if self.byte_level:
             table = _byte_of_char()
-            # A token with a character outside the alphabet (an added one) stands for itself.
+            # A token with a character outside the alphabet is an added token and stands for itself.
             return bytes([table[c] for c in token]) if all(c in table for c in token) else token.encode()
         if self.words:
             return b" " + token.encode()
@@ -63,15 +72,17 @@ class TokenCodec:
 
 @functools.cache
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable alphabet of the 256 bytes, read backwards."""
+    """The byte that each character of GPT-2's printable alphabet stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token, found out when it is first asked for; empty for an id outside the vocabulary. ``spelling``: the token of
-    an id. ``codec`` None: a token stands for itself."""
+    """A table from token id to bytes that fills itself on first use; an id outside the vocabulary has no bytes.
+
+    ``spelling``: gives the token of an id. ``codec`` None: a token stands for itself.
+    """
 
     def __init__(self, spelling: Callable[[int], str | None], codec: TokenCodec | None) -> None:
         super().__init__()
@@ -86,21 +97,22 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TextStream:
-    """Decodes byte by byte: a character is given out when its last byte has come."""
+    """A stream that decodes byte by byte and gives out a character when its last byte has come."""
 
     def __init__(self, token_bytes: TokenBytes, strip: bool, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._token_bytes = token_bytes
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = strip
-        self.extend(_tail(prompt_ids, skip, 8))  # a prompt may end inside a character
+        # A prompt may end inside a character, which the first new tokens then complete.
+        self.extend(_tail(prompt_ids, skip, 8))
 
     def push(self, token: int) -> str:
-        """The text that ``token`` completes: often all of its own, nothing for the first bytes of a character."""
+        """Return the text that ``token`` completes; empty while only the first bytes of a character have come."""
         return "" if token in self._skip else self._complete(self._token_bytes[token])
 
     def extend(self, tokens: Iterable[int]) -> str:
-        """What ``push`` gives for one after the other, in one text."""
+        """Return the joined texts that ``push`` gives for ``tokens``."""
         table, skip = self._token_bytes, self._skip
         return self._complete(b"".join([table[token] for token in tokens if token not in skip]))
 
@@ -111,36 +123,41 @@ class TextStream:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character."""
+        """Return the rest at the end: U+FFFD for an unfinished character."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowStream:
-    """For decoders in which a token's text depends on its neighbours: decodes a short window with and without the new
-    tokens, and gives out the difference once it does not end inside a character."""
+    """A stream for decoders in which a token's text depends on its neighbours.
 
-    MAX_HELD = 8
+    It decodes a short window with and without the new tokens, and gives out the difference once that does not end
+    inside a character.
+    """
+
+    # Most tokens held back for an unfinished character, which has at most 4 bytes.
+    MAX_NEW = 8
+    # Tokens kept as context while new ones add no text.
     MAX_KNOWN = 32
 
     def __init__(self, backend: Backend, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._backend = backend
         self._skip = skip
-        self._known = _tail(prompt_ids, skip, 6)  # given out already, here as context
-        self._new: list[int] = []
+        self._known = _tail(prompt_ids, skip, 6)  # given out already, kept as context
+        self._new: list[int] = []  # not given out yet
 
     def push(self, token: int) -> str:
-        """The text that ``token`` completes."""
+        """Return the text that ``token`` completes."""
         if token in self._skip:
             return ""
         self._new.append(token)
-        return self._take(final=len(self._new) > self.MAX_HELD)
+        return self._take(final=len(self._new) > self.MAX_NEW)
 
     def extend(self, tokens: Iterable[int]) -> str:
-        """What ``push`` gives for one after the other, in one text."""
+        """Return the joined texts that ``push`` gives for ``tokens``."""
         return "".join([self.push(token) for token in tokens])
 
     def flush(self) -> str:
-        """What is left at the end."""
+        """Return the rest at the end."""
         return self._take(final=True) if self._new else ""
 
     def _take(self, final: bool) -> str:
@@ -148,10 +165,8 @@ class WindowStream:
         after = self._backend.decode(self._known + self._new, skip_special_tokens=False)
         if not final and (len(after) <= len(before) or after.endswith("\ufffd")):
             return ""
-        self._known, self._new = (
-            (self._new if len(after) > len(before) else (self._known + self._new)[-self.MAX_KNOWN :]),
-            [],
-        )
+        self._known = self._new if len(after) > len(before) else (self._known + self._new)[-self.MAX_KNOWN :]
+        self._new = []
         return after[len(before) :]
 
 

@@ -1,9 +1,9 @@
-"""Text to token ids and back, and chat messages to a prompt. Reads a model folder; needs the `tokenizers` library only.
+"""Translation of text to token ids and back, and of chat messages to a prompt. Needs only the ``tokenizers`` library.
 
-User text cannot speak for the template. A special-token string inside it (``<|im_end|>``) is encoded as plain text:
-before rendering, each such string is replaced by one private character; the rendered text is encoded, and only the
-stretches that hold a private character are put back and encoded again, with every special token switched off. Messages
-without such strings take the ordinary path and give the same ids as `transformers`.
+User text cannot act as part of the template. A special-token string in it (``<|im_end|>``) is encoded as plain text:
+before rendering, each such string is replaced by one private character. The rendered text is encoded, and only the
+stretches that hold a private character are restored and encoded again, with every special token switched off. Messages
+without such strings take the ordinary path and give the same ids as ``transformers``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, Window
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TAG = re.compile(r"</?[a-z_]+>")
-ANCHOR = "\U0010fffd"  # stands before a stretch of text that is not the start of its prompt
-UNKNOWN = "\U0010fffc"  # a character that no vocabulary holds
+# A character put before a stretch of text that is not the start of its prompt, so that it is encoded as a continuation.
+ANCHOR = "\U0010fffd"
+# A character that no vocabulary holds.
+UNKNOWN = "\U0010fffc"
 
 
 class Tokenizer:
-    """``size``: highest id + 1. ``special_ids``: ids that ``decode`` skips. ``eos_ids``: ids that end an answer."""
+    """The tokenizer of a model, with its chat templates.
+
+    ``size``: highest id + 1. ``special_ids``: ids that ``decode`` skips. ``eos_ids``: ids that end an answer.
+    """
 
     def __init__(
         self,
@@ -59,21 +64,22 @@ class Tokenizer:
         control = {
             i for i, t in added.items() if t.content.strip(" \t\r\n▁") and t.content in literals
         } | self.special_ids
-        # Any text may give the unknown token; it says nothing to a model.
+        # Any text may give the unknown token, which means nothing to a model.
         control -= set(backend.encode(UNKNOWN, add_special_tokens=False).ids)
         self._control = {backend.id_to_token(i): i for i in control}
         self._control_ids = frozenset(control)
-        # <think>, </tool_call>: marks that a model writes, and that an assistant message sent back may hold.
+        # Marks that a model writes and that an assistant message sent back may hold: <think>, </tool_call>.
         self._tags = frozenset(
             c for c, i in self._control.items() if TAG.fullmatch(c) and (i not in self.special_ids or "think" in c)
         )
         self._codec = TokenCodec.of(backend)
         self._bytes = TokenBytes(self.id_to_token, self._codec)
-        self._texts: dict[int, str] = {}  # of single tokens, where only the library can tell them
+        self._texts: dict[int, str] = {}  # texts of single tokens, if only the library knows them
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
-        """From a model folder (or its tokenizer.json). ``chat_template``: a file, or the template itself. Raises ConfigError."""
+        """Load the tokenizer of a model folder (or a tokenizer.json). ``chat_template``: a file, or the template
+        itself. Raises ConfigError."""
         path = Path(path)
         folder = path.parent if path.is_file() else path
         file = path if path.is_file() else folder / "tokenizer.json"
@@ -83,7 +89,7 @@ class Tokenizer:
             backend = Backend.from_file(str(file))
         except Exception as e:  # the library raises bare Exception for every kind of bad file
             raise ConfigError(
-                f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it anew with "
+                f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it again with "
                 "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             ) from e
         config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
@@ -92,7 +98,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """By transformers' name, for ``stop_token_ids``."""
+        """The id of the EOS token, under transformers' name, or None."""
         return self._named_id("eos_token")
 
     def _named_id(self, name: str) -> int | None:
@@ -101,15 +107,17 @@ class Tokenizer:
     # ------------------------------------------------------------------------------------------------------- plain text
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Ids of ``text``. ``add_special``: with the BOS and the like that this tokenizer adds. ``parse_special``: read
-        special-token strings in the text as those tokens; otherwise they are plain text. Raises RequestError for lone
-        surrogates, which no encoding can hold."""
+        """Token ids of ``text``. Raises RequestError for lone surrogates, which no encoding can hold.
+
+        ``add_special``: add the BOS and other tokens that this tokenizer adds. ``parse_special``: read special-token
+        strings in the text as those tokens; otherwise they are plain text.
+        """
         encoding = self._encode(text)
         if not parse_special and not self._control_ids.isdisjoint(encoding.ids):
             encoding = self._plain.encode(text, add_special_tokens=False)
             if not self._control_ids.isdisjoint(encoding.ids):
                 ids = self._broken(text, at_start=True)
-                # A vocabulary that spells special tokens as ordinary pieces: keep what the tokenizer adds around "x".
+                # This vocabulary spells special tokens as ordinary pieces: add what the tokenizer puts around "x".
                 around = self._around if add_special else ([], [])
                 return [*around[0], *ids, *around[1]]
         return (self._backend.post_process(encoding, None, True) if add_special else encoding).ids
@@ -123,15 +131,15 @@ class Tokenizer:
             ) from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ``ids``. Bytes that are no UTF-8 become U+FFFD. The same text as ``stream()`` gives piece by piece."""
+        """The text of ``ids``, the same as ``stream()`` gives piece by piece. Bytes that are not UTF-8 become
+        U+FFFD."""
         stream = self.stream(skip=self.special_ids if skip_special else ())
         return stream.extend(ids) + stream.flush()
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special or not."""
-        if (
-            self._codec is not None
-        ):  # from its bytes: a second table of the whole vocabulary would take 15 MiB where that is 128k
+        if self._codec is not None:
+            # From the bytes: a second table of a vocabulary of 128k would take 15 MiB.
             data = self._bytes[token_id]
             return (data.removeprefix(b" ") if self._codec.strip else data).decode("utf-8", "replace")
         text = self._texts.get(token_id)
@@ -140,20 +148,21 @@ class Tokenizer:
         return text
 
     def stream(self, prompt_ids: Sequence[int] = (), skip: Collection[int] = ()) -> TextStream | WindowStream:
-        """Decodes as it comes what follows ``prompt_ids``, leaving out the ids in ``skip``."""
+        """A stream that decodes the tokens after ``prompt_ids`` and leaves out the ids in ``skip``."""
         if self._codec is not None:
             return TextStream(self._bytes, self._codec.strip, prompt_ids, frozenset(skip))
         return WindowStream(self._backend, prompt_ids, frozenset(skip))
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling, or None for an id outside of it."""
+        """The vocabulary's spelling of a token, or None for an id outside of it."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.size else None
 
     def token_to_id(self, token: str) -> int | None:
+        """The id of a token in the vocabulary's spelling, or None."""
         return self._backend.token_to_id(token)
 
     def is_added(self, token: str) -> bool:
-        """Whether ``token`` is an added token (special or not): one that text is never merged into."""
+        """Whether ``token`` is an added token (special or not), which never merges with other text."""
         return token in self._added
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -176,8 +185,11 @@ class Tokenizer:
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt as text. ``chat_template``: the name of one of the folder's templates, or a template sent by a client.
-        ``tokenize``: as scripts for transformers say it. Other ``kwargs`` go to the template. Raises RequestError 400."""
+        """The prompt of a conversation as text. Raises RequestError 400.
+
+        ``chat_template``: the name of one of the folder's templates, or a template sent by a client. ``tokenize``
+        exists for scripts written for transformers and must be false. Other ``kwargs`` go to the template.
+        """
         if tokenize:
             raise RequestError("apply_chat_template gives text; encode_chat gives its ids", param="tokenize")
         text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
@@ -191,7 +203,8 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """The prompt as ids: the template's special tokens are tokens, special-token strings of the user are plain text."""
+        """The prompt of a conversation as ids. The template's special tokens are tokens; special-token strings of the
+        user are plain text. Raises RequestError 400."""
         text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
         encoding = self._encode(text)
         return self._reencode(text, encoding, originals) if originals else encoding.ids
@@ -204,7 +217,7 @@ class Tokenizer:
         chat_template: str | None,
         kwargs: dict[str, Any],
     ) -> tuple[str, dict[str, str]]:
-        """The rendered text, and what its private characters stand for."""
+        """The rendered text, and the control strings that its private characters stand for."""
         if bad := next((name for name in kwargs if name in RESERVED), None):
             raise RequestError(
                 f"'{bad}' cannot be set through chat_template_kwargs",
@@ -233,7 +246,7 @@ class Tokenizer:
                 return self.templates[wanted]
             if "{" not in wanted:
                 raise RequestError(
-                    f"no chat template is named '{wanted[:80]}'; there are {', '.join(self.templates) or 'none'}."
+                    f"no chat template is named '{wanted[:80]}'; the names are {', '.join(self.templates) or 'none'}."
                     f"{nearest(wanted[:80], self.templates)}",
                     param="chat_template",
                 )
@@ -241,15 +254,15 @@ class Tokenizer:
         name = "tool_use" if with_tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
             raise RequestError(
-                "this model has no chat template. Start with --chat-template FILE (Jinja), or send the finished prompt to "
-                "/v1/completions.",
+                "this model has no chat template. Start with --chat-template FILE (Jinja), or send the finished prompt "
+                "to /v1/completions.",
                 param="messages",
                 code="no_chat_template",
             )
         return self.templates[name]
 
     def _reencode(self, text: str, encoding: Encoding, originals: dict[str, str]) -> list[int]:
-        """The ids of ``text`` with its private characters put back as plain text.
+        """The ids of ``text``, with the control strings of its private characters as plain text.
 
         text      <|im_start|>  user\\nhi ?there  <|im_end|>  \\n ...
         first ids     151644    . . . ? . . .      151645    . .      ? = a private character
@@ -271,7 +284,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _plain(self) -> Backend:
-        """The same tokenizer with every control token switched off. Made when a text first needs it."""
+        """The same tokenizer with every control token switched off, made when a text first needs it."""
         state = json.loads(self._backend.to_str())
         for token in state["added_tokens"]:
             token["special"] = token["id"] in self._control_ids
@@ -282,7 +295,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and after a text."""
+        """The ids that the tokenizer puts before and after a text."""
         bare, full = self._backend.encode("x", add_special_tokens=False).ids, self._backend.encode("x").ids
         at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         return full[:at], full[at + len(bare) :]
@@ -294,7 +307,7 @@ class Tokenizer:
         return ids if self._control_ids.isdisjoint(ids) else self._broken(text, at_start)
 
     def _broken(self, text: str, at_start: bool) -> list[int]:
-        """Ids of a text whose control strings are cut after their first character, so that nothing can join them."""
+        """Ids of a text whose control strings are cut after their first character, so that no token can join them."""
         cuts = "|".join(
             f"(?<={re.escape(c[0])})(?={re.escape(c[1:])})" for c in longest_first(self._control) if len(c) > 1
         )
@@ -334,14 +347,16 @@ def _missing(folder: Path) -> str:
     ]
     found = f"; it has {', '.join(others)}, which is an older format" if others else ""
     return (
-        f"{folder} has no tokenizer.json{found}. Make one with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
-        f".save_pretrained({str(folder)!r}); or point --tokenizer at a folder that has one. A server needs it; for token ids alone there is "
-        "LLM(..., skip_tokenizer_init=True)."
+        f"{folder} has no tokenizer.json{found}. Make one with transformers: "
+        f"AutoTokenizer.from_pretrained({str(folder)!r})"
+        f".save_pretrained({str(folder)!r}); or point --tokenizer at a folder that has one. A server needs it; for "
+        "token ids alone there is LLM(..., skip_tokenizer_init=True)."
     )
 
 
 def _templates(folder: Path, config: Mapping[str, Any], given: str | None) -> dict[str, str]:
-    """Template sources by name, the strongest source last: tokenizer_config.json, chat_template.json, *.jinja, the caller's."""
+    """Template sources by name. Later places override earlier ones: tokenizer_config.json, chat_template.json, *.jinja,
+    the caller's."""
     found: dict[str, str] = {}
     for value in (config.get("chat_template"), _read_json(folder / "chat_template.json").get("chat_template")):
         if isinstance(value, str):
@@ -381,19 +396,20 @@ def _extra_specials(config: Mapping[str, Any]) -> list[str]:
 
 
 def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Tokens that tokenizer_config.json declares and tokenizer.json does not hold; the ids must come out as declared."""
+    """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks. Raises ConfigError when they do not
+    get the declared ids."""
     table = config.get("added_tokens_decoder") or {}
     for token_id, token in sorted((int(i), t) for i, t in table.items()):
         if backend.token_to_id(token["content"]) is None:
             backend.add_tokens([AddedToken(**{k: v for k, v in token.items() if k != "__type"})])
             if backend.token_to_id(token["content"]) != token_id:
                 raise ConfigError(
-                    f"tokenizer_config.json gives token {token['content']!r} the id {token_id}, but tokenizer.json leads to "
-                    f"{backend.token_to_id(token['content'])}. The two files do not belong together."
+                    f"tokenizer_config.json gives token {token['content']!r} the id {token_id}, but tokenizer.json "
+                    f"leads to {backend.token_to_id(token['content'])}. The two files do not belong together."
                 )
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     named = [_content(config[name]) for name in NAMED if config.get(name)] + _extra_specials(config)
-    # A special token that is only a word of the vocabulary would not be recognised in a template's text.
+    # A special token that is an ordinary word of the vocabulary would not be recognised in a template's text.
     backend.add_special_tokens(
         [
             AddedToken(t, special=True, normalized=False)

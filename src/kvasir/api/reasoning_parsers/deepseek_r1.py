@@ -4,4 +4,6 @@ from kvasir.api.reasoning import ReasoningParser
 
 
 class DeepSeekR1(ReasoningParser):
+    """The parser of models whose prompt opens the thinking."""
+
     starts_inside = True

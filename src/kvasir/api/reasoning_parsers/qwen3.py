@@ -4,4 +4,4 @@ from kvasir.api.reasoning import ReasoningParser
 
 
 class Qwen3(ReasoningParser):
-    pass
+    """The parser of models that open their thinking themselves, or whose prompt does."""

@@ -1,4 +1,5 @@
-"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number, content around them (Hermes 2 and 3, Qwen 2.5 and 3)."""
+"""Any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call> within content (Hermes 2 and 3, Qwen 2.5 and
+3)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes(ToolParser):
-    """White space beside a call belongs to the format, not to the content."""
+    """The parser of this format. White space around a call belongs to the format and not to the content."""
 
     marks = (OPEN,)
 
@@ -21,9 +22,9 @@ class Hermes(ToolParser):
         super().__init__(names)
         self._call: CallScan | None = None  # the call being read
         self._awaited = OPEN  # the mark that may come next; CLOSE after a call's JSON
-        self._mark = ""  # how much of it was read
+        self._mark = ""  # the part of it that was read
         self._space = ""  # white space before the mark: content only if content follows
-        self._beside_call = False  # nothing but white space since a call
+        self._beside_call = False  # only white space has come since a call
 
     def feed(self, char: str) -> None:
         if self._call is not None:
@@ -58,7 +59,7 @@ class Hermes(ToolParser):
         try:
             call.feed(char)
         except Malformed:
-            # Of an announced call only the rest is content; of any other, all of it.
+            # After an announced call only the rest is content, otherwise everything read.
             self._call = None
             self.say("" if call.opened else call.raw[:-1])
             self._beside_call = False

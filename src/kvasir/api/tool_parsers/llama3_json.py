@@ -1,4 +1,5 @@
-"""{"name": ..., "parameters": {...}} as the whole answer, several separated by ";", maybe after <|python_tag|> (Llama 3.1 to 3.3)."""
+"""Answers of one or more {"name": ..., "parameters": {...}}, separated by ";", after an optional <|python_tag|> (Llama
+3)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolParser):
-    """An answer is calls from its first character, or content. An object whose name is no offered function is content."""
+    """The parser of Llama 3.1 to 3.3. An answer holds calls from its first character on, or it is content; so is an
+    object whose name is not an offered function."""
 
     marks = (TAG, '"parameters": dictionary of argument name')
     arguments_key = "parameters"
@@ -21,7 +23,7 @@ class Llama3Json(ToolParser):
     def __init__(self, names: Collection[str] | None = None) -> None:
         super().__init__(names)
         self._call: CallScan | None = None
-        self._between = ""  # what was read between calls: content if no call follows
+        self._between = ""  # text between calls, which is content if no call follows
         self._content = False
 
     def feed(self, char: str) -> None:
@@ -38,7 +40,7 @@ class Llama3Json(ToolParser):
                 self._to_content(self._between)
 
     def _may_start(self) -> bool:
-        """Whether what stands before a call is white space, the tag, or the separator."""
+        """Whether a call may start after the text read: white space, the tag, or the separator."""
         read = self._between.strip(WHITESPACE)
         return read == ";" if self.num_calls else read in ("", TAG)
 

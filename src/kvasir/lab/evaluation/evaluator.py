@@ -32,7 +32,8 @@ from kvasir.types import SamplingParams
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from kvasir.api.llm import LLM, RequestOutput
+    from kvasir.api.llm import LLM
+    from kvasir.api.outputs import RequestOutput
 
 SAMPLING_TEMPERATURE = 0.8
 END = "<|im_end|>"

@@ -22,7 +22,7 @@ FAMILIES = "kvasir.models.families"
 
 
 def find_family(model_type: str) -> ModuleType:
-    """The family's module. Raises ConfigError with the families that are served."""
+    """Find the family's module. Raises ConfigError that lists the families."""
     found = technique.module(FAMILIES, model_type)
     if found is None:
         choices = technique.names(FAMILIES)
@@ -33,7 +33,7 @@ def find_family(model_type: str) -> ModuleType:
     lacking = [name for name in ("ARCHITECTURES", "build", "stored_name") if not hasattr(found, name)]
     if lacking:
         raise ConfigError(
-            f"{found.__file__} is no model family: it lacks {', '.join(lacking)} ({__name__} says what they are)"
+            f"{found.__file__} is no model family: it lacks {', '.join(lacking)} ({__name__} explains them)"
         )
     return found
 
@@ -45,7 +45,7 @@ def build_spec(config: dict[str, Any]) -> ModelSpec:
     names = fields.names("architectures", ())
     if names and not set(names) & set(family.ARCHITECTURES):
         raise ConfigError(
-            f"config.json: architectures {', '.join(names)} is not served; "
-            f"of model_type '{config['model_type']}' served is {', '.join(family.ARCHITECTURES)} (text generation)"
+            f"config.json: architectures {', '.join(names)} is not served; for model_type '{config['model_type']}' it "
+            f"must be {', '.join(family.ARCHITECTURES)} (text generation)"
         )
     return family.build(fields)

@@ -1,5 +1,6 @@
-"""Gemma 3, text. Quirks: norms scale by 1 + w and stand before and after mixer and ffn; embeddings are scaled by sqrt(hidden);
-most layers slide and have a RoPE of their own; queries are scaled by ``query_pre_attn_scalar``; optional softcaps."""
+"""Gemma 3, text. Quirks: norms scale by 1 + w and stand before and after mixer and ffn; embeddings are scaled by
+sqrt(hidden); most layers slide and have a RoPE of their own; queries are scaled by ``query_pre_attn_scalar``; optional
+softcaps."""
 
 from __future__ import annotations
 
@@ -32,9 +33,8 @@ def build(fields: hf.Fields) -> ModelSpec:
     layers = []
     for kind in _kinds(fields):
         window = hf.window(fields) if kind == "sliding_attention" else None
-        if (
-            kind == "sliding_attention" and window is None
-        ):  # transformers fails, too: without a window it cannot make this layer's mask
+        if kind == "sliding_attention" and window is None:
+            # transformers fails, too, because it cannot make this layer's mask.
             raise fields.fail(
                 "sliding_window", "is null, but layers slide: give the window, or layer_types of full_attention only"
             )
@@ -50,7 +50,7 @@ def build(fields: hf.Fields) -> ModelSpec:
             o_bias=bias,
         )
         layers.append(LayerSpec(mixer, ffn, _rope(fields, kind, mixer.head_dim), norm, "sandwich"))
-    # Its max_position_embeddings is the length after scaling.
+    # Gemma's max_position_embeddings is the length after scaling.
     return hf.model(
         fields,
         layers,
@@ -63,8 +63,8 @@ def build(fields: hf.Fields) -> ModelSpec:
 
 
 def _kinds(fields: hf.Fields) -> tuple[str, ...]:
-    """Every sixth layer is global, unless the config says otherwise. (``_sliding_window_pattern`` is written beside ``layer_types``, and
-    transformers does not read it.)"""
+    """The kinds of layers: every sixth is global unless the config says otherwise. (``_sliding_window_pattern`` comes
+    together with ``layer_types``; transformers does not read it.)"""
     every = fields.integer("sliding_window_pattern", 6)
     return hf.layer_types(
         fields,
@@ -76,17 +76,18 @@ def _kinds(fields: hf.Fields) -> tuple[str, ...]:
 
 
 def _rope(fields: hf.Fields, kind: str, head_dim: int) -> RopeSpec:
-    """v5: ``rope_parameters`` by layer type. v4: ``rope_theta`` and ``rope_scaling`` for global layers, ``rope_local_base_freq``. Given
-    both, ``rope_scaling`` goes on top, as in transformers."""
+    """RoPE of one kind of layer.
+
+    v5 has ``rope_parameters`` by layer type. v4 has ``rope_theta`` and ``rope_scaling`` for global layers, and
+    ``rope_local_base_freq`` for the others. If both are given, ``rope_scaling`` overrides, as in transformers.
+    """
     theta = (
         fields.number("rope_theta", GLOBAL_THETA)
         if kind == "full_attention"
         else fields.number("rope_local_base_freq", LOCAL_THETA)
     )
-    parameters, scaling = (
-        fields.section("rope_parameters"),
-        fields.section("rope_scaling") if kind == "full_attention" else None,
-    )
+    parameters = fields.section("rope_parameters")
+    scaling = fields.section("rope_scaling") if kind == "full_attention" else None
     if parameters is not None:
         if not all(isinstance(v, dict) or v is None for v in parameters.raw.values()):
             raise fields.fail(

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the many models that kept its config. Quirks: biases by switch."""
+"""Llama 2 and 3, and the many models with the same config. Quirk: optional biases."""
 
 from __future__ import annotations
 

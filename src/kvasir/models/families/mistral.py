@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin. Quirk: every layer slides when ``sliding_window`` is set (null: none does; absent: 4096)."""
+"""Mistral 7B and similar models. Quirk: all layers slide when ``sliding_window`` is set (null: none; absent: 4096)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen 3 MoE. Quirks: as Qwen 3, with a mixture of experts in most layers (``decoder_sparse_step``, ``mlp_only_layers``); when
-``use_sliding_window`` is set every layer slides."""
+"""Qwen 3 MoE. Quirks: those of Qwen 3; most layers have experts (``decoder_sparse_step``, ``mlp_only_layers``); with
+``use_sliding_window`` every layer slides."""
 
 from __future__ import annotations
 

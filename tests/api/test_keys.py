@@ -1,0 +1,119 @@
+"""API keys, the tenants that come from them, and CORS."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.api.running import all_routes, key, running
+
+CHAT = "/v1/chat/completions"
+SAY = {"messages": [{"role": "user", "content": "say: hello world"}]}
+# Paths that need no key.
+OPEN = {"/", "/health", "/health/live"}
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with running(api_key=("alpha", "beta")) as server:
+        yield server
+
+
+def test_every_route_but_two_needs_a_key(guarded):
+    routes = all_routes(guarded)
+    assert {("POST", CHAT), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/health/ready")} <= routes
+    with httpx.Client(base_url=guarded.url, timeout=120) as http:
+        for method, path in sorted(routes):
+            for headers in (
+                {},
+                key("wrong"),
+                {"authorization": "Bearer"},
+                {"authorization": "alpha"},
+                {"authorization": "Basic alpha"},
+                key("alph"),
+                key("alphaa"),
+                key("alpha beta"),
+            ):
+                r = http.request(method, path, headers=headers)
+                if path in OPEN:
+                    assert r.status_code != 401, path
+                else:
+                    assert r.status_code == 401 and r.headers["www-authenticate"] == "Bearer", (method, path, headers)
+            for good in ("alpha", "beta"):
+                assert http.request(method, path, headers=key(good)).status_code != 401, path
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "//v1/models"),
+        ("GET", "/v1/../v1/models"),
+        ("GET", "/v1%2Fmodels"),
+        ("GET", "/%2e%2e/metrics"),
+        ("HEAD", "/v1/models"),
+        ("OPTIONS", CHAT),
+        ("TRACE", "/v1/models"),
+        ("GET", "/v1/models?api_key=alpha"),
+        ("GET", "/health/live/"),
+        ("GET", "/health/live/../ready"),
+        ("GET", "/nothing"),
+        ("GET", "/health//live"),
+    ],
+)
+def test_the_guard_cannot_be_walked_around(guarded, method, path):
+    import http.client as raw  # a client that does not tidy paths
+
+    connection = raw.HTTPConnection(guarded.url.removeprefix("http://"), timeout=60)
+    connection.request(method, path)
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def test_who_has_no_key_is_counted():
+    with running(api_key=("k",)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        http.get("/v1/models")
+        assert (
+            'kvasir:http_requests_total{route="none",status="401"} 1.0' in http.get("/metrics", headers=key("k")).text
+        )
+
+
+def test_tenants_come_from_keys_only(guarded):
+    body = {"messages": [{"role": "user", "content": "say: secret"}]}
+    with httpx.Client(base_url=guarded.url, timeout=120) as http:
+        cached = [
+            http.post(CHAT, json=body, headers=key(k)).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for k in ("alpha", "alpha", "beta", "beta")
+        ]
+        assert cached[0] == 0 and cached[1] > 0 and cached[2] == 0 and cached[3] > 0
+        tenants = [r.tenant for r in guarded.engine.seen[-4:]]
+        assert tenants[0] == tenants[1] != tenants[2] == tenants[3] and "alpha" not in tenants[0]
+        for name in ("cache_salt", "tenant"):
+            assert http.post(CHAT, json={**body, name: tenants[2]}, headers=key("alpha")).status_code == 400
+
+
+def test_one_key_is_no_tenant():
+    with running(api_key=("alpha",)) as server:
+        httpx.post(server.url + CHAT, json=SAY, headers=key("alpha"), timeout=120)
+        assert server.engine.seen[-1].tenant == ""
+
+
+def test_cors_is_off_unless_asked_for(http):
+    origin = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in http.options(CHAT, headers=origin).headers
+    with (
+        running(api_key=("alpha",), allowed_origins=("https://good.example",)) as server,
+        httpx.Client(base_url=server.url, timeout=120) as own,
+    ):
+        good = own.options(CHAT, headers={**origin, "origin": "https://good.example"})
+        assert good.status_code == 200 and good.headers["access-control-allow-origin"] == "https://good.example"
+        asked = own.options(
+            CHAT,
+            headers={**origin, "origin": "https://good.example", "access-control-request-headers": "x-stainless-os"},
+        )
+        assert asked.status_code == 200 and "x-stainless-os" in asked.headers["access-control-allow-headers"], (
+            "OpenAI's own client sends it"
+        )
+        seen = own.get("/health", headers={"origin": "https://good.example"}).headers["access-control-expose-headers"]
+        assert {"x-request-id", "retry-after", "warning"} <= set(seen.split(", "))
+        assert "access-control-allow-origin" not in own.options(CHAT, headers=origin).headers
+        assert own.post(CHAT, json=SAY, headers={"origin": "https://good.example"}).status_code == 401
