@@ -33,7 +33,7 @@ def test_no_tokenizer(kvasir):
 
 @pytest.fixture
 def server():
-    """A server whose chat answers are lists of stream lines, one list a request; ``seen`` holds the bodies and keys."""
+    """A server that answers chats with given lines, one list per request; ``seen`` holds the bodies and keys."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

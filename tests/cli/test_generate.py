@@ -1,4 +1,4 @@
-"""``kvasir generate``: text and JSON lines in and out, and every kind of bad line beside good ones."""
+"""``kvasir generate``: text and JSON lines in and out, and every kind of bad line among good ones."""
 
 import json
 import signal
@@ -100,7 +100,7 @@ def test_json_lines_keep_their_order_and_bad_ones_stop_nothing(kvasir, tmp_path)
 
 @pytest.mark.parametrize("to_file", [True, False])
 def test_what_is_done_survives_an_interrupt(kvasir, tmp_path, monkeypatch, to_file):
-    """Lines come while others run; one that waits for another before it comes when the engine stops."""
+    """Lines are written while others run; one that waits for an earlier line is written when the engine stops."""
     from kvasir.cli.generate import Answers
     from kvasir.engine.engine import Engine
 
