@@ -118,7 +118,7 @@ def check_shape(body: bytes) -> None:
 
 
 def _quoted(marks: np.ndarray, inside: bool) -> np.ndarray:
-    """For each mark, whether a string is open after it. A quote opens or closes a string. An ``e`` (a quote after an
+    """Whether a string is open after each mark. A quote opens or closes a string. An ``e`` (a quote after an
     odd number of backslashes) leaves it open, or opens one: outside of strings nothing is escaped."""
     import numpy as np
 

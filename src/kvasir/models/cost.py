@@ -35,8 +35,8 @@ def active_params(spec: ModelSpec) -> int:
 
 
 def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float], ...]:
-    """For layers with experts, grouped: the share of a layer's experts that one row does not use, and the bytes of all
-    experts in such layers."""
+    """Layers with experts, grouped by the share of a layer's experts that one row does not use: pairs of that share and
+    the bytes of all experts in such layers."""
     found: Counter[float] = Counter()
     for layer in spec.layers:
         if isinstance(layer.ffn, MoESpec):
