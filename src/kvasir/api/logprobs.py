@@ -18,8 +18,8 @@ def _value(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """Chat's form: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``. ``bytes`` are exact even for half
-    a character."""
+    """Chat's form: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
+    ``bytes`` are exact even for half a character."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {

@@ -38,8 +38,8 @@ def find_family(model_type: str) -> ModuleType:
 
 
 def build_spec(config: dict[str, Any]) -> ModelSpec:
-    """The model that an HF config describes (as ``checkpoint.read_config`` returns it). Raises ConfigError that names
-    the field."""
+    """The model that an HF config describes (as ``checkpoint.read_config`` returns it).
+    Raises ConfigError that names the field."""
     fields = Fields(config)
     family = find_family(fields.text("model_type"))
     names = fields.names("architectures", ())
