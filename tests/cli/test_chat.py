@@ -130,4 +130,4 @@ def test_no_server(kvasir, url):
 def test_another_kind_of_server(kvasir, server):
     server.models = {"hello": 1}
     done = kvasir("chat", "--url", server.url, stdin="hi\n")
-    assert done.code == 2 and "not with the OpenAI API" in done.err
+    assert done.code == 2 and "does not answer with a list of models" in done.err

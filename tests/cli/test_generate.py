@@ -126,7 +126,7 @@ def test_what_is_done_survives_an_interrupt(kvasir, tmp_path, monkeypatch, to_fi
     done = kvasir(
         "generate", "-i", "-", "--jsonl", *where, "--temperature", "0", stdin="\n".join(map(json.dumps, asked))
     )
-    assert done.code == 130 and f"3 of 5 lines are in {output if to_file else 'the output'}" in done.err
+    assert done.code == 130 and f"3 of 5 lines were written to {output if to_file else 'stdout'}" in done.err
     assert len(seen) == 1 and (not to_file or [r["index"] for r in rows(seen[0])] == [0])
     assert [r["index"] for r in rows(output.read_text() if to_file else done.out)] == [0, 2, 3]
 
