@@ -1,4 +1,4 @@
-"""Suggestions: a typo finds its name, and no name is offered that only looks alike."""
+"""Suggestions: a typo finds its name, and names that only look similar are not offered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Techniques that live outside the package: files and installed packages. They are found, checked, refused and run like its own."""
+"""Techniques outside the package, in files and installed packages: they are found, checked, refused and run like our
+own."""
 
 from __future__ import annotations
 
@@ -55,14 +56,14 @@ def written(folder: Path, name: str, text: str) -> str:
 
 
 def install(folder: Path, package: str, *lines: str, **modules: str) -> None:
-    """A package as pip leaves it: modules, and what they are in ``entry_points.txt``."""
+    """Write a package as pip installs it: modules, and ``entry_points.txt``."""
     for name, text in modules.items():
         written(folder / package, f"{name}.py", text)
     written(folder / f"{package}-1.0.dist-info", "METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     written(folder / f"{package}-1.0.dist-info", "entry_points.txt", "\n".join(lines))
 
 
-# ------------------------------------------------------------------------------------------------------------------ files
+# ---------------------------------------------------------------------------------------------------------------- files
 
 
 def test_a_file_is_configured_like_any_other(tmp_path, monkeypatch):
@@ -147,7 +148,7 @@ def test_a_task_in_a_file(tmp_path):
         load_task(f"judge_pair/{file}")
 
 
-# -------------------------------------------------------------------------------------------------------------- installed
+# ------------------------------------------------------------------------------------------------------------ installed
 
 
 def test_an_installed_package_brings_names(tmp_path, monkeypatch):
@@ -206,7 +207,7 @@ def test_a_checkpoint_runs_no_file(tmp_path):
         find_family(file)
 
 
-# ------------------------------------------------------------------------------------------------------------- in the engine
+# -------------------------------------------------------------------------------------------------------- in the engine
 
 
 def outputs(**options) -> tuple[dict, int, bool]:
@@ -249,9 +250,10 @@ def test_the_engine_keeps_its_tokens(tmp_path):
     ],
 )
 def test_what_a_drafter_does_wrong_costs_no_request(tmp_path, proposal, caplog):
-    """A token that the model does not have would fail its step; the request does not notice."""
+    """A draft token outside the vocabulary would fail its step; the request must not notice."""
     bad = (
-        "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass Bad(Drafter):\n"
+        "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass "
+        "Bad(Drafter):\n"
         f"    def propose(self, asks):\n        return [{proposal} for _ in asks]\n"
     )
     tokens, number, _ = outputs(drafter=written(tmp_path, "bad.py", bad), draft_control="fixed")
@@ -265,10 +267,12 @@ def test_a_drafter_that_cannot_open_a_sequence_costs_no_request(tmp_path, caplog
 
 
 def test_a_drafter_that_cannot_learn_is_off_in_the_end(tmp_path, caplog):
-    """It proposes, but raises at every answer: not with a traceback a step for ever."""
+    """A drafter that raises in every step is switched off, so that tracebacks do not fill the log."""
     bad = (
-        "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass Deaf(Drafter):\n"
-        "    def propose(self, asks):\n        return [DraftTree.chain([5]) for _ in asks]\n    def observe(self, *what):\n        1 / 0\n"
+        "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass "
+        "Deaf(Drafter):\n"
+        "    def propose(self, asks):\n        return [DraftTree.chain([5]) for _ in asks]\n    def observe(self, "
+        "*what):\n        1 / 0\n"
     )
     tokens, number, _ = outputs(drafter=written(tmp_path, "deaf.py", bad), draft_control="fixed")
     assert tokens == outputs()[0] and number and 8 <= caplog.text.count("drafter deaf failed") < 16
@@ -301,7 +305,7 @@ CONFLICT = """
 
 
 def test_every_technique_is_heard_before_the_model_is_there(tmp_path):
-    """A policy hears of the drafters, one by one, and they of it."""
+    """A policy gets the drafters in ``conflicts`` one by one, and they get the policy."""
     drafter, policy = written(tmp_path, "pairs.py", DRAFTER), written(tmp_path, "lifo.py", POLICY + CONFLICT)
     with pytest.raises(
         ConfigError, match="not supported:\n.*cannot run with pairs. Leave it out.\n.*cannot run with ngram"
@@ -319,7 +323,7 @@ def test_what_does_not_say_whether_it_changes_the_cache_turns_prefixes_off(tmp_p
 
 
 def test_a_codec_in_a_file(tmp_path):
-    """The plain codec by another name: the same tokens, by way of the reference attention."""
+    """The plain codec under another name gives the same tokens through the reference attention."""
     file = written(
         tmp_path,
         "copy.py",
@@ -331,8 +335,11 @@ def test_a_codec_in_a_file(tmp_path):
 
 
 def test_a_codec_that_takes_a_kernels_name_must_store_its_planes(tmp_path):
-    """With other planes the kernels of that name would read noise."""
-    head = '"""Integers."""\nfrom kvasir.kv.quantized import IntegerCodec\n\n\nclass Mine(IntegerCodec):\n    kernel = "int8"\n    bits = '
+    """A codec with other planes must not use the kernels of that name, which would read noise."""
+    head = (
+        '"""Integers."""\nfrom kvasir.kv.quantized import IntegerCodec\n\n\n'
+        'class Mine(IntegerCodec):\n    kernel = "int8"\n    bits = '
+    )
     same = written(tmp_path, "same.py", head + "8\n")
     assert outputs(kv_codec=same)[0] == outputs(kv_codec="int8")[0]
     with pytest.raises(
@@ -343,7 +350,8 @@ def test_a_codec_that_takes_a_kernels_name_must_store_its_planes(tmp_path):
 
 
 def test_the_page_holds_what_it_shows(tmp_path):
-    """Its example is a drafter, and its check of exactness passes, in a process of its own, as a reader would run it."""
+    """The page's example is a drafter, and its check of exactness passes in a process of its own, as readers would run
+    it."""
     written(tmp_path, "bigram.py", DRAFTER)
     done = subprocess.run(
         [sys.executable, written(tmp_path, "check.py", EXACTNESS)],

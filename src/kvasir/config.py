@@ -319,8 +319,8 @@ def _checked(name: str, value: Any, f: dataclasses.Field) -> Any:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read flat options from a TOML file, whose names may stand at the top or under their section. Raises
-    ConfigError."""
+    """Read flat options from a TOML file, whose names may stand at the top or under their section.
+    Raises ConfigError."""
     try:
         table = tomllib.loads(Path(path).read_text())
     except OSError as e:

@@ -216,8 +216,8 @@ def load(package: str, spec: str, base: type[T]) -> T:
 
 
 def _parse(where: str, text: str, kind: Any) -> Any:
-    """Parse an option's text as ``kind``: bool, int, float, str or a Literal. Raises ConfigError that names
-    ``where``."""
+    """Parse an option's text as ``kind``: bool, int, float, str or a Literal.
+    Raises ConfigError that names ``where``."""
     if get_origin(kind) is Literal:
         words = {str(value): value for value in get_args(kind)}
         if text not in words:

@@ -12,7 +12,7 @@ from tests.api.running import Running, running
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """What a test changes in the engine it puts back."""
+    """Restore the engine after each test."""
     with running() as it:
         yield it
         it.idle()

@@ -1,7 +1,8 @@
-"""An EngineClient without an engine: it says what the prompt tells it to. Deterministic, no torch.
+"""An EngineClient without an engine, whose answers follow from the prompt. Deterministic, no torch.
 
-``say: TEXT`` at the end of a prompt (a user's message, or a plain prompt) makes TEXT the answer; anything else gets a few
-words that depend on the prompt, the seed and the branch. Tests turn the knobs to hold, refuse, fail or slow it down.
+``say: TEXT`` at the end of a prompt (a user's message, or a plain prompt) makes TEXT the answer; any other prompt gets
+a few words that depend on the prompt, the seed and the branch. Tests set attributes to hold, refuse, fail or slow down
+requests.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def tokenizer() -> Tokenizer:
 
 
 class FakeClient:
-    """``gate``: requests are accepted only while it is set. ``refusal`` is raised instead of accepting, ``failure`` after
-    ``fail_after`` tokens. ``delay``: seconds before each event of ``group`` tokens. ``backwards``: the last branch speaks first.
-    ``open`` holds what runs."""
+    """The fake client. ``gate``: requests are accepted only while it is set. ``refusal``: raised instead of accepting.
+    ``failure``: raised after ``fail_after`` tokens. ``delay``: seconds before each event of ``group`` tokens.
+    ``backwards``: the last branch comes first. ``open``: the running requests."""
 
     info: ModelInfo
 
@@ -160,7 +161,7 @@ class FakeClient:
             startup={"weights": 0.5},
         )
 
-    # -------------------------------------------------------------------------------------------------------- generating
+    # ------------------------------------------------------------------------------------------------------- generating
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         if self.refusal is not None:
@@ -224,7 +225,7 @@ class FakeClient:
         )
 
     async def _wait(self) -> None:
-        """Pause as told, but notice a shutdown at once."""
+        """Pause for ``delay`` seconds, or until a shutdown."""
         assert self.stopping is not None
         try:
             await asyncio.wait_for(self.stopping.wait(), self.delay) if self.delay else await asyncio.sleep(0)
@@ -234,7 +235,7 @@ class FakeClient:
             raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5.0)
 
     def _cached(self, request: Request) -> int:
-        """The prefix cache, whole prompts only: salted by tenant like the real one."""
+        """Number of cached tokens: whole prompts only, separated by tenant as in the real cache."""
         key = (request.tenant, tuple(request.prompt_ids))
         hit = key in self._cache
         self._cache.add(key)

@@ -1,5 +1,5 @@
-"""The bad-input catalogue: every request here must get the expected 4xx in OpenAI's error shape, a healthy request must work
-right after it, and nothing may stay open. Numbers in the ids are those of the catalogue's items."""
+"""The bad-input catalogue. Every request must get the expected 4xx in OpenAI's form, a healthy request must work right
+after it, and nothing may stay open. Numbers in the ids are those of the catalogue's items."""
 
 from __future__ import annotations
 
@@ -524,7 +524,7 @@ def test_68_websocket_upgrades(http, server, path):
 
 
 def test_each_prompt_of_a_batch_has_its_own_default_of_tokens(http, server):
-    """16, or what fits behind it: a long prompt does not cut the answers to those it came with."""
+    """The default is 16, or what fits after the prompt: a long prompt does not shorten the answers to others."""
     r = http.post(TEXT, json={"prompt": [[300] * 1020, [301], [302] * 1000], "ignore_eos": True}).json()
     assert r["usage"]["completion_tokens"] == 4 + 16 + 16
     assert sorted(request.max_tokens for request in server.engine.seen[-3:]) == [4, 16, 16]

@@ -1,4 +1,4 @@
-"""Text as it comes: deltas add up to the text of the whole, for every kind of tokenizer and every grouping of tokens."""
+"""Streaming text: the deltas add up to the whole text, for every kind of tokenizer and every grouping of tokens."""
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +57,7 @@ def test_decode_equals_the_library(kind, data):
 @given(st.text(max_size=12), st.sets(st.integers(1, 40)))
 @settings(max_examples=60, deadline=None)
 def test_byte_fallback_equals_the_library_on_text(kind, words, cuts):
-    """On bytes that are no text the library writes U+FFFD for a whole run of bytes; a stream cannot, and does not."""
+    """For bytes that are not UTF-8 the library writes one U+FFFD for a whole run; a stream cannot do that."""
     tokenizer = make(kind)
     ids = tokenizer.encode(words, add_special=False)
     assert text(run(kind, ids, cuts)) == tokenizer._backend.decode(ids)
@@ -67,7 +67,8 @@ def test_byte_fallback_equals_the_library_on_text(kind, words, cuts):
 @given(st.data())
 @settings(max_examples=50, deadline=None)
 def test_text_continues_its_prompt(kind, data):
-    """With a prompt, the deltas are what the whole text has more than the prompt's, the space and the half character included."""
+    """After a prompt, the deltas are what the whole text has in addition to the prompt's, including a space or half a
+    character at the border."""
     tokenizer = make(kind)
     if kind == "wordpiece":
         prompt = tokenizer.encode(data.draw(st.sampled_from(["hello there", "the quick", "a"])), add_special=False)
@@ -96,7 +97,7 @@ def test_leading_space():
 
 
 def test_windows_stay_short(monkeypatch):
-    """Constant work a token, also when tokens add no text or never complete a character."""
+    """The work per token is constant, even when tokens add no text or never complete a character."""
     tokenizer, seen = make("wordpiece"), []
 
     class Library:
@@ -111,11 +112,11 @@ def test_windows_stay_short(monkeypatch):
     assert max(seen) < 50
 
 
-# ----------------------------------------------------------------------------------------------------------- stop strings
+# --------------------------------------------------------------------------------------------------------- stop strings
 
 
 def plain_stop(tokenizer, ids, stops, include, min_tokens=0):
-    """The rule, written plainly: after each token, does the text so far hold a stop string?"""
+    """The reference: after each token, look for a stop string in the whole text so far."""
     stream, so_far, since = tokenizer.stream(skip=tokenizer.special_ids), "", 0
     for i, token in enumerate([*ids, None]):
         so_far += stream.flush() if token is None else stream.push(token)
@@ -191,7 +192,7 @@ def test_stop_within_one_push_counts_tokens():
 
 
 def test_the_token_that_ends_is_not_shown():
-    """Whichever it is: the engine's word counts, not what the tokenizer calls an end."""
+    """The engine decides which token ends a branch, whatever the tokenizer calls an end."""
     tokenizer = make("byte_level")
     ids = [i for c in "ab" for i in tokenizer.encode(c, add_special=False)]
     for cuts in ((), (1,)):

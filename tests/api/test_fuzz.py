@@ -1,4 +1,4 @@
-"""Fuzzing: schema-aware requests from the OpenAPI document, random bytes at the body reader. Never a 5xx, never a leak."""
+"""Fuzzing: requests from the OpenAPI schema, and random bytes for the body reader. No 5xx, no leak."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_depth_is_counted_exactly_and_strings_do_not_count(value, extra):
 
 
 def balanced(body: bytes) -> bool:
-    """The plain form of ``check_shape``: a regular expression drops the strings, and each pass the innermost pairs."""
+    """The reference for ``check_shape``: a regular expression drops the strings, and each pass the innermost pairs."""
     brackets = re.sub(rb'"[^"\\]*(?:\\.?[^"\\]*)*"?', b"", body, flags=re.DOTALL)
     brackets = re.sub(rb"[^\[\]]", b"", brackets.translate(bytes.maketrans(b"{}", b"[]")))
     for _ in range(MAX_DEPTH):
@@ -275,7 +275,7 @@ def test_bad_bytes_by_the_thousand_reach_no_5xx(server, http):
 
 @pytest.mark.parametrize("number", [b"1e300", b"1.5E+300", b"9e00300", b"2.2250738585072011e-308"])
 def test_numbers_that_take_long_are_bounded(number):
-    """Of 350,000 the decoder made three seconds, in which nobody else got on."""
+    """Decoding 350,000 of them took three seconds, in which no other request ran."""
     body = b'{"a":[' + b",".join([number] * 350_000) + b"]}"
     with pytest.raises(RequestError) as refused:
         decode_json(body)

@@ -1,4 +1,4 @@
-"""The Python API, on the model in the package: shapes of results, prompts, sampling, chat, streams, refusals."""
+"""The Python API on the model in the package: results, prompts, sampling, chat, streams, refusals."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_stop_ids_and_the_end_of_an_answer(llm):
 
 
 def test_the_tokenizers_end_ends_an_answer(tmp_path):
-    """A model trained to chat whose config.json still has its base's end: nobody else says that <|im_end|> is one."""
+    """A chat model whose config.json still has the base model's end token: only the tokenizer knows <|im_end|>."""
     folder = shutil.copytree(embedded().parent / "nano", tmp_path / "chat")
     (folder / "generation_config.json").unlink()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -169,7 +169,7 @@ def test_logprobs(llm):
 
 
 def test_a_text_is_scored_as_it_was_drawn(llm):
-    """One record for a given continuation: what decoding it had said, token by token."""
+    """Scoring a given continuation gives the records of decoding it, token by token."""
     out = llm.generate(PROMPT, greedy(confidence=20))[0]
     branch = out.outputs[0]
     assert out.score is None and len(branch.confidences) == 24 and branch.confidences[0] > 0
@@ -261,7 +261,7 @@ def test_leaving_a_stream_cancels_it(llm):
 
 @pytest.mark.parametrize("how", ["finalised", "by another thread"])
 def test_a_stream_left_in_the_middle_of_a_step_is_cancelled_after_it(llm, monkeypatch, how):
-    """The garbage collector may drop it there; half a step must not lose its rows, and nobody may wait for its end."""
+    """The garbage collector may drop a stream in the middle of a step; no rows may be lost, and nobody may wait."""
     launch, live = llm.engine.runner.launch, []
     streams = [llm.stream(PROMPT, greedy(max_tokens=400, ignore_eos=True))]
     next(streams[0])
@@ -286,7 +286,7 @@ def test_a_stream_left_in_the_middle_of_a_step_is_cancelled_after_it(llm, monkey
 
 @pytest.fixture
 def heeds_ctrl_c():
-    """As at a terminal: a shell starts what runs in its background with SIGINT ignored."""
+    """A shell starts background commands with SIGINT ignored; restore the usual handler, as at a terminal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -295,7 +295,7 @@ def heeds_ctrl_c():
 @pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(llm, monkeypatch, call):
-    """Half a step cannot be taken back; `kvasir chat` goes on after Ctrl-C, and so may a notebook."""
+    """A step cannot be undone halfway, and `kvasir chat` or a notebook continues after Ctrl-C."""
     alone = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
     launch, left = llm.engine.runner.launch, iter(range(3))
 
@@ -313,7 +313,7 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(llm, monkeypatch, call
 
 
 def test_streams_and_batches_side_by_side_keep_their_own_text(llm):
-    """One engine serves them all: whoever steps it hands the others what is theirs."""
+    """One engine serves all streams: the caller that steps it delivers the others' tokens."""
     prompts = [PROMPT, "The fox said"]
     alone = ["".join(llm.stream(p, GREEDY)) for p in prompts]
     streams = [llm.stream(p, GREEDY) for p in prompts]
@@ -324,7 +324,7 @@ def test_streams_and_batches_side_by_side_keep_their_own_text(llm):
 
 
 def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
-    """Ctrl-C in a notebook: the next call must neither fail over what was left, nor compute it."""
+    """After Ctrl-C in a notebook the next call must neither fail because of the old requests nor compute them."""
     alone = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
     step, left = llm.engine.step, iter(range(5))
 
@@ -398,7 +398,7 @@ def test_more_prompts_than_the_queue_holds():
 
 
 def test_two_engines_in_one_process(llm):
-    """They share nothing: interleaved steps give each its own tokens."""
+    """Two engines share no state: interleaved steps give each its own tokens."""
     with LLM(**OPTIONS) as other:
         alone = "".join(llm.stream(PROMPT, GREEDY)), "".join(llm.stream("The fox said", GREEDY))
         streams = llm.stream(PROMPT, GREEDY), other.stream("The fox said", GREEDY)

@@ -1,4 +1,4 @@
-"""The official client against a real port: what the server documents, it does the way OpenAI's own library reads it."""
+"""OpenAI's own client against a real port: the server behaves as its documentation says."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def say(text: str, **more) -> dict:
 
 
 def joined(stream) -> dict:
-    """A chat stream put together again, by choice."""
+    """The message of each choice, assembled from a chat stream."""
     choices: dict[int, dict] = {}
     for chunk in stream:
         for c in chunk.choices:
@@ -351,7 +351,7 @@ def test_echo_and_prompt_logprobs_have_the_alternatives_that_each_was_asked_for(
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 def test_echoed_logprobs_are_whole_where_another_branch_is_ahead(client, server, max_tokens):
-    """They come with branch 0. On a busy engine others may draw their first token before it."""
+    """The prompt's log-probabilities come with branch 0, although on a busy engine other branches may be first."""
     asked = dict(model="fake", prompt=["say: hello", "x"], n=3, echo=True, logprobs=2, max_tokens=max_tokens)
     usual = client.completions.create(**asked)
     server.engine.backwards = True
@@ -481,7 +481,7 @@ def test_responses_logprobs_cover_the_text_and_nothing_else(client):
     "more", [{}, {"extra_body": {"stop": ["wör", "zz"]}}, {"max_output_tokens": 9}], ids=["", "stop string", "cut"]
 )
 def test_responses_logprobs_do_not_depend_on_how_many_tokens_come_at_once(client, server, more):
-    """A reply that nobody reads along comes in pieces: of thinking, text, calls and the end together."""
+    """A collected reply comes in pieces of thinking, text, calls and the end together."""
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
     asked = dict(
         model="fake",

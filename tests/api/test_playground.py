@@ -63,7 +63,7 @@ SCRIPTS = {
 
 
 class Api(BaseHTTPRequestHandler):
-    """Answers by the last user message: the name of a script above. ``server.key``: the API key, if any."""
+    """A server that answers by the last user message, which names a script above. ``key``: the API key, if any."""
 
     protocol_version = "HTTP/1.1"
 
@@ -93,7 +93,10 @@ class Api(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path.split("?")[0] == "/":
-            policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+            policy = (
+                "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+                "connect-src 'self'"
+            )
             self.reply(200, PAGE, "text/html; charset=utf-8", Content_Security_Policy=policy)
         elif self.allowed() and self.path == "/v1/models":
             self.reply(200, json.dumps({"object": "list", "data": [{"id": "one"}, {"id": "two"}]}))
@@ -273,12 +276,13 @@ def text_of(browser, selector):
     return browser.js(f"[...document.querySelectorAll({json.dumps(selector)})].map(n => n.textContent)")
 
 
-# --------------------------------------------------------------------------------------------------------- without a browser
+# ---------------------------------------------------------------------------------------------------- without a browser
 
 
 def test_the_page_needs_nothing_from_elsewhere():
     assert not re.search(
-        r"(?:src|href|action)\s*=\s*[\"']?(?!data:)(?:https?:)?//|@import|\burl\(\s*[\"']?(?!data:)|\bimport\b\s*[({\"']",
+        r"(?:src|href|action)\s*=\s*[\"']?(?!data:)(?:https?:)?//|@import|\burl\(\s*[\"']?(?!data:)"
+        r"|\bimport\b\s*[({\"']",
         PAGE,
     )
 
@@ -297,7 +301,7 @@ def test_every_control_has_a_name():
         assert inside_label or f'for="{re.search("id=.([a-z_]+)", tag)[1]}"' in PAGE, tag
 
 
-# ------------------------------------------------------------------------------------------------------------ with a browser
+# ------------------------------------------------------------------------------------------------------- with a browser
 
 
 @needs_chromium
@@ -337,7 +341,8 @@ def test_controls_and_history_are_sent(page, server):
         browser.js(f"document.getElementById('{name}').value = {json.dumps(value)}")
     browser.js("document.getElementById('prompt').value = 'think'")
     browser.js(
-        "document.getElementById('prompt').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true}))"
+        "document.getElementById('prompt').dispatchEvent(new KeyboardEvent('keydown', "
+        "{key: 'Enter', bubbles: true, cancelable: true}))"
     )
     browser.until("document.body.dataset.state === 'stop'")
     assert text_of(browser, ".thought .body") == ["Let me see."]
@@ -392,7 +397,8 @@ def test_tool_calls_and_their_results(page, server):
 def test_stop_aborts(page, server):
     browser = page("?demo=slow")
     browser.until(
-        "document.querySelector('article.assistant .body')?.textContent.length > 10 && document.getElementById('speed').textContent"
+        "document.querySelector('article.assistant .body')?.textContent.length > 10 && "
+        "document.getElementById('speed').textContent"
     )
     assert "tokens/s" in browser.js("document.getElementById('speed').textContent")
     browser.js("document.getElementById('stop-button').click()")
@@ -471,7 +477,7 @@ def test_engine_picture(page):
     "width, height, dark", [(1280, 800, False), (1280, 800, True), (390, 844, False), (390, 844, True)]
 )
 def test_looks(page, tmp_path, width, height, dark):
-    """Nothing sticks out sideways, text is readable against its ground; the picture is kept for whoever wants to look."""
+    """Nothing overflows sideways, and text contrasts with its background; the screenshot is kept for inspection."""
     browser = page("?demo=tool", width=width, height=height, dark=dark, mobile=width < 500)
     browser.until(
         "document.body.dataset.state === 'tool_calls' && document.getElementById('running').textContent === '2'"
@@ -487,7 +493,8 @@ def test_looks(page, tmp_path, width, height, dark):
 
 
 CONTRAST = """(() => {
-  const light = c => c.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+  const light = c => c.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
+    .map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
   const node = document.querySelector('SELECTOR');
   let ground = node;

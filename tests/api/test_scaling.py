@@ -1,4 +1,5 @@
-"""Test-time scaling over HTTP: answers, costs, progress, cancellation, and bad input that gets a 4xx and costs nothing."""
+"""Test-time scaling over HTTP: answers, costs, progress, cancellation, and bad input that gets a 4xx and costs
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background runs that outlive their server: whatever it left on disk, the next one ends the run as if nothing had happened."""
+"""Background runs that outlive their server: the next server ends them as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ended(http, name):
 
 
 def same(run):
-    """What must not depend on how often the server died: a new one's prefix cache is cold."""
+    """The part of a result that must not depend on restarts; the prefix cache of a new server is cold."""
     results = [
         r | {"cost": {k: v for k, v in r["cost"].items() if k not in ("cached", "uncached")}} for r in run["results"]
     ]
@@ -42,7 +42,7 @@ def same(run):
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """A run's files as they are when it has ended all but its last lines, and its result."""
+    """The files of a run just before its end, and its result."""
     folder = tmp_path_factory.mktemp("runs")
     with running(scaling_runs=str(folder / "kept")) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         server.engine.delay = 0.01
@@ -61,7 +61,7 @@ def left(tmp_path_factory):
 
 @pytest.mark.parametrize("known", [None, 0, 1, 5, CALLS - 1])
 def test_a_killed_server_costs_no_call_twice(left, known, tmp_path):
-    """``known`` calls had ended when the server was killed; None: not even the journal was begun."""
+    """The server is killed after ``known`` calls (None: before the journal was begun)."""
     name, asked, lines, run = left
     (tmp_path / f"{name}.run.json").write_bytes(asked)
     if known is not None:
@@ -112,7 +112,7 @@ def test_what_was_cancelled_stays_so_and_belongs_to_its_key(tmp_path):
 
 
 def test_what_cannot_go_on_fails_or_is_left_alone(left, tmp_path):
-    """Another question under the same journal, a model that is not there, and a file that is no run."""
+    """Records that cannot continue: a journal of another question, an unknown model, and a broken file."""
     name, asked, lines, _ = left
     for other, change in (
         ("changed", ("question", "quest")),

@@ -74,7 +74,7 @@ def test_metrics_are_there_when_a_start_is_broken_off():
 
 
 def test_the_probes_of_vllm_work():
-    """``/health``: nothing but the status, and no key, for a balancer that knows neither; ``/version``."""
+    """/health gives only the status and needs no key, as load balancers expect; /version gives the version."""
     engine = FakeClient()
     with running(engine, api_key=("k",)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         r = http.get("/health")
@@ -94,7 +94,10 @@ def test_a_failed_start_says_why():
 
 
 def test_the_http_process_does_not_import_torch():
-    code = "import sys, kvasir.api.server, kvasir.api.routes_chat; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, kvasir.api.server, kvasir.api.routes_chat; sys.exit('torch' in sys.modules or 'transformers' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -223,7 +226,7 @@ def test_serve_says_why_it_cannot(server):
     assert "is the port taken?" in taken.communicate(timeout=120)[1] and taken.returncode == 1
 
 
-# ------------------------------------------------------------------------------------------------------ limits, refusals
+# ----------------------------------------------------------------------------------------------------- limits, refusals
 
 
 def test_refusals_of_the_engine_stay_statuses(http, server):
@@ -368,7 +371,7 @@ def test_a_priority_that_nobody_looks_at_is_refused():
 
 
 def test_what_the_queue_can_never_hold_is_not_told_to_come_back():
-    """429 is for what may fit later. A body that is larger than the whole queue is the client's to split."""
+    """429 means "try again later", so a body that is larger than the whole queue gets 400."""
     with running(FakeClient(max_queued_requests=8, max_queued_tokens=100)) as server:
 
         def ask(path: str, **body) -> httpx.Response:
@@ -410,7 +413,7 @@ def test_requests_are_logged_only_when_asked_and_without_the_query(http, caplog)
 
 
 def test_live_requests_are_many():
-    """Forty at once, answers of different length, each its own."""
+    """Forty requests at once with answers of different length get their own answers."""
     engine = FakeClient()
     engine.delay = 0.001
     with running(engine) as server:

@@ -1,5 +1,5 @@
-"""A client that goes away, in whatever phase: what it asked for is cancelled and everything is given back. And those that are slow, read
-nothing, or are too many."""
+"""Clients that leave in any phase, are slow, do not read, or are too many: their requests are cancelled and nothing
+stays open."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ BODIES = {
 
 
 def send(server: Running, path: str, body: dict | bytes, cut: int | None = None) -> socket.socket:
-    """A raw request, so that leaving is ours to time. ``cut``: send only that many bytes of the body."""
+    """Send a raw request, so that the test decides when the client leaves. ``cut``: send only so many bytes of the
+    body."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    head += f"content-length: {len(data)}\r\n\r\n".encode()
     connection = socket.socket()
     connection.settimeout(60)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
@@ -50,7 +52,8 @@ def fine(server: Running) -> None:
 
 
 def be_patient(server: Running, monkeypatch) -> None:
-    """Give connections their usual time again: a busy machine may need longer than the limits that a test has shortened."""
+    """Give connections their usual time again: a busy machine may need longer than the limits that a test has
+    shortened."""
     monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 10.0)
     server.service.settings = dataclasses.replace(server.service.settings, request_timeout=600.0)
 
@@ -134,7 +137,8 @@ def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
             assert slow.recv(100) == b"", "closed without a word"
         with socket.create_connection(address, timeout=60) as slow:
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+                b"100\r\n\r\n{"
             )
             assert b" 408 " in slow.recv(4000)
         with httpx.Client(base_url=server.url, timeout=120) as http:  # a slow answer is not a slow head
@@ -149,8 +153,8 @@ def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
 
 
 def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
-    """The stream stalls when the socket's buffers are full; after ``request_timeout`` the server cancels the request and
-    closes the connection."""
+    """The stream stalls when the socket's buffers are full; after ``request_timeout`` the server cancels the request
+    and closes the connection."""
     monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 0.1)
     engine = FakeClient(max_model_len=1 << 20, kv_capacity_tokens=1 << 21)
     with running(engine, request_timeout=0.3) as server:
@@ -197,8 +201,8 @@ def test_a_whole_reply_that_nobody_reads_is_given_up(monkeypatch):
 
 
 def test_more_connections_than_files():
-    """The limit of open files is raised to what is allowed: 128 files are 96 connections. One more is refused and not left
-    waiting, and neither it nor garbage fills the log."""
+    """The limit of open files is raised to what is allowed: 128 files are 96 connections. One more is refused and not
+    left waiting, and neither it nor garbage fills the log."""
     process = serving(0, "well", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128)))
     url = listening_at(process)
     connections = [socket.create_connection(("127.0.0.1", int(url.rsplit(":")[-1])), timeout=60) for _ in range(97)]
@@ -218,7 +222,8 @@ def test_more_connections_than_files():
 def test_pipelined_requests_are_answered_in_order(slow):
     one = send(slow, "/v1/completions", {"prompt": "say: one"})
     data = json.dumps({"prompt": "say: two"}).encode()
-    head = f"host: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    head = b"host: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(data)}\r\n\r\n".encode()
     one.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head + data)
     got = b""
     while piece := one.recv(65536):

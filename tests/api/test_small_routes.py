@@ -67,7 +67,7 @@ def test_metrics():
 
 
 def test_metrics_of_choices_and_of_the_phases():
-    """Two prompts, two choices each, one choice's output cut by a stop string that only the front end sees."""
+    """Two prompts with two choices each, ended by a stop string that only the front end sees."""
     with running() as server, httpx.Client(base_url=server.url, timeout=120) as http:
         server.engine.delay = 0.01
         answer = http.post(

@@ -1,4 +1,4 @@
-"""Tool calls: the same message for any cut of the stream, malformed calls as text, and grammars that force right calls."""
+"""Tool calls: messages do not depend on cuts of the stream, malformed calls are text, grammars force right calls."""
 
 import json
 
@@ -39,7 +39,7 @@ def tool(name="add", **parameters):
 
 
 def message(parser, pieces):
-    """(content, calls) of a whole answer that comes in pieces; checks that deltas are well formed on the way."""
+    """Content and calls of an answer that comes in pieces; also checks that the deltas are well formed."""
     content, calls = "", []
     for i, piece in enumerate(pieces):
         for delta in parser.push(piece, i == len(pieces) - 1):
@@ -69,7 +69,8 @@ def whole(kind, text, names=NAMES):
         (" Hello. \n", (" Hello. \n", [])),
         ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', ("", [("add", '{"a": 1}')])),
         (
-            'Wait.\n\n<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>\n<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>\n',
+            'Wait.\n\n<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>\n'
+            '<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>\n',
             ("Wait.", [("add", '{"a":1}'), ("x", "{}")]),
         ),
         (
@@ -118,7 +119,7 @@ def test_hermes_malformed_is_content(text):
 
 
 def test_hermes_broken_inside_the_arguments():
-    """What was announced stays announced; the rest is content."""
+    """An announced call stays a call; the rest is content."""
     assert whole("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1]}}</tool_call>') == (
         "]}}</tool_call>",
         [("add", '{"a": 1')],
@@ -291,7 +292,7 @@ def test_deep_nesting_is_content_not_an_error():
     assert len(calls) == 1 and len(content) + len(calls[0][1]) == len('{"a": ' * 5000)
 
 
-# ----------------------------------------------------------------------------------------------------- choosing, checking
+# --------------------------------------------------------------------------------------------------- choosing, checking
 
 
 def test_choose():
@@ -317,7 +318,7 @@ def test_choose():
 
 
 def test_an_answer_does_not_look_for_its_parsers(monkeypatch):
-    """That reads what every installed package offers, while all other requests wait."""
+    """Looking for parsers reads the metadata of all installed packages, while all other requests wait."""
     text = Text(lambda: make("byte_level"))
     text.load()
     monkeypatch.setattr(technique, "names", None)
@@ -434,7 +435,7 @@ def test_required(kind, compiler):
 
 
 def test_schemas_in_a_grammar(compiler):
-    """Slashes, tildes, braces and large numbers of a schema are not Lark; what the schema limits refuse is refused here."""
+    """Text in a schema that looks like Lark is escaped, and schemas beyond the limits are refused."""
     odd = tool(
         type="object",
         properties={

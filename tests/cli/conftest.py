@@ -1,4 +1,4 @@
-"""Commands run as a user would, but in this process: starting a new one for each would load torch each time."""
+"""Commands run as users run them, but in this process, because a new process for each would load torch each time."""
 
 import io
 import sys
@@ -19,7 +19,8 @@ class Done:
 
 @pytest.fixture
 def kvasir(monkeypatch, capsys):
-    """``kvasir("show", "--json", stdin="...")`` -> exit code, stdout and stderr. Any other exception than an exit is a bug."""
+    """A function like ``kvasir("show", "--json", stdin="...")`` that returns exit code, stdout and stderr. An exception
+    other than an exit is a bug."""
 
     def run(*args: object, stdin: str | bytes = "") -> Done:
         data = stdin.encode() if isinstance(stdin, str) else stdin

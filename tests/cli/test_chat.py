@@ -33,7 +33,7 @@ def test_no_tokenizer(kvasir):
 
 @pytest.fixture
 def server():
-    """A server whose chat answers are lists of stream lines, one list a request; ``seen`` holds the bodies and keys."""
+    """A server that answers chats with given lines, one list per request; ``seen`` holds the bodies and keys."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -130,4 +130,4 @@ def test_no_server(kvasir, url):
 def test_another_kind_of_server(kvasir, server):
     server.models = {"hello": 1}
     done = kvasir("chat", "--url", server.url, stdin="hi\n")
-    assert done.code == 2 and "not with the OpenAI API" in done.err
+    assert done.code == 2 and "does not answer with a list of models" in done.err

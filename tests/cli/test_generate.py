@@ -1,4 +1,4 @@
-"""``kvasir generate``: text and JSON lines in and out, and every kind of bad line beside good ones."""
+"""``kvasir generate``: text and JSON lines in and out, and every kind of bad line among good ones."""
 
 import json
 import signal
@@ -100,7 +100,7 @@ def test_json_lines_keep_their_order_and_bad_ones_stop_nothing(kvasir, tmp_path)
 
 @pytest.mark.parametrize("to_file", [True, False])
 def test_what_is_done_survives_an_interrupt(kvasir, tmp_path, monkeypatch, to_file):
-    """Lines come while others run; one that waits for another before it comes when the engine stops."""
+    """Lines are written while others run; one that waits for an earlier line is written when the engine stops."""
     from kvasir.cli.generate import Answers
     from kvasir.engine.engine import Engine
 
@@ -126,7 +126,7 @@ def test_what_is_done_survives_an_interrupt(kvasir, tmp_path, monkeypatch, to_fi
     done = kvasir(
         "generate", "-i", "-", "--jsonl", *where, "--temperature", "0", stdin="\n".join(map(json.dumps, asked))
     )
-    assert done.code == 130 and f"3 of 5 lines are in {output if to_file else 'the output'}" in done.err
+    assert done.code == 130 and f"3 of 5 lines were written to {output if to_file else 'stdout'}" in done.err
     assert len(seen) == 1 and (not to_file or [r["index"] for r in rows(seen[0])] == [0])
     assert [r["index"] for r in rows(output.read_text() if to_file else done.out)] == [0, 2, 3]
 

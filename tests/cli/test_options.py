@@ -1,4 +1,4 @@
-"""The command line itself: every setting is an option, and what is wrong is answered with the fix. Needs no torch."""
+"""The command line: every setting is an option, and mistakes are answered with the fix. Needs no torch."""
 
 import dataclasses
 import subprocess
@@ -82,7 +82,8 @@ def test_it_is_a_module_too():
 
 def test_help_needs_no_torch():
     code = (
-        "import sys; sys.argv = ['kvasir', 'serve', '--help']\nfrom kvasir.cli.main import main\ntry: main()\nexcept SystemExit: pass\n"
+        "import sys; sys.argv = ['kvasir', 'serve', '--help']\nfrom kvasir.cli.main import main\ntry: main()\nexcept "
+        "SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
@@ -166,7 +167,8 @@ def test_mistakes_are_answered_with_the_fix(kvasir, args, message):
 
 
 def test_benchmarks_know_what_is_given_and_which_model(tmp_path):
-    """Also what is our default: a peer that is told nothing has its own. The file's model is no flag of a server."""
+    """Settings given at our defaults count, too, because a peer's defaults may differ. A model from the file is not a
+    flag."""
     (file := tmp_path / "s.toml").write_text('model = "nano"\nmax_model_len = 128\n[scheduler]\nmax_num_seqs = 256\n')
     assert _given("", {"config": str(file), "dtype": "auto", "kv_codec": None}) == (
         "nano",

@@ -1,4 +1,4 @@
-"""What a user gets from `pip install .`: the modules, and the files that are no modules, without which nothing starts."""
+"""The wheel that `pip install .` makes: modules, and the other files without which nothing starts."""
 
 import ast
 import fnmatch
@@ -30,7 +30,7 @@ NEEDED = [
 
 
 def data_files():
-    """Files of the package that are no modules and no leftovers."""
+    """Files of the package that are neither modules nor leftovers."""
     return [
         str(f.relative_to(PACKAGE))
         for f in PACKAGE.rglob("*")
@@ -50,7 +50,7 @@ def test_every_data_file_goes_into_the_package():
 
 
 def test_every_folder_with_modules_is_a_package():
-    """setuptools finds packages by their __init__.py: a folder without one would stay behind, silently."""
+    """setuptools finds packages by their __init__.py and silently leaves out folders without one."""
     missing = {f.parent for f in PACKAGE.rglob("*.py") if not (f.parent / "__init__.py").exists()}
     assert not missing
 
@@ -100,7 +100,7 @@ def test_make_targets_are_the_documented_ones():
 
 @pytest.mark.slow
 def test_an_installed_wheel_works_on_its_own(tmp_path):
-    """Build the wheel from a copy, unpack it elsewhere, and complete a prompt with nothing of the source tree in reach."""
+    """Build the wheel from a copy, unpack it elsewhere, and complete a prompt without the source tree."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     copy = tmp_path / "copy"
     listing = [
@@ -145,7 +145,8 @@ def test_an_installed_wheel_works_on_its_own(tmp_path):
     assert not any(n.startswith("tests") for n in inside)
     subprocess.run([*pip, "install", "-q", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
     code = (
-        "import sys, kvasir, kvasir.cli.main as m; assert kvasir.__file__.startswith(sys.argv[1]), kvasir.__file__; sys.argv[:] = "
+        "import sys, kvasir, kvasir.cli.main as m; assert kvasir.__file__.startswith(sys.argv[1]), kvasir.__file__; "
+        "sys.argv[:] = "
         "['kvasir', 'generate', '-p', 'Once upon a time', '--max-tokens', '8']; m.main()"
     )
     done = subprocess.run(

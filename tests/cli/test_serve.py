@@ -1,4 +1,4 @@
-"""``kvasir serve`` as a process: what stops it from starting, and one server that chat and the benchmark talk to."""
+"""``kvasir serve`` as a process: errors at its start, and one server that chat and the benchmark talk to."""
 
 import json
 import re
@@ -138,7 +138,7 @@ def test_zz_sigterm_ends_it_cleanly(server):
         s.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
 
 
-# ------------------------------------------------------------------------------------------------------ it does not start
+# ---------------------------------------------------------------------------------------------------- it does not start
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``kvasir show`` and ``kvasir doctor``: their numbers, and that both can be read by programs."""
+"""``kvasir show`` and ``kvasir doctor``: their numbers, and their JSON for programs."""
 
 import json
 

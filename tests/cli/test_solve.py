@@ -205,7 +205,7 @@ def test_features_one_by_one(kvasir, tmp_path, monkeypatch):
 
 
 class Forgetful(Tabular):
-    """What is asked since it last forgot."""
+    """An endpoint that records the questions since it last forgot its cache."""
 
     def forget(self):
         self.prompts.clear()
@@ -213,7 +213,8 @@ class Forgetful(Tabular):
 
 
 def test_a_variant_is_warmed_up_on_another_problem_that_counts_nowhere():
-    """The first strategy that the variant can run meets it, then everything is forgotten; the figures are those without it."""
+    """The first strategy that a variant can run solves one problem to warm up; then caches are emptied, and the figures
+    do not include it."""
     specs = ("self_eval_prune:n=2", "majority:n=3", "rsa:N=3,K=2,T=2")
     job, strategies = Job(specs, ("table",), "countdown", count=2), {spec: load_strategy(spec) for spec in specs}
     problems, other, sampling = (

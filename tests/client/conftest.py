@@ -1,4 +1,4 @@
-"""Fixtures of the client's tests: child processes can import the fake core, and tests of the client clean up after themselves."""
+"""Fixtures of the client's tests: child processes import the fake core, and tests leave nothing behind."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def importable(monkeypatch):
 
 
 def engine_processes() -> dict[int, str]:
-    """Engine processes that this very process started, with their status. Other children, and other people's engines on
-    a busy machine, do not count."""
+    """Engine processes that this process started, with their status. Other children, and other engines on a busy
+    machine, do not count."""
     found = {}
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):

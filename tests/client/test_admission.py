@@ -1,4 +1,4 @@
-"""The one validator: what passes, what it becomes, and the bad-input list with the parameter that each message names."""
+"""The one validator: the requests that it admits, and the bad input it refuses, naming the parameter."""
 
 from __future__ import annotations
 

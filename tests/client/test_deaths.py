@@ -198,7 +198,8 @@ def test_a_request_that_crashes_while_it_is_queued_is_quarantined():
 
 
 def test_a_request_that_gets_the_process_killed_is_quarantined():
-    """Like one that makes the kernel run out of memory. A kill is weaker evidence, so it takes longer."""
+    """A kill from outside, as when the kernel runs out of memory, is weaker evidence, so quarantine takes more of
+    them."""
 
     async def body():
         async with engine("SlowCore") as it:

@@ -1,4 +1,4 @@
-"""The end: running requests finish, the rest is journalled."""
+"""The drain: running requests finish, the rest is journalled."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Pair:
 
 
 async def asynchronous(union, data: bytes, count: int = 1) -> list:
-    """What an AsyncChannel receives from these bytes and the end."""
+    """The messages that an AsyncChannel receives from these bytes, followed by the end of the stream."""
     ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     sender = threading.Thread(target=lambda: (other.sendall(data), other.close()))
     sender.start()

@@ -175,7 +175,7 @@ def test_a_file_gives_the_requests_back(tmp_path):
 
 
 def test_what_a_file_tells_of_came_before_now(tmp_path):
-    """Else those of a machine that was started again would wait behind all that come after them, for days."""
+    """The clock restarts with the machine. Without this, journalled requests would wait for days behind new ones."""
     journal.write(tmp_path / "j", [dataclasses.replace(FULL, arrival=time.monotonic() + 1e6)])
     (found,) = journal.load(tmp_path / "j")
     assert found.arrival <= time.monotonic() and dataclasses.replace(found, arrival=FULL.arrival) == FULL

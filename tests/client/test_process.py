@@ -1,4 +1,4 @@
-"""The engine process by itself: how it starts, what it ignores, and that it never outlives its client."""
+"""The engine process by itself: its start, the signals it ignores, and its end when its client ends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def start(tmp_path, monkeypatch):
 
 
 def events(channel: ipc.BlockingChannel, count: int) -> list:
-    """The next ``count`` events, and no other message than heartbeats between them."""
+    """Receive ``count`` events, with no other message than heartbeats between them."""
     found = []
     while len(found) < count:
         message = channel.receive()
@@ -113,7 +113,7 @@ def test_messages_in_one_batch_are_taken_in_order(start):
 
 
 def test_tokens_and_a_cancel_in_one_step_end_a_branch_once():
-    """As where the first m of n branches count: both events become one, and the other branches still run."""
+    """With ``finish_after``, two ends in one step become one event, and the other branches still run."""
     sent: list = []
     core, flight = SimpleNamespace(stats=EngineStats), SimpleNamespace(launch=lambda tickets: None, idle=lambda: None)
     channel, decode = (

@@ -56,7 +56,10 @@ def test_the_process_can_start_before_the_event_loop():
 
 
 def test_the_client_needs_no_torch():
-    code = "import sys, kvasir.client.engine_client; assert not {'torch', 'numpy', 'transformers', 'fastapi'} & set(sys.modules), sys.modules"
+    code = (
+        "import sys, kvasir.client.engine_client; assert not {'torch', 'numpy', 'transformers', 'fastapi'} & "
+        "set(sys.modules), sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -310,7 +313,8 @@ def test_closing_the_iterator_cancels():
 
 
 def test_first_tokens_come_ahead_of_their_step():
-    """The core tells of the newest request last; its reader gets the first token before the others get theirs, and the next ones after."""
+    """The core reports the newest request last; its reader still gets the first token before the others get their next
+    ones."""
 
     async def body():
         async with engine("SlowCore") as it:

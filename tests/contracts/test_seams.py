@@ -1,4 +1,4 @@
-"""What every technique keeps, whatever its seam: it says what it is, declares what it promises, and refuses what it does not know."""
+"""The contract of all techniques: they describe themselves, declare their properties, and refuse unknown options."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def of(package: str, name: str) -> tuple[type[Technique], type | None, str]:
 
 
 def test_every_seam_of_the_house_is_here():
-    """A folder of techniques beside these is one that nobody holds to anything."""
+    """Every folder of techniques is covered by this contract."""
     page = (ROOT / "docs" / "adding-a-technique.md").read_text()
     folders = set(re.findall(r"`([\w/]+)/<name>\.py`", page))
     assert {"kvasir." + folder.replace("/", ".") for folder in folders} == set(SEAMS)
@@ -140,7 +140,7 @@ def test_numbers_that_mean_nothing_are_refused(package, spec):
 
 @every
 def test_its_neighbours_hear_why_it_cannot_run_with_them(package, name):
-    """``conflicts`` answers in sentences, whoever else is there."""
+    """``conflicts`` answers in sentences, for any other techniques."""
     cls, config, _ = of(package, name)
     try:
         one = technique.load(package, name, SEAMS[package])

@@ -1,6 +1,6 @@
-"""Mixed load on a running server, and what it must look like afterwards: of ``test_load.py`` and of ``tools/gpu_soak.py``.
+"""Mixed load on a running server and the checks after it, for ``test_load.py`` and ``tools/gpu_soak.py``.
 
-It needs neither torch nor the server's packages, so that it may run beside a server anywhere.
+It needs neither torch nor the server's packages, so it can run where the server is installed elsewhere.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ BAD = (
 )
 HEADS = 4  # beginnings that requests of the kind "prefix" share
 LEAVE = 0.33  # share of the clients that leave in the middle
-# How much more, in the last quarter than in the second, is not a leak. Memory in MiB. Files come and go with bursts: they are counted at the end.
+# How much more, in the last quarter than in the second, is not a leak. Memory in MiB. Files come and go with bursts:
+# they are counted at the end.
 ALLOWED = {"rss_server": 24, "rss_engine": 64, "gpu": 256, "threads": 4}
 PATIENCE, IDLE_SECONDS = 20.0, 60.0  # after the end: until all clients leave, and until the server must be idle
 PROBE = {
@@ -76,7 +77,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def mixed(rng: random.Random, context: int) -> tuple[str, dict]:
-    """One of KINDS, and a request of it that fits into ``context`` (or, if it is bad, must be refused)."""
+    """Draw one of KINDS and a request of it that fits into ``context``, or, if it is a bad one, must be refused."""
     kind = rng.choice(list(KINDS))
     request = body(rng, max_tokens=rng.randrange(1, min(600, context // 4)), stream=rng.random() < 0.75)
     if kind == "long":
@@ -87,8 +88,8 @@ def mixed(rng: random.Random, context: int) -> tuple[str, dict]:
 
 
 async def ask(http: httpx.AsyncClient, request: dict, leave_after: int | None = None) -> str:
-    """One request to its end. Returns how it ended: "ok", "refused" (with Retry-After), "invalid" (its own fault), or "left"; fails on
-    anything else. ``leave_after``: events of a stream."""
+    """Run one request to its end. Returns how it ended: "ok", "refused" (with Retry-After), "invalid" (its own fault)
+    or "left"; fails on anything else. ``leave_after``: events of a stream before the client leaves."""
     n = request.get("n", 1)
     if not request.get("stream"):
         r = await http.post("/v1/completions", json=request)
@@ -139,7 +140,8 @@ def client(url: str) -> httpx.AsyncClient:
 
 @dataclass
 class Watch:
-    """What the server and its engine process hold, sampled as time goes by: a list by name, memory in MiB. ``gpu_of``: whose GPU memory."""
+    """Samples over time of the resources that the server and its engine process hold: a list by name, memory in MiB.
+    ``gpu_of``: the processes whose GPU memory counts."""
 
     pid: int
     series: dict[str, list[float]] = field(default_factory=dict)
@@ -175,8 +177,8 @@ class Watch:
 
 
 def gpu_mib(pids: list[int]) -> float | None:
-    """MiB of GPU memory that processes hold; with none, all that is in use. None where there is no GPU; 0 where its driver does not tell
-    processes apart."""
+    """MiB of GPU memory that the processes hold; without processes, all memory in use. None without a GPU; 0 if the
+    driver does not tell processes apart."""
     if not shutil.which("nvidia-smi"):
         return None
     query = ["--query-compute-apps=pid,used_memory"] if pids else ["--query-gpu=memory.used"]
@@ -192,7 +194,7 @@ def quarters(values: list[float]) -> list[float]:
 
 
 def leaks(series: dict[str, list[float]], allowed: dict[str, float] = ALLOWED) -> list[str]:
-    """What kept growing. The first quarter is for caches and heaps to fill."""
+    """The resources that kept growing. The first quarter is for caches and heaps to fill."""
     found = []
     for name in allowed.keys() & series.keys():
         _, early, _, late = quarters(series[name])
@@ -206,7 +208,8 @@ def leaks(series: dict[str, list[float]], allowed: dict[str, float] = ALLOWED) -
 
 @dataclass
 class Soaked:
-    """``counts``: requests by kind and how they ended; ``totals``: what the server's counters rose by; ``reasons``: what is wrong."""
+    """The result of a soak. ``counts``: requests by kind and end. ``totals``: increase of the server's counters.
+    ``reasons``: what went wrong."""
 
     seconds: float
     counts: dict[str, Counter]
@@ -217,21 +220,25 @@ class Soaked:
 
 
 def metrics(http: httpx.Client) -> dict[str, float]:
-    """Every sample of the server's page, by its whole name."""
+    """Every sample of /metrics, by its whole name."""
     return {name: float(value) for name, value in re.findall(r"^([^#\s].*) (\S+)$", http.get("/metrics").text, re.M)}
 
 
 def busy(now: dict[str, float]) -> str:
-    """What runs, waits or holds a page; empty when nothing does."""
+    """The samples that show something running, waiting or holding a page; empty when the server is idle."""
     left = {k: now[f"kvasir:num_requests_{k}"] for k in ("running", "waiting", "blocked")}
     left["pages"] = now["kvasir:pages_total"] - now["kvasir:pages_free"]
     return ", ".join(f"{value:.0f} {name}" for name, value in left.items() if value)
 
 
 def soak(url: str, pid: int, *, seconds: float, clients: int, tie: float = 0.0) -> Soaked:
-    """``seconds`` of mixed load by ``clients`` that ask again and again, a third of whom leave in the middle, with bursts of as many more. In
-    the end nothing may run, wait or hold a page, a file or more memory than before, and a greedy request has the tokens it had at first, but
-    where another one is as likely, by ``tie`` in log-probability: the same step is rounded otherwise once its graph exists."""
+    """Run mixed load for ``seconds`` with ``clients`` that ask again and again, a third of which leave in the middle,
+    with bursts of as many more.
+
+    At the end nothing may run, wait or hold a page, a file or more memory than before. A greedy request must have the
+    tokens it had at first, unless another token is as likely, within ``tie`` in log-probability: the same step is
+    rounded otherwise once its graph exists.
+    """
     with httpx.Client(base_url=url, timeout=120) as http:
         context = http.get("/v1/models").json()["data"][0]["max_model_len"]
         _probe(http)
@@ -278,7 +285,8 @@ def _probe(http: httpx.Client) -> list[int]:
 
 
 def _lost(http: httpx.Client, ids: list[int]) -> float:
-    """How much less likely than the best one a token of a reply to the probe is, at most, by the server as it is now."""
+    """The largest gap in log-probability between the best token and the reply's token, as the server now scores the
+    probe."""
     asked = {**PROBE, "prompt": [*PROBE["prompt"], *ids], "max_tokens": 1, "prompt_logprobs": 1}
     scored = (
         http.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]["prompt_logprobs"][-len(ids) :]

@@ -19,7 +19,7 @@ START_SECONDS = 240.0
 
 
 class Served:
-    """A running server. ``log`` is what it has said so far."""
+    """A running server. ``log``: its output so far."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self._log = folder / "server.log"
@@ -62,7 +62,7 @@ class Served:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Every sample without labels (or with any, by its whole name)."""
+        """Every sample of /metrics by its whole name, labels included."""
         return {
             name: float(value)
             for name, value in re.findall(r"^([^#\s].*) (\S+)$", self.http.get("/metrics").text, re.M)
@@ -82,8 +82,8 @@ class Served:
             time.sleep(0.05)
 
     def counted(self) -> dict[str, float]:
-        """The metrics once heartbeats have carried over the engine's counters: metrics that look idle may be older than the
-        last request, so two readings, two heartbeats apart, must agree."""
+        """The metrics once heartbeats have carried over the engine's counters: metrics that look idle may be older than
+        the last request, so two readings, two heartbeats apart, must agree."""
         names = ("kvasir:steps_total", "kvasir:generation_tokens_total", "kvasir:prompt_tokens_total")
         now, before = self.until_idle(), None
         while before is None or any(now[name] != before[name] for name in names):
@@ -99,7 +99,7 @@ class Served:
         return child.pid
 
     def terminate(self, seconds: float = 120.0) -> int:
-        """SIGTERM, then the exit code."""
+        """Send SIGTERM; return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 
@@ -113,7 +113,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(folder: Path, *options: str) -> Iterator[Served]:
-    """A server that must still be alive, idle and able to end in order when the block is left."""
+    """A server that must be alive, idle and able to end in order when the block ends."""
     server = Served(folder, *options)
     try:
         yield server

@@ -1,5 +1,5 @@
-"""Thirty-one healthy requests and one bad one at a time, from the whole catalogue, at the real server: each bad one is refused,
-and the healthy ones get the tokens they get without it."""
+"""Thirty-one healthy requests and one bad one at a time, from the whole catalogue: the real server refuses each bad
+one, and the healthy ones get the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ LATE = {
         {"prompt": "x", "allowed_token_ids": [400], "bad_words": ["x"], "logit_bias": {"400": -100}, "stream": True},
     ),
 }
-# Fine here: ids at the end of the catalogue's own vocabulary, and an empty text, which has a BOS. The context is as long as there.
+# Fine here: ids at the end of the catalogue's own vocabulary, and an empty text, which has a BOS. The context is as
+# long as there.
 HARMLESS = {"15-logits-width", "16-padding", "34-above", "35-range", "38-range", "13-empty"}
 
 
 def catalogue() -> list[tuple[str, dict]]:
-    """(path, arguments of a POST) of every bad request."""
+    """The path and the arguments of a POST, for every bad request."""
     bad = [(path, {"content": body, "headers": JSON}) for path in (CHAT, TEXT) for body, _ in RAW.values()]
     for path, base, changes in (
         (CHAT, {"messages": USER, "max_tokens": 4}, IN_CHAT),
@@ -92,7 +93,7 @@ async def hung_up(http: httpx.AsyncClient) -> None:
 
 
 async def rounds(server: Served) -> AsyncIterator[list[tuple]]:
-    """The healthy crowd alone; then again and again, with a third of the catalogue at most, until all of it was sent beside it."""
+    """The healthy requests run alone, then again and again with a third of the catalogue, until all of it was sent."""
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as http:
         yield await asyncio.gather(*(healthy(http, i) for i in range(HEALTHY)))

@@ -1,6 +1,7 @@
-"""Every family through the whole engine against ``transformers``: greedy tokens, and log-probabilities of prompt and output.
+"""Every family through the whole engine, compared with ``transformers``: greedy tokens, and log-probabilities of prompt
+and output.
 
-Served whole, in forced small chunks, and on top of a prefix hit; long enough that every window has slid.
+Prompts run whole, in small chunks, and after a prefix hit, and are long enough that every window has slid.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def log_softmax(model, ids: list[int]) -> torch.Tensor:
 
 
 def assert_logprobs(entries, ids: list[int], table: torch.Tensor) -> None:
-    """Each entry holds its token's log-probability and rank, and the most likely alternatives, as the table has them."""
+    """Assert that each entry holds its token's log-probability and rank and the likeliest alternatives of the table."""
     assert len(entries) == len(ids)
     for entry, token, row in zip(entries, ids, table):
         assert entry.id == token and abs(entry.logprob - row[token].item()) < CLOSE
@@ -55,7 +56,7 @@ def serve(driver: Driver, name: str, prompt: list[int], **params) -> Output:
 
 @pytest.fixture(scope="module", params=checkpoints.VARIANTS)
 def served(request, tmp_path_factory):
-    """(folder, reference model, what the reference answers to each prompt) of one variant."""
+    """Folder, reference model, and the reference's answers to the prompts, for one variant."""
     folder = checkpoints.write(tmp_path_factory.mktemp("model"), request.param)
     model = checkpoints.reference(folder)
     model.generation_config.eos_token_id = None
@@ -95,7 +96,7 @@ def test_log_probabilities(served, rows, exact):
 
 
 def test_all_at_once(served):
-    """The three prompts in one batch, staggered, with preemptions: still the reference's tokens."""
+    """The three prompts in one batch, staggered and with preemptions, still give the reference's tokens."""
     folder, _, wanted = served
     driver = Driver(folder, page_slots=PAGE, max_num_batched_tokens=16, max_model_len=128, max_num_seqs=4)
     driver.run(
@@ -114,7 +115,7 @@ def test_all_at_once(served):
     "variant", [v for v, (_, _, quirks) in checkpoints.VARIANTS.items() if quirks.get("sliding_window")]
 )
 def test_window_groups_let_go_of_pages(variant, tmp_path):
-    """A long generation holds no more pages of a window group than the window and one step's rows need."""
+    """During a long generation a window group holds no more pages than its window and one step's rows need."""
     driver = Driver(
         str(checkpoints.write(tmp_path, variant)), page_slots=PAGE, max_num_batched_tokens=16, max_model_len=220
     )

@@ -1,6 +1,5 @@
-"""Cross-request canaries: 32 requests at once, each allowed a range of token ids of its own, in a pool too small for them,
-through preemptions and a storm of cancels. A token outside its request's range would be another's state: the surest sign of
-rows, masks or pages mixed up."""
+"""Isolation of requests: 32 requests at once, each allowed its own range of token ids, in a pool too small for them,
+with preemptions and many cancels. A token outside a request's range means that seats, masks or pages were mixed up."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ def own_range(slot: int) -> range:
 
 
 def canary(driver: Driver, slot: int, generation: int, rng: random.Random) -> Request:
-    """A request whose first output tokens, prompt and bias also lie in its range; half of them share a beginning."""
+    """A request whose prompt, bias and first output tokens lie in its range; half of them share a beginning."""
     mine = own_range(slot)
     shared = [40 + j for j in range(20)] if slot % 2 else []
     prompt = shared + [mine[rng.randrange(WIDTH)] for _ in range(rng.randrange(1, 40))]
@@ -81,7 +80,7 @@ def test_no_token_leaves_its_range(exact):
 
 
 def test_the_canary_can_sing():
-    """Negative control: with one row's mask taken away, a token does leave its range."""
+    """Negative control: without one row's mask, a token does leave its range."""
     driver = Driver(max_num_seqs=4, num_pages=60)
     rng = random.Random(1)
     requests = [canary(driver, slot, 0, rng) for slot in range(4)]

@@ -42,7 +42,7 @@ def requests(info: ModelInfo) -> list[Request]:
 
 @dataclasses.dataclass
 class Read:
-    """What a reader of one request saw."""
+    """The events that the reader of one request saw."""
 
     tokens: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     logprobs: dict[int, list[tuple]] = dataclasses.field(default_factory=dict)
@@ -66,7 +66,8 @@ class Read:
 
 
 async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[Read]:
-    """All requests at once; the engine process is killed whenever the readers together have as many tokens as ``kill_at`` says."""
+    """Run all requests at once, and kill the engine process whenever the readers together have as many tokens as
+    ``kill_at`` says."""
     reads, seen, kills = [Read() for _ in PARAMS], 0, list(kill_at)
 
     async def read(request: Request, into: Read) -> None:

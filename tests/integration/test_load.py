@@ -1,4 +1,5 @@
-"""Long runs of the real server: overload, a soak with clients that leave, and a storm of kills. ``make test-all`` runs them."""
+"""Long runs of the real server: overload, a soak with clients that leave, and a storm of kills. ``make test-all`` runs
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 async def sustainable_rate(http: httpx.AsyncClient, request, seconds: float) -> float:
-    """Requests a second that a closed loop of 32 clients gets through."""
+    """Requests per second that a closed loop of 32 clients completes."""
     end, done = time.monotonic() + seconds, 0
 
     async def loop() -> None:
@@ -47,7 +48,8 @@ async def sustainable_rate(http: httpx.AsyncClient, request, seconds: float) -> 
 
 
 def test_overload(tmp_path):
-    """Four times what it can do, open loop: it says no with Retry-After, forgets nobody, keeps its size and comes back."""
+    """At four times its capacity, open loop, the server refuses with Retry-After, answers every request, does not grow,
+    and recovers."""
     rng = random.Random(1)
 
     def request() -> dict:
@@ -78,7 +80,8 @@ def test_overload(tmp_path):
 
 
 def test_soak(tmp_path):
-    """Mixed load, a third of which leaves in the middle: in the end every page, row and file is back, and memory has stood still."""
+    """After mixed load with a third of the clients leaving, all pages, seats and files are free and memory has not
+    grown."""
     with served(tmp_path, *SMALL, "--max-num-seqs", "16", "--num-pages", "160") as server:
         found = soak(server.url, server.process.pid, seconds=SOAK_SECONDS, clients=12)
         assert not found.reasons
@@ -86,7 +89,7 @@ def test_soak(tmp_path):
 
 
 def test_kill_storm(tmp_path):
-    """The engine process is killed again and again under load. Every answer is the one an undisturbed server gives."""
+    """The engine process is killed again and again under load; every answer equals that of an undisturbed server."""
     requests = [
         body(random.Random(i), max_tokens=100, logprobs=1 if i % 4 == 0 else None, n=1 + i % 5 // 4) for i in range(12)
     ]

@@ -1,5 +1,5 @@
-"""The playground page as the real server sends it, in headless Chromium: its content policy must not break it, and what it
-shows is the real engine's doing."""
+"""The real server's playground page in headless Chromium: its content policy does not break it, and it shows the
+engine's answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_the_page_talks_to_the_real_server(server, browser, tmp_path):
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     browser.open(f"{server.url}/")
     browser.js(
-        "window.violations = []; document.addEventListener('securitypolicyviolation', e => window.violations.push(e.violatedDirective))"
+        "window.violations = []; document.addEventListener('securitypolicyviolation', e => "
+        "window.violations.push(e.violatedDirective))"
     )
     browser.until("document.querySelectorAll('#model option').length === 1")
     assert text_of(browser, "#model option") == ["nano"]
@@ -52,7 +53,8 @@ def test_the_page_talks_to_the_real_server(server, browser, tmp_path):
     ]
     assert sum(shown) == pool
     assert browser.js("window.violations") == []
-    # The style and the script are inline: had the policy refused them, nothing above would run, and this would be unstyled.
+    # The style and the script are inline: had the policy refused them, nothing above would run, and this would be
+    # unstyled.
     assert browser.js("getComputedStyle(document.body).margin") != "8px"
     browser.screenshot(tmp_path / "page.png")
     browser.leave()

@@ -1,4 +1,5 @@
-"""Strategies on real engines: over HTTP as in Python, with a drafter as without, and through the death of the server."""
+"""Strategies on real engines give the same answers over HTTP and in Python, with and without a drafter, and after the
+server's death."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_python_with_drafts_and_http_without_agree(tmp_path):
 
 
 def test_a_background_run_outlives_a_killed_server(tmp_path):
-    """kill -9 in the middle: the next server ends the run with what a server that nobody kills gives, and makes no call again."""
+    """After kill -9 the next server ends the run with the result of an undisturbed one, and repeats no call."""
     options = ("--batch-invariant", "--max-model-len", "512", "--cpu-cache-bytes", str(1 << 25), "--device", "cpu")
     body = {
         "strategy": "rsa:N=3,K=2,T=4",

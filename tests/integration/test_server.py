@@ -1,4 +1,4 @@
-"""The whole house: ``kvasir serve`` with a model of the package, asked through OpenAI's own client."""
+"""The whole system: ``kvasir serve`` with a model of the package, used through OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def complete(client, prompt=PROMPT, **more):
     return client.completions.create(**{"model": "nano", "prompt": prompt, "max_tokens": 24, "temperature": 0, **more})
 
 
-# ------------------------------------------------------------------------------------------------------------------- text
+# ----------------------------------------------------------------------------------------------------------------- text
 
 
 def test_the_model_works_out_chains(client):
@@ -128,7 +128,7 @@ def test_a_seed_repeats_and_none_does_not(client):
 
 
 def test_seeds_hold_in_a_crowd(client):
-    """Sixteen at once give what each gives alone."""
+    """Sixteen requests at once give the same answers as each alone."""
     alone = [complete(client, temperature=1, seed=s, max_tokens=20).choices[0].text for s in range(16)]
     crowd: dict[int, str] = {}
 
@@ -143,7 +143,7 @@ def test_seeds_hold_in_a_crowd(client):
     assert [crowd[s] for s in range(16)] == alone and len(set(alone)) > 10
 
 
-# ------------------------------------------------------------------------------------------------------------ constraints
+# ---------------------------------------------------------------------------------------------------------- constraints
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -233,7 +233,7 @@ def test_a_bad_grammar_is_a_400(client):
             assert caught.value.param == next(iter(body)), caught.value
 
 
-# --------------------------------------------------------------------------------------------------------------- sampling
+# ------------------------------------------------------------------------------------------------------------- sampling
 
 
 def test_stop_strings(client):
@@ -298,7 +298,7 @@ def test_prompt_logprobs(client):
     assert all(2 <= len(table) <= 3 and all(math.isfinite(e["logprob"]) for e in table.values()) for table in found[1:])
 
 
-# ----------------------------------------------------------------------------------------------------------- the rest of it
+# ------------------------------------------------------------------------------------------------------- the rest of it
 
 
 def test_usage_tells_what_was_cached(client, server):
@@ -367,7 +367,7 @@ def test_leaving_a_stream_gives_everything_back(client, server):
 
 
 def test_nobody_waits_busily(tmp_path):
-    """Between requests neither process computes: not the event loop, not the step loop, not the team of threads of the last step."""
+    """Between requests neither process uses the CPU: not the event loop, not the step loop, not the compute threads."""
     with served(tmp_path, "--num-threads", "2") as server:
         complete(server.client)
         server.until_idle()
@@ -382,7 +382,8 @@ def test_nobody_waits_busily(tmp_path):
 
 
 def test_sigterm_drains(tmp_path):
-    """Not ready at once, new requests refused, the open stream finishes, and the process ends with 0."""
+    """After SIGTERM the server is not ready at once, refuses new requests, finishes the open stream, and exits with
+    0."""
     server = Served(tmp_path, "--drain-timeout", "30")
     try:
         stream = iter(chat(server.client, stream=True, max_tokens=600, extra_body={"ignore_eos": True}))

@@ -1,4 +1,4 @@
-"""What a soak is judged by, on made-up figures; and ``tools/gpu_soak.py`` as it is called, for seconds, on a CPU."""
+"""The verdict of a soak on made-up figures, and ``tools/gpu_soak.py`` run for seconds on a CPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_kind_of_request_is_drawn_and_fits():
 
 @pytest.mark.slow
 def test_what_a_greedy_reply_lost(tmp_path):
-    """Nothing, or next to nothing, and much where a token is another one."""
+    """The gap is about nothing for the reply's own tokens and large for another token."""
     with served(tmp_path, "--max-model-len", "256") as server, httpx.Client(base_url=server.url, timeout=240) as http:
         ids = load._probe(http)
         assert len(ids) == load.PROBE["max_tokens"] and 0 <= load._lost(http, ids) < 1e-3
@@ -114,7 +114,7 @@ def test_the_tool_on_a_cpu(monkeypatch, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_the_tool_says_what_is_wrong(monkeypatch, tmp_path, capfd):
-    """A shape's random weights; pages for everybody, and an answer that changes."""
+    """A shape with random weights, pages for all requests, and an answer that changes."""
     monkeypatch.setitem(SHAPES, "small", SMALL)
     answers = iter(range(9))
     monkeypatch.setattr(load, "_probe", lambda http: [next(answers)])

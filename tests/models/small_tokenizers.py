@@ -1,4 +1,4 @@
-"""Tokenizers small enough to train in a test, one of each kind that matters for text: the quirks are the point."""
+"""Tokenizers small enough to train in a test, one of each kind whose decoding differs."""
 
 import functools
 import json
@@ -27,7 +27,8 @@ CHATML = """
         {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
         {{- '<|im_start|>assistant\\n' + content }}
         {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif not (tools and loop.first and message.role == 'system') %}
@@ -48,7 +49,7 @@ def _finish(backend: Tokenizer) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3, Qwen."""
+    """A tokenizer like those of GPT-2, Llama 3 and Qwen."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -68,8 +69,11 @@ def _byte_fallback_vocab(backend: Tokenizer, prefix: str) -> tuple[dict, list]:
 
 
 def sentencepiece(legacy: bool = True) -> Tokenizer:
-    """As Llama 2 and Mistral: a space before the text, bytes for unknown characters, the first space dropped in decoding.
-    ``legacy``: the space comes from the normalizer, and again after every special token."""
+    """A tokenizer like those of Llama 2 and Mistral: a space before the text, bytes for unknown characters, and the
+    first space dropped in decoding.
+
+    ``legacy``: the space comes from the normalizer, and again after every special token.
+    """
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained.train_from_iterator(TEXT[:2], trainers.BpeTrainer(vocab_size=120, show_progress=False))
@@ -87,7 +91,7 @@ def sentencepiece(legacy: bool = True) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5: Metaspace, and special tokens that are ordinary pieces of the vocabulary."""
+    """A tokenizer like that of T5: Metaspace, and special tokens that are ordinary pieces of the vocabulary."""
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
@@ -97,7 +101,7 @@ def unigram() -> Tokenizer:
 
 
 def wordpiece() -> Tokenizer:
-    """As BERT: only the library knows how its tokens join."""
+    """A tokenizer like that of BERT: only the library knows how its tokens join."""
     backend = Tokenizer(models.WordPiece(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)

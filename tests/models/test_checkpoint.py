@@ -1,4 +1,4 @@
-"""Finding a model and reading its config: what is wrong is named, what is not served is refused, never ignored."""
+"""Finding a model and reading its config: errors name their cause, and unserved models are refused, never ignored."""
 
 import json
 
@@ -171,7 +171,7 @@ def test_hub_ids_download_only_what_is_needed(monkeypatch, tmp_path):
 
 
 class Response:
-    """As much of an HTTP response as the hub's errors look at."""
+    """The parts of an HTTP response that the hub's errors use."""
 
     headers: dict = {}
     request = None
@@ -215,7 +215,7 @@ def test_the_embedded_model(monkeypatch, tmp_path):
 
 
 def test_a_bare_name_means_the_package_unless_a_folder_here_is_a_model(monkeypatch, tmp_path, caplog):
-    """Working in a folder that happens to hold one named ``nano`` must not take the shipped model away."""
+    """A folder named ``nano`` in the working folder must not hide the shipped model."""
     checkpoint._warn_of_folder.cache_clear()
     shipped = checkpoint.resolve("nano")
     monkeypatch.chdir(tmp_path)

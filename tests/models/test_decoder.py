@@ -1,4 +1,4 @@
-"""What a spec can say that no served family uses yet: attention sinks, and layers that read another layer's cache."""
+"""Features of a spec that no served family uses yet: attention sinks, and layers that read another layer's cache."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def decoder(spec, dtype=torch.float32):
 
 
 def run(model, chunk, length=20):
-    """Logits of every position of one sequence, ``chunk`` rows a step."""
+    """Logits of every position of one sequence, computed ``chunk`` rows per step."""
     spec = model.spec
     pool = KVPool(spec.cache_groups(), PlainCodec(), [4], 16, "cpu", torch.float32)
     caches = [pool.layer(i if layer.cache_of is None else layer.cache_of) for i, layer in enumerate(spec.layers)]
@@ -97,7 +97,7 @@ def test_logits_are_in_the_model_s_dtype_and_leave_their_input_alone(dtype):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_wanted_rows_are_those_of_the_whole(family, tmp_path):
-    """The last layer may leave out what nobody asked for."""
+    """The last layer may leave out rows that nobody asked for."""
     folder = checkpoints.write(tmp_path / family, family)
     whole, some = Paged(folder), Paged(folder)
     spans = [Span(seq, 0, len(seq.tokens)) for seq in whole.seqs]

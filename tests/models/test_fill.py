@@ -104,7 +104,7 @@ def test_a_file_that_is_gone_is_reported(file):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_how_much_and_how_long(file, device, monkeypatch):
-    """From the first read to the last copy; what lies between that and whoever waits for it is something else."""
+    """``seconds`` is the time from the first read to the last copy, without the time until somebody waits."""
     load, seen, started = fill._Staging.load, [], time.perf_counter()
 
     def slowly(self, part, number):

@@ -62,7 +62,7 @@ def refused(folder, *words, **options):
 
 @pytest.mark.parametrize("variant", checkpoints.VARIANTS)
 def test_every_stored_number_has_one_place(variant, tmp_path):
-    """What was stored is what the slots hold (Gemma's norms aside, which add one), and the cost counts it."""
+    """The slots hold the stored weights (except Gemma's norms, which add one), and the cost counts them."""
     folder = checkpoints.write(tmp_path, variant)
     decoder = load(folder)
     stored = load_file(folder / "model.safetensors")
@@ -155,10 +155,12 @@ def test_a_long_load_shows_its_progress(llama, monkeypatch):
 def test_loading_imports_no_compiler(llama):
     """The check without memory must not pull in torch's Python decompositions: seconds and hundreds of megabytes."""
     code = (
-        "import sys, torch; from pathlib import Path; from kvasir.models import checkpoint; from kvasir.models.loader import load_model;"
+        "import sys, torch; from pathlib import Path; from kvasir.models import checkpoint; from kvasir.models.loader "
+        "import load_model;"
         f"before = set(sys.modules); path = Path({str(llama)!r});"
         "load_model(path, checkpoint.read_config(path), device='cpu', dtype=torch.float32);"
-        "new = set(sys.modules) - before; assert not any(n.startswith(('sympy', 'torch._refs', 'torch._decomp')) for n in new), new"
+        "new = set(sys.modules) - before; assert not any(n.startswith(('sympy', 'torch._refs', 'torch._decomp')) for n "
+        "in new), new"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

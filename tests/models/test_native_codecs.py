@@ -1,4 +1,4 @@
-"""Native steps over quantised caches beside the plain path's: far nearer to each other than the codec is to the exact cache."""
+"""Native steps over quantised caches, compared with the plain path: their difference is far below the codec's error."""
 
 import pytest
 import torch
@@ -26,7 +26,8 @@ CASES = [("qwen3", codec) for codec in CODECS] + [
 
 @pytest.mark.parametrize("variant, codec", CASES)
 def test_every_family_and_codec(variant, codec, tmp_path):
-    """Chunks of several lengths at once; freshly taken pages are full of NaN. A code may differ where a last bit falls on a border."""
+    """Chunks of several lengths at once, with new pages full of NaN. A code may differ where a last bit falls on a
+    border."""
     folder = checkpoints.write(tmp_path / variant, variant, head_dim=16)
     mine, plain = NativePaged(folder, codec=codec_of(codec)), Paged(folder, codec=codec_of(codec))
     got, want, exact = mine.run(lambda i: 3 + 5 * i), plain.run(lambda i: 50), Paged(folder).run(lambda i: 50)
@@ -41,7 +42,7 @@ def test_every_family_and_codec(variant, codec, tmp_path):
 
 @pytest.mark.parametrize("codec", ["int8", "int4_bdr:rotate_v=true"])
 def test_steps_of_both_kinds_may_follow_each_other(codec, tmp_path):
-    """A tree of the one kind over pages of the other."""
+    """A draft tree of one kind over pages of the other."""
     folder = checkpoints.write(tmp_path / "gemma", "gemma3_text_caps", head_dim=16)
     found = []
     for first, second in ((NativePaged, Paged), (Paged, NativePaged), (Paged, Paged)):

@@ -1,4 +1,5 @@
-"""Steps by the native kernels beside those of the plain path: logits and cache of every family, tokens of the shipped models."""
+"""Steps by the native kernels, compared with the plain path: logits and cache of every family, tokens of the shipped
+models."""
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class NativePaged(Paged):
 @needs_native
 @pytest.mark.parametrize("variant", DENSE)
 def test_every_family_computes_what_the_plain_path_does(variant, tmp_path):
-    """Chunks of several lengths at once; freshly taken pages are full of NaN."""
+    """Chunks of several lengths at once, with new pages full of NaN."""
     folder = checkpoints.write(tmp_path / variant, variant, head_dim=16)
     mine, plain = NativePaged(folder), Paged(folder)
     for got, want in zip(mine.run(lambda i: 3 + 5 * i), plain.run(lambda i: 50)):
@@ -55,7 +56,7 @@ def test_steps_of_both_kinds_may_follow_each_other(tmp_path):
 @needs_native
 @pytest.mark.parametrize("variant", ["qwen3", "gemma3_text_caps"])
 def test_trees_beside_prompts_and_decodes(variant, tmp_path):
-    """Slots that a tree's rows must not see hold other tokens' keys."""
+    """Slots that a tree's rows must not see hold keys of other tokens."""
     folder = checkpoints.write(tmp_path / variant, variant, head_dim=16)
     found = []
     for kind in (NativePaged, Paged):
@@ -73,7 +74,7 @@ def test_trees_beside_prompts_and_decodes(variant, tmp_path):
 
 @needs_native
 def test_logits_of_more_rows_than_a_call_computes(tmp_path, monkeypatch):
-    """As a function of slices then, like those of the plain path: what a long scored prompt asks for."""
+    """A long scored prompt asks for logits as a function of slices, like the plain path."""
     folder = checkpoints.write(tmp_path / "gemma", "gemma3_text_caps", head_dim=16)
     whole = Paged(folder).run(lambda i: 50)
     monkeypatch.setattr(native_decoder, "LOGIT_ROWS", 10)
@@ -111,7 +112,8 @@ def test_what_is_left_to_the_plain_path(tmp_path, monkeypatch):
 
 
 def tokens(native_too, monkeypatch, lengths, gap=0, alike=7, max_tokens=40, **options):
-    """``gap``: steps between arrivals; ``alike`` 0: a prompt begins all longer ones."""
+    """Run requests and return their tokens. ``gap``: steps between arrivals; ``alike`` 0: each prompt begins all longer
+    ones."""
     if not native_too:
         monkeypatch.setattr(runner, "why_not", lambda *args: "off")
     driver = Driver(
@@ -142,7 +144,7 @@ def tokens(native_too, monkeypatch, lengths, gap=0, alike=7, max_tokens=40, **op
     [("nano", [20]), ("nano", [5, 33, 64]), ("nano", [7 * k + 3 for k in range(18)]), ("base", [5, 33])],
 )
 def test_tokens_are_those_of_the_plain_path(model, lengths, monkeypatch):
-    """Greedy and drawn with a seed; pages are freed and taken again, and full of NaN between."""
+    """Greedy and seeded tokens, while pages are freed, filled with NaN and taken again."""
     mine, used = tokens(True, monkeypatch, lengths, model=model)
     plain, _ = tokens(False, monkeypatch, lengths, model=model)
     assert used and mine == plain
@@ -160,7 +162,8 @@ LOADS = {
 @needs_native
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_tokens_of_mixed_steps(load, monkeypatch):
-    """Prompts come while others decode; every step is native, on processors that would leave the larger ones to a BLAS as well."""
+    """Prompts arrive while others decode; every step is native, also on processors that would leave large steps to a
+    BLAS."""
     lengths = [150, 40, 200, 90, 130, 70]
     plain, _ = tokens(False, monkeypatch, lengths, max_tokens=16, **load)
     monkeypatch.undo()
@@ -182,7 +185,7 @@ def test_without_fused_kernels_steps_take_the_plain_path():
 
 @needs_native
 def test_the_comparison_can_fail(monkeypatch):
-    """With one weight turned round the tokens differ."""
+    """Negative control: with the sign of one weight changed, the tokens differ."""
     plain, _ = tokens(False, monkeypatch, [20])
     monkeypatch.undo()
     build = NativeDecoder._build

@@ -1,4 +1,5 @@
-"""Every family against transformers, fp32, logits of every position: whole, chunked, and step by step through the paged cache."""
+"""Every family compared with transformers in fp32: logits of every position, whole, chunked, and step by step through
+the paged cache."""
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ LENGTHS = (41, 3, 18)
 
 
 class Paged:
-    """A model with a poisoned pool and a few sequences; feeds them spans and collects logits by sequence."""
+    """A model with a poisoned pool and a few sequences, which takes spans and collects logits by sequence."""
 
     def __init__(self, folder, exact=False, codec=None):
         config = checkpoint.read_config(folder)
@@ -47,7 +48,7 @@ class Paged:
         return logits.split([s.length for s in spans])
 
     def run(self, chunk):
-        """All sequences together, ``chunk(i)`` rows of sequence i a step."""
+        """Run all sequences together, with ``chunk(i)`` rows of sequence i per step."""
         out = [[] for _ in self.seqs]
         done = [0] * len(self.seqs)
         while any(d < len(s.tokens) for d, s in zip(done, self.seqs)):
@@ -87,7 +88,7 @@ def test_parity(variant, tmp_path):
     "variant", ["llama", "llama_llama3", "llama_linear", "llama_yarn", "gemma3_text", "gemma3_text_caps"]
 )
 def test_parity_with_the_v4_spelling_of_rope(variant, tmp_path):
-    """Both spellings give the same numbers, and those of transformers."""
+    """Both forms give the same numbers, equal to those of transformers."""
     folder = checkpoints.write(tmp_path, variant)
     new = Paged(folder).run(lambda i: 64)
     checkpoints.edit_json(folder / "config.json", checkpoints.to_v4_rope)
@@ -97,7 +98,7 @@ def test_parity_with_the_v4_spelling_of_rope(variant, tmp_path):
 
 
 def test_gemma_rope_in_both_spellings(tmp_path):
-    """A context stretched by hand: ``rope_scaling`` added to a config of version 5 goes on top of what the global layers have."""
+    """``rope_scaling``, added by hand to a config of version 5, overrides the RoPE of the global layers."""
     folder = checkpoints.write(tmp_path, "gemma3_text")
     plain = expected(folder)
     checkpoints.edit_json(
@@ -108,7 +109,7 @@ def test_gemma_rope_in_both_spellings(tmp_path):
 
 
 def test_yarn_as_model_cards_add_it(tmp_path):
-    """Prompts longer than the ``max_position_embeddings`` that the cards leave as it is."""
+    """Prompts longer than ``max_position_embeddings``, which model cards leave unchanged."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     assert_parity(
         checkpoints.write(tmp_path, "qwen3", edit=lambda c: c.update(max_position_embeddings=20, rope_scaling=yarn))
@@ -116,7 +117,7 @@ def test_yarn_as_model_cards_add_it(tmp_path):
 
 
 def test_gemma_attention_softcap(tmp_path, monkeypatch):
-    """transformers reads ``attn_logit_softcapping`` and forgets it; with it passed on, both agree."""
+    """transformers reads ``attn_logit_softcapping`` and ignores it; when it is passed on, both agree."""
     from transformers.models.gemma3 import modeling_gemma3
 
     plain = modeling_gemma3.eager_attention_forward

@@ -1,4 +1,4 @@
-"""From config.json to layers: both spellings of RoPE, every family's quirks, and what is refused, by name."""
+"""Translation of config.json to layers: both forms of RoPE, every family's quirks, and refusals by name."""
 
 import json
 import subprocess
@@ -206,7 +206,7 @@ def test_yarn_rope():
 )
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
-    """Qwen's model cards: add YaRN to config.json, and leave ``max_position_embeddings``."""
+    """Qwen's model cards say to add YaRN to config.json and to leave ``max_position_embeddings``."""
     assert build_spec(config("qwen3", **{field: scaling})).max_position == longest
     slides = build_spec(config("mistral", sliding_window=128, **{field: scaling}))
     assert slides.layers[0].mixer.window == (128 if longest > 128 else None), "it hides positions beyond"
@@ -308,7 +308,7 @@ def test_a_layer_that_reads_another_layers_cache_has_no_pages():
 
 
 def test_cost_of_llama_3_8b():
-    """Against the published figures: 8.03 B parameters, 128 KiB of KV a token in 16 bits."""
+    """The published figures: 8.03 B parameters, 128 KiB of KV per token in 16 bits."""
     spec = build_spec(
         config(
             vocab_size=128256,
@@ -346,7 +346,7 @@ def test_cost_of_windows_and_experts():
 
 @pytest.mark.parametrize("family", technique.own(FAMILIES))
 def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tmp_path):
-    """All but the fields that must be there; and heads that are null."""
+    """A config with the required fields only, and one whose head counts are null."""
     from transformers import CONFIG_MAPPING
 
     def ends(hf):

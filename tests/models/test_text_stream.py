@@ -1,4 +1,4 @@
-"""Several tokens at once give the text that they give one after the other."""
+"""Several tokens at once give the same text as one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pieces(ids: list[int], cuts: set[int]) -> list[list[int]]:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_pieces_equal_single_tokens(kind, data):
-    """Whatever the ids are: bytes that are no text, characters cut in two, special tokens, ids of no token; behind any prompt."""
+    """The ids may be anything, after any prompt: invalid UTF-8, characters cut in two, special tokens, unknown ids."""
     tokenizer = make(kind)
     ids = st.lists(st.integers(0, tokenizer.size + 2), max_size=24)
     prompt, reply, cuts = data.draw(ids), data.draw(ids), data.draw(st.sets(st.integers(1, 23)))
@@ -54,7 +54,7 @@ def test_bytes_are_looked_up_once(kind):
 @given(st.lists(st.integers(0, 11), max_size=12), st.lists(st.integers(0, 11), max_size=12), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_without_a_decoder_words_stand_apart(prompt, reply, skips):
-    """As the library joins them: what follows a prompt begins with a space, and a text of its own does not."""
+    """Words join as in the library: after a prompt the text begins with a space, otherwise it does not."""
     backend = Backend(
         models.WordLevel(
             {"<end>": 0, "▁a": 1, "<0x41>": 2, "é": 3, **{f"t{i}": i for i in range(4, 10)}}, unk_token="t4"

@@ -1,1 +1,1 @@
-"""The front ends: the HTTP server with its routes, and the Python API."""
+"""The front ends: the Python API and the HTTP server, with OpenAI's names and vLLM's extras."""

@@ -107,8 +107,8 @@ class Call:
 
 @dataclass(slots=True)
 class Piece:
-    """A piece of one message: some reasoning, some content, or the start (``started``) or continuation of call
-    ``call``."""
+    """A piece of one message: some reasoning, some content, or the start
+    (``started``) or continuation of call ``call``."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
@@ -137,8 +137,8 @@ class Message:
         self._ended = not self._end
 
     def push(self, text: str, token_ids: list[int], final: bool) -> list[Piece]:
-        """Take text and its tokens; return the pieces they make. ``final``: nothing follows, so nothing is held
-        back."""
+        """Take text and its tokens; return the pieces they make. ``final``:
+        nothing follows, so nothing is held back."""
         self._count(token_ids)
         pieces = []
         if self._reasoning_parser is not None:

@@ -118,7 +118,7 @@ def check_shape(body: bytes) -> None:
 
 
 def _quoted(marks: np.ndarray, inside: bool) -> np.ndarray:
-    """For each mark, whether a string is open after it. A quote opens or closes a string. An ``e`` (a quote after an
+    """Whether a string is open after each mark. A quote opens or closes a string. An ``e`` (a quote after an
     odd number of backslashes) leaves it open, or opens one: outside of strings nothing is escaped."""
     import numpy as np
 
@@ -141,8 +141,8 @@ def _unbalanced() -> RequestError:
 
 
 def decode_json(body: bytes) -> dict[str, Any]:
-    """Decode the body into an object. Raises RequestError: 400 when it is not a JSON object, 413 when it has too many
-    parts."""
+    """Decode the body into an object. Raises RequestError:
+    400 when it is not a JSON object, 413 when it has too many parts."""
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object", code="invalid_json")
     check_shape(body)
@@ -166,8 +166,8 @@ def unique_id(prefix: str, client_id: str) -> str:
 
 
 class Concurrency:
-    """Counter of each key's open requests; ``limit`` 0 means no limit. A request calls ``enter`` once and ``leave``
-    once."""
+    """Counter of each key's open requests; ``limit`` 0 means no limit.
+    A request calls ``enter`` once and ``leave`` once."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

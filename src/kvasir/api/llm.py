@@ -70,8 +70,8 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """Release all memory, also on the device. Open streams lose their rest; later uses of the engine raise
-        ConfigError."""
+        """Release all memory, also on the device. Open streams lose their rest;
+        later uses of the engine raise ConfigError."""
         import torch
 
         with self._turn():
@@ -179,8 +179,8 @@ class LLM:
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Complete one prompt and yield the text of branch 0 as it comes. Leaving the loop early cancels the
-        request."""
+        """Complete one prompt and yield the text of branch 0 as it comes.
+        Leaving the loop early cancels the request."""
         request, shown = self._request(prompt, sampling_params or self.default_sampling_params()), 0
         collector = Collector(request, None, self._need_tokenizer())
         with self._collecting({request.id: collector}):

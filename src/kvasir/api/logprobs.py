@@ -18,8 +18,8 @@ def _value(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """Chat's form: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``. ``bytes`` are exact even for half
-    a character."""
+    """Chat's form: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
+    ``bytes`` are exact even for half a character."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -60,7 +60,7 @@ def completion_logprobs(
 
 
 def prompt_offsets(tokenizer: Tokenizer, ids: Iterable[int], show_special: bool) -> list[int]:
-    """Where each token's text starts in the echoed prompt, which does not include a BOS that the tokenizer added."""
+    """Start of each token's text in the echoed prompt, which does not include a BOS that the tokenizer added."""
     stream = tokenizer.stream(skip=() if show_special else tokenizer.special_ids)
     offsets, at = [], 0
     for token in ids:

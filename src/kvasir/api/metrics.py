@@ -144,8 +144,8 @@ class Metrics:
             self._decode_time.observe(seconds)
 
     def render(self, stats: EngineStats | None, model: str) -> bytes:
-        """The page for /metrics. ``stats`` is None until the engine runs. vLLM's names carry its label
-        ``model_name``."""
+        """The page for /metrics. ``stats`` is None until the engine runs.
+        vLLM's names carry its label ``model_name``."""
         page = CollectorRegistry()
         page.register(_Page(lambda: _with_aliases([*self.registry.collect(), *_engine(stats)], model)))
         return generate_latest(page)

@@ -63,8 +63,8 @@ def _prompts(value: Any) -> Any:
 
 
 def _bias(value: Any) -> Any:
-    """Turn the string keys of JSON into token ids: ``{"123": -1.5}``. Keys are plain decimal, without sign or
-    spaces."""
+    """Turn the string keys of JSON into token ids: ``{"123": -1.5}``.
+    Keys are plain decimal, without sign or spaces."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -192,8 +192,8 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """Form of vLLM's constraint, with one of these fields. ``json`` is a schema, as object or text; ``grammar`` is
-    Lark."""
+    """Form of vLLM's constraint, with one of these fields. ``json`` is a schema, as object or text;
+    ``grammar`` is Lark."""
 
     json_: Object | bool | str | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
@@ -362,8 +362,8 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], value: Object, lenient: bool = False) -> tuple[B, list[str]]:
-    """Parse a body; return it with the names that ``lenient`` ignored. Raises RequestError 400 that names the
-    parameter."""
+    """Parse a body; return it with the names that ``lenient`` ignored.
+    Raises RequestError 400 that names the parameter."""
     try:
         body = kind.model_validate(value)
     except pydantic.ValidationError as e:

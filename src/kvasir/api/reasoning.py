@@ -49,8 +49,8 @@ class ReasoningParser(Technique):
         return () if self.disabled else tuple(tokenizer.encode(self.end, add_special=False, parse_special=True))
 
     def push(self, text: str, final: bool = False) -> ReasoningDelta:
-        """Take text; return what it adds to reasoning and content. ``final``: no more text comes, nothing is held
-        back."""
+        """Take text; return what it adds to reasoning and content. ``final``:
+        no more text comes, nothing is held back."""
         self._held += text
         reasoning = content = ""
         if self._mode == "before":

@@ -22,8 +22,8 @@ from kvasir.types import Grammar, Request
 
 @dataclasses.dataclass(slots=True)
 class Prompt:
-    """A conversation as a prompt: its ids, the tools on offer, and the grammar that a forced call imposes on the
-    answer."""
+    """A conversation as a prompt: its ids, the tools on offer, and the
+    grammar that a forced call imposes on the answer."""
 
     ids: list[int]
     tools: list[dict[str, Any]] | None
@@ -83,8 +83,8 @@ def template_options(
 
 
 class ChatJob:
-    """A chat completion; see ``service.Job``. The constructor admits the body, off the event loop. Raises
-    RequestError."""
+    """A chat completion; see ``service.Job``. The constructor admits the body, off the event loop.
+    Raises RequestError."""
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
@@ -175,8 +175,8 @@ class ChatJob:
         return sse(chunk)
 
     def _push(self, delta: Delta, generation: Generation) -> list[dict[str, Any]]:
-        """The chunks' choices for one delta, one per piece. The last carries log-probabilities, ids and finish
-        reason."""
+        """The chunks' choices for one delta, one per piece.
+        The last carries log-probabilities, ids and finish reason."""
         message = self.messages[delta.choice]
         pieces = message.push(delta.text, delta.token_ids, delta.finish_reason is not None)
         generation.usage.reasoning = sum(m.reasoning_tokens for m in self.messages)

@@ -71,8 +71,8 @@ class CompletionJob:
         )
 
     def _default(self, num_prompt: int) -> int:
-        """The default ``max_tokens`` for one prompt: at most what fits after it, whatever other prompts the body
-        has."""
+        """The default ``max_tokens`` for one prompt:
+        at most what fits after it, whatever other prompts the body has."""
         info = self.service.info
         return min(
             MAX_TOKENS, max(1, min(info.max_model_len, info.kv_capacity_tokens or info.max_model_len) - num_prompt)

@@ -43,8 +43,8 @@ class StatusRoutes:
         self.created = int(time.time())
 
     async def live(self) -> Response:
-        """200 as soon as the port is bound; 503 only when the engine was given up and the server has to be
-        restarted."""
+        """200 as soon as the port is bound;
+        503 only when the engine was given up and the server has to be restarted."""
         service = self.service
         if service.phase == "ready" and not (health := service.client.health()).live:
             return error_response(RequestError(health.reason or "the engine is down", status=503, code="engine_down"))

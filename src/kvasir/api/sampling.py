@@ -67,8 +67,8 @@ def schema_grammar(schema: Any, param: str) -> Grammar:
 
 
 def format_grammar(response_format: Any, param: str) -> Grammar | None:
-    """The grammar for OpenAI's ``response_format``, or for ``text.format`` of the responses API, which is one level
-    flatter."""
+    """The grammar for OpenAI's ``response_format``, or for ``text.format`` of
+    the responses API, which is one level flatter."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":

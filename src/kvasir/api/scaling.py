@@ -184,8 +184,8 @@ def _strategy(spec: str, model: str, where: str) -> Any:
 
 
 def _length(service: Service, messages: list[dict[str, Any]], place: str) -> int:
-    """Length of the prompt in tokens. Raises RequestError that names ``place``, where the messages stand in the
-    body."""
+    """Length of the prompt in tokens.
+    Raises RequestError that names ``place``, where the messages stand in the body."""
     try:
         service.text.check_size(texts(messages), service.info.max_model_len)
         return len(service.text.tokenizer.encode_chat(messages))

@@ -159,8 +159,8 @@ ERROR_SCHEMA = {
 
 
 def _post(app: FastAPI, path: str, route: Callable, body: type[protocol.Body], summary: str) -> None:
-    """Add a route that reads its own body, so that limits hold while reading; the schema goes into the OpenAPI
-    document."""
+    """Add a route that reads its own body, so that limits hold while reading;
+    the schema goes into the OpenAPI document."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
     app.add_api_route(
         path,
@@ -293,8 +293,8 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._was_idle, self._last_cycle = idle or self.cycle is None, self.cycle
 
     def _check_reader(self) -> None:
-        """Disconnect a client that stops reading, so that no stream runs for it and its connection frees its memory and
-        descriptor."""
+        """Disconnect a client that stops reading, so that no stream runs for it and
+        its connection frees its memory and descriptor."""
         unread, now = self.transport.get_write_buffer_size(), self.loop.time()
         if not unread or unread != self._unread:
             self._unread, self._stuck_since = unread, now

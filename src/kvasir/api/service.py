@@ -69,8 +69,8 @@ class Job(Protocol):
 
 
 class Service:
-    """The server behind its routes. ``phase``: starting, ready, draining or failed. ``failure``: why the start
-    failed."""
+    """The server behind its routes. ``phase``: starting, ready, draining or failed. ``failure``:
+    why the start failed."""
 
     def __init__(self, client: EngineClient, text: Text, settings: ServerConfig) -> None:
         self.client = client

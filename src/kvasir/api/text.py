@@ -43,8 +43,8 @@ class Text:
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
     def check_size(self, texts: Iterable[str], max_model_len: int, contexts: int = 1) -> None:
-        """Raise RequestError, before any work, for text that cannot fit ``contexts`` contexts however well it
-        encodes."""
+        """Raise RequestError, before any work, for text that cannot fit
+        ``contexts`` contexts however well it encodes."""
         num_chars = sum(map(len, texts))
         if num_chars > contexts * max_model_len * self._longest_token:
             room = "the context" if contexts == 1 else f"{contexts} times the context"

@@ -33,8 +33,8 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 @dataclass(slots=True)
 class CallDelta:
-    """The start (``name`` and ``id`` are set) or the continuation of call number ``index``. ``arguments``: JSON
-    text."""
+    """The start (``name`` and ``id`` are set) or the continuation of call number ``index``.
+    ``arguments``: JSON text."""
 
     index: int
     id: str | None = None
@@ -338,8 +338,8 @@ def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mark(text: str, tokenizer: Tokenizer) -> str:
-    """Write ``text`` (like <tool_call>) in a Lark grammar: as an added token if there is one, else as its
-    characters."""
+    """Write ``text`` (like <tool_call>) in a Lark grammar:
+    as an added token if there is one, else as its characters."""
     return text if tokenizer.is_added(text) else json.dumps(text)
 
 

@@ -1,1 +1,1 @@
-"""The command line: one file, one command."""
+"""The command line, one file per command."""

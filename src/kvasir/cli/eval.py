@@ -39,8 +39,8 @@ def split_tasks(text: str) -> tuple[str, ...]:
 
 
 def second_config(first: EngineConfig, switches: str) -> EngineConfig:
-    """Copy ``first`` with the engine switches of a string, as on the command line (including ``--model NAME``). Raises
-    ConfigError."""
+    """Copy ``first`` with the engine switches of a string, as on the command line (including ``--model NAME``).
+    Raises ConfigError."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     @app.command(cls=Command)

@@ -129,8 +129,8 @@ class Answers:
             self._write(self.rows[self._next - 1])
 
     def put_rest(self) -> None:
-        """Write the finished rows that wait for an earlier one, after an interrupt or a fault. Each row has its
-        index."""
+        """Write the finished rows that wait for an earlier one, after an interrupt or a fault.
+        Each row has its index."""
         for row in filter(None, self.rows[self._next :]):
             self._write(row)
 

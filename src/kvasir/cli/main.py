@@ -203,7 +203,8 @@ def evaluate(
 
     check_output(output, make=True)
     check_output(plot, make=True)
-    plan = Plan(command.split_tasks(tasks), count, seed, split, form, samples, temperature, max_tokens, own)  # type: ignore[arg-type]
+    names = command.split_tasks(tasks)
+    plan = Plan(names, count, seed, split, form, samples, temperature, max_tokens, own)  # type: ignore[arg-type]
     command.run(
         build_settings({"model": model, **options}, EngineConfig), plan, against=against, output=output, plot=plot
     )

@@ -26,8 +26,8 @@ _VLLM = "vllm_"
 
 
 class Command(TyperCommand):
-    """A command whose help shows names in full, and which answers an unknown option with the nearest one or a
-    reason."""
+    """A command whose help shows names in full, and which answers an
+    unknown option with the nearest one or a reason."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.format_usage(ctx, formatter)

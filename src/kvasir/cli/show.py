@@ -94,8 +94,8 @@ def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -
 
 
 def _layers(spec: ModelSpec) -> list[str]:
-    """One line for each run of equal layers, or for each kind of layer where kinds alternate (say every sixth
-    layer)."""
+    """One line for each run of equal layers, or for each kind of layer
+    where kinds alternate (say every sixth layer)."""
     lines, at = [], 0
     for text, run in groupby(map(_line, spec.layers)):
         count = len(list(run))

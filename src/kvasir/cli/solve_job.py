@@ -175,8 +175,8 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
 
 
 def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], bool]:
-    """A function that says whether a reply solves problem i; in a recombination, the solution after its check
-    counts."""
+    """A function that says whether a reply solves problem i;
+    in a recombination, the solution after its check counts."""
     return lambda i, text: task.check(drawn[i], forms.solution(text))
 
 

@@ -137,8 +137,8 @@ class Child:
         self._process.kill()
 
     async def reap(self, patience: float) -> None:
-        """Wait up to ``patience`` seconds for the process to end, kill it if it does not, clean up, and set
-        ``at_work``."""
+        """Wait up to ``patience`` seconds for the process to end, kill it if
+        it does not, clean up, and set ``at_work``."""
         try:
             if not await self._exited(patience):
                 self.kill()

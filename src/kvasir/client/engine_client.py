@@ -78,8 +78,8 @@ class AsyncEngine:
     # ------------------------------------------------------------------------------------------------- start and stop
 
     def start_process(self) -> None:
-        """Start the engine process without waiting for it; cheap, and needs no event loop. ``start`` does it
-        otherwise."""
+        """Start the engine process without waiting for it; cheap, and needs no event loop.
+        ``start`` does it otherwise."""
         if self._child is None:
             self._child = Child(self.config, self._factory)
             self._why_down = "starting"
@@ -206,8 +206,8 @@ class AsyncEngine:
             self._cancel(entry, None)
 
     async def cancel(self, request_id: str, branch: int | None = None) -> bool:
-        """End a request, or one branch, with ``finish_reason="cancelled"``. False when there is no such live
-        request."""
+        """End a request, or one branch, with ``finish_reason="cancelled"``.
+        False when there is no such live request."""
         entry = self._journal.get(request_id)
         if entry is None or entry.closed or (branch is not None and branch not in entry.live_branches):
             return False
@@ -234,8 +234,8 @@ class AsyncEngine:
             self._child.send(ipc.encode(messages.Cancel(entry.id, branch)))
 
     def _mark(self, entry: Entry, branch: int | None) -> bool:
-        """Note that a cancel was asked for. Returns whether the engine process must hear of it; else the end comes
-        here."""
+        """Note that a cancel was asked for. Returns whether the engine process must hear of it;
+        else the end comes here."""
         entry.cancelled.update(entry.live_branches if branch is None else [branch])
         if not entry.submitted:
             self._end_cancelled(entry)

@@ -103,8 +103,8 @@ class Loop:
         return stats.num_blocked > 0 and not stats.num_running and not stats.num_waiting
 
     def _take(self, wait: float) -> bool:
-        """Handle every message that has come, waiting up to ``wait`` seconds for the first. Returns False after
-        ``Stop``."""
+        """Handle every message that has come, waiting up to ``wait`` seconds for the first.
+        Returns False after ``Stop``."""
         try:
             message = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
             while True:
@@ -154,8 +154,8 @@ class Loop:
             self._note_end(event)
 
     def _send_singly(self, events: list[Event]) -> None:
-        """Send one event a frame, when the batch is too long or cannot be encoded: only the request at fault may
-        fail."""
+        """Send one event a frame, when the batch is too long or cannot be encoded:
+        only the request at fault may fail."""
         lost: set[str] = set()
         for event in events:
             if event.request_id in lost:

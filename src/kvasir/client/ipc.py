@@ -149,7 +149,7 @@ class BlockingChannel:
 
 
 class Activity(enum.IntEnum):
-    """What the engine process is doing."""
+    """The present activity of the engine process."""
 
     IDLE = 0  # between steps: no request is to blame for a death
     BUSY = 1  # in a step whose requests are not known yet: any request that the process holds may be to blame

@@ -14,8 +14,8 @@ from kvasir.types import EngineStats, Event, ModelInfo, Request
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
-    """The engine to build. ``spawned``: ``time.monotonic()`` at the start of the process, for the start-up
-    breakdown."""
+    """The engine to build. ``spawned``:
+    ``time.monotonic()`` at the start of the process, for the start-up breakdown."""
 
     config: EngineConfig
     log_level: str = "INFO"

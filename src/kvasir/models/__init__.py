@@ -1,1 +1,1 @@
-"""Models: read a checkpoint and its config, build the decoder, load weights and tokenizer."""
+"""Models as files and as data: checkpoints, configs, families, loading, tokenizers, and the decoder that runs them."""

@@ -94,8 +94,8 @@ class _WatchLoops(NodeTransformer):
 
 
 class _Generation(Extension):
-    """The tag ``{% generation %}...{% endgeneration %}``, which marks assistant text for training and does nothing
-    here."""
+    """The tag ``{% generation %}...{% endgeneration %}``, which marks
+    assistant text for training and does nothing here."""
 
     tags = {"generation"}
 
@@ -183,8 +183,8 @@ class ChatTemplate:
         )
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the prompt's text. Raises RequestError 400 when the template refuses the messages or exceeds a
-        limit."""
+        """Return the prompt's text. Raises RequestError 400 when the template
+        refuses the messages or exceeds a limit."""
         parts, size = [], 0
         try:
             for part in self._template.generate({**variables, CLOCK: Clock()}):
@@ -213,8 +213,8 @@ class ChatTemplate:
 
 
 def render_isolated(source: str, variables: Mapping[str, Any]) -> str:
-    """Render a client's template in a process with hard limits; blocks for up to ten seconds. Raises RequestError
-    400."""
+    """Render a client's template in a process with hard limits; blocks for up to ten seconds.
+    Raises RequestError 400."""
     if len(source) > MAX_TEMPLATE_CHARS:
         raise RequestError(f"a chat template may have at most {MAX_TEMPLATE_CHARS} characters", param="chat_template")
     work = json.dumps({"source": source, "variables": dict(variables)}).encode()

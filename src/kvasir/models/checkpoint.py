@@ -79,8 +79,8 @@ def shipped() -> list[str]:
 
 
 def embedded() -> Path:
-    """The folder of the model that "" means: the strongest one in the package. Raises ConfigError when there is
-    none."""
+    """The folder of the model that "" means: the strongest one in the package.
+    Raises ConfigError when there is none."""
     for name in DEFAULTS:
         if (_assets() / name / "config.json").is_file():
             return _assets() / name
@@ -134,8 +134,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json of a model folder. Raises ConfigError that names the file or field, also for models that are not
-    served."""
+    """Read config.json of a model folder.
+    Raises ConfigError that names the file or field, also for models that are not served."""
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise ConfigError(

@@ -25,8 +25,8 @@ def num_params(spec: ModelSpec) -> int:
 
 
 def active_params(spec: ModelSpec) -> int:
-    """Number of weights in the matrices that one row is multiplied with: its own experts and the head, but not the
-    embedding table."""
+    """Number of weights in the matrices that one row is multiplied with:
+    its own experts and the head, but not the embedding table."""
     head = spec.vocab_size * spec.hidden_size
     return head + sum(
         _mixer_matrices(layer, spec.hidden_size) + _ffn_matrices(layer.ffn, spec.hidden_size)[1]
@@ -35,8 +35,8 @@ def active_params(spec: ModelSpec) -> int:
 
 
 def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float], ...]:
-    """For layers with experts, grouped: the share of a layer's experts that one row does not use, and the bytes of all
-    experts in such layers."""
+    """Layers with experts, grouped by the share of a layer's experts that one row does not use: pairs of that share and
+    the bytes of all experts in such layers."""
     found: Counter[float] = Counter()
     for layer in spec.layers:
         if isinstance(layer.ffn, MoESpec):
@@ -46,8 +46,8 @@ def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float]
 
 
 def touched_params(spec: ModelSpec, rows: float) -> float:
-    """Expected number of weights that a step over ``rows`` rows reads, if rows choose experts with equal
-    probability."""
+    """Expected number of weights that a step over ``rows`` rows reads, if
+    rows choose experts with equal probability."""
     return active_params(spec) + sum(size * (alone - alone**rows) for alone, size in routed_bytes(spec, 1))
 
 

@@ -43,8 +43,8 @@ PARTS = {
 
 
 class Fields:
-    """The fields of a config, checked when they are read. A missing or mistyped one raises ConfigError with its
-    name."""
+    """The fields of a config, checked when they are read.
+    A missing or mistyped one raises ConfigError with its name."""
 
     def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
         self.raw = raw

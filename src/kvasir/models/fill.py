@@ -40,8 +40,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a checkpoint, as its file's header describes it. ``offset``: place of its first byte in the
-    file."""
+    """One tensor of a checkpoint, as its file's header describes it. ``offset``:
+    place of its first byte in the file."""
 
     name: str
     file: Path
@@ -204,8 +204,8 @@ class Filling:
             raise
 
     def wait(self) -> None:
-        """Wait until every slot is filled. Raises ConfigError when a file cannot be read. Warns of weights that are not
-        finite."""
+        """Wait until every slot is filled. Raises ConfigError when a file cannot be read.
+        Warns of weights that are not finite."""
         futures, self.futures = self.futures, []
         if not futures:
             return

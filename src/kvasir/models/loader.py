@@ -130,8 +130,8 @@ def _read_index(path: Path, weight_map: dict[str, str]) -> list[Stored]:
 
 
 def read_header(file: Path) -> list[Stored]:
-    """Read the header of a safetensors file and check its layout: no gap, no overlap, nothing past the end of the
-    file."""
+    """Read the header of a safetensors file and check its layout:
+    no gap, no overlap, nothing past the end of the file."""
     size = file.stat().st_size
     with file.open("rb") as f:
         length = struct.unpack("<Q", head)[0] if len(head := f.read(8)) == 8 else None

@@ -131,8 +131,8 @@ class Tokenizer:
             ) from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ``ids``, the same as ``stream()`` gives piece by piece. Bytes that are not UTF-8 become
-        U+FFFD."""
+        """The text of ``ids``, the same as ``stream()`` gives piece by piece.
+        Bytes that are not UTF-8 become U+FFFD."""
         stream = self.stream(skip=self.special_ids if skip_special else ())
         return stream.extend(ids) + stream.flush()
 
@@ -355,8 +355,8 @@ def _missing(folder: Path) -> str:
 
 
 def _templates(folder: Path, config: Mapping[str, Any], given: str | None) -> dict[str, str]:
-    """Template sources by name. Later places override earlier ones: tokenizer_config.json, chat_template.json, *.jinja,
-    the caller's."""
+    """Template sources by name. Later places override earlier ones:
+    tokenizer_config.json, chat_template.json, *.jinja, the caller's."""
     found: dict[str, str] = {}
     for value in (config.get("chat_template"), _read_json(folder / "chat_template.json").get("chat_template")):
         if isinstance(value, str):
