@@ -138,7 +138,7 @@ def test_blocks_of_many_rows(rows, share, at_once, block):
 
 def test_what_goes_to_the_device_together_is_aligned():
     for count in range(1, 9):
-        long = plan_long([0] * count, [300] * count, list(range(count)), 4, "cpu", Shape())
+        long = plan_long([0] * count, [300] * count, list(range(count)), 4, "cpu", Shape.of(128))
         assert (long.spans.data_ptr() - long.items.data_ptr()) % 16 == 0, (
             "a kernel would be compiled for each kind of address"
         )

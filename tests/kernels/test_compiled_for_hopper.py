@@ -357,7 +357,7 @@ def test_dense(dim):
 def test_by_hand(dim):
     """In both loops of both consumers all exponentials of a block are taken while the product of the values is under way. Registers
     change hands, and a consumer tells of every block that it has read, of keys and of values, but for the last one of values."""
-    shape = HopperShape()
+    shape = HopperShape.of()
     found = compiled(
         "hopper_attention",
         "_hopper_attention",

@@ -16,17 +16,17 @@ N pages, W pages of a table, P slots per page.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import Launches, jit, launch, next_power_of_2, pdl, tl
-from kvasir.kernels.hardware import multiprocessors
+from kvasir.kernels.hardware import multiprocessors, name_of
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
-
-FEW_ROWS, MANY_ROWS = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class Shape:
     at_once: int = 3
 
     @staticmethod
+    @functools.cache  # every layer asks
     def of(dim: int, dtype: torch.dtype, rows: int, share: int, load: float) -> Shape:
-        """For Hopper: three to five programs fit on a multiprocessor, with 160 to 192 KiB on their way together. Many rows are quicker
-        with fewer blocks on their way in each program, since that many are read at once without cutting them. Few rows: fewer programs that
-        find no chunk, and less to merge. ``load``: rows x KV heads for every multiprocessor. Sequences of one length run in rounds of five
-        programs; where the last round would have too few to keep the memory busy and one of four would not, programs that fit four times
-        are quicker by a twentieth, with up to two query heads a KV head (``share``; with four they lose a hundredth).
-        ``tools/gpu_attention.py`` and ``tools/gpu_decode.py`` time the alternatives."""
-        programs = 6 if rows <= FEW_ROWS else 12
-        if dtype == torch.float32:  # products in registers, not on the tensor cores
-            return Shape(32 if dim <= 64 else 16, 8, 2, programs)
-        if dim > 128:
-            return Shape(32, 4, 3, programs)
-        if rows < MANY_ROWS:
-            return Shape(64, 2, 3, programs)
-        if dim == 128 and share <= 2 and load % 5 < 2 < load % 4:  # other widths fit another number of times
-            return Shape(32, 2, 4, programs, at_once=4)
-        return Shape(64, 2, 2, programs, at_once=4)
+        """Shape for ``rows`` single rows, from the table of tuned numbers.
+
+        ``dim``: a power of two. ``share``: query heads of a KV head. ``load``: rows x KV heads for each multiprocessor.
+
+        Three to five programs fit on a multiprocessor of a Hopper GPU, with 160 to 192 KiB in flight together. Many rows
+        need fewer blocks in flight in each program, since that many rows are read at once without cutting them. Few rows
+        take fewer programs: fewer of them find no chunk, and there is less to merge. fp32 products live in registers,
+        not on the tensor cores.
+
+        Sequences of one length run in rounds of five programs. Where the last round would be too small to keep the
+        memory busy and a round of four would not (``uneven``), programs that fit four times are faster by a twentieth,
+        with up to two query heads a KV head; with four they lose a hundredth. Other widths fit another number of times.
+        """
+        uneven = dim == 128 and share <= 2 and load % 5 < 2 < load % 4
+        return Shape(*tuned.look_up(tuned.DECODE_ATTENTION.value, dtype=name_of(dtype), dim=dim, rows=rows, uneven=uneven))
 
 
 def kinds_of(dim: int, dtype: torch.dtype, max_rows: int, share: int, load: float) -> list[int]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import Launches, by_hand, cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import send
 from kvasir.kernels.hopper_attention import HopperShape, attend_gathered, can_serve_hopper
@@ -29,7 +30,7 @@ BLOCK_N = 128  # keys a block; spans are padded to it in the scratch, with zeros
 SCRATCH_BYTES = 256 << 20  # of keys and values of as many KV heads as fit
 # (keys [G, slots, D], values, spans [m, 2], blocks of the longest, slots of a block, first KV head): fill the scratch
 Gather = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int], None]
-MIN_ROWS = 1024  # rows x query heads of a KV head; fewer are not worth the copy of their context
+MIN_ROWS = tuned.DENSE_ROWS.value  # rows x query heads of a KV head; fewer are not worth the copy of their context
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,15 @@ class Shape:
     539 TFLOP/s over 8k keys on an H200, where 128 x 128 on two warpgroups reaches 453. (Triton 3.6's own warp specialisation
     leaves this loop alone; ``hopper_attention`` is the same loop with its warps placed by hand.)"""
 
-    block_m: int = 64
-    block_n: int = 64
-    warps: int = 4
-    stages: int = 3
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
 
     @staticmethod
     def of(dim: int) -> Shape:
-        """What fits into Hopper's shared memory and registers. ``tools/gpu_attention.py`` times the alternatives."""
-        return Shape(128, 64, 8, 2) if dim > 128 else Shape()
+        """Shape that fits into Hopper's shared memory and registers, from the table of tuned numbers."""
+        return Shape(*tuned.look_up(tuned.DENSE_ATTENTION.value, dim=dim))
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ def shape_for(dtype: torch.dtype, dim: int, share: int, device: torch.device | s
               sinks: bool = False) -> Shape | HopperShape:
     """The quicker kernel of those that can serve these layers on this device."""
     device = torch.device(device)
-    return HopperShape() if by_hand(device) and can_serve_hopper(dtype, dim, share, softcap is not None, sinks) else Shape.of(dim)
+    return HopperShape.of() if by_hand(device) and can_serve_hopper(dtype, dim, share, softcap is not None, sinks) else Shape.of(dim)
 
 
 def plan_long(starts: list[int], lengths: list[int], spans: list[int], share: int, device: torch.device | str,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate, gated_reference
 from kvasir.kernels.norm import rms_norm_reference
@@ -293,80 +294,8 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
 
 # ------------------------------------------------------------------------------------------------------------- chooser
 
-# (rows up to, N, K) -> the config that was fastest on an H200, norm and activation included where the models have them;
-# None: cuBLAS was. Llama-8B's and Qwen3-0.6B's matrices, as tools/gpu_fused.py prints them; three for 16 rows as whole steps have them.
-MEASURED: dict[tuple[int, int, int], Config | None] = {
-    (1, 6144, 4096): Config(8, 256, 4, 1, 1),
-    (2, 6144, 4096): Config(64, 256, 4, 3, 1),
-    (4, 6144, 4096): Config(64, 256, 4, 3, 1),
-    (8, 6144, 4096): Config(64, 256, 4, 3, 1),
-    (16, 6144, 4096): Config(64, 256, 4, 3, 1),
-    (1, 4096, 4096): Config(8, 512, 8, 1, 1),
-    (2, 4096, 4096): Config(64, 128, 4, 4, 4),
-    (4, 4096, 4096): Config(64, 128, 4, 4, 4),
-    (8, 4096, 4096): Config(64, 128, 4, 4, 4),
-    (16, 4096, 4096): Config(64, 128, 4, 4, 4),
-    (1, 28672, 4096): Config(64, 256, 4, 3, 1),
-    (2, 28672, 4096): None,
-    (4, 28672, 4096): None,
-    (8, 28672, 4096): None,
-    (16, 28672, 4096): Config(64, 256, 4, 3, 1),
-    (1, 4096, 14336): Config(8, 512, 8, 1, 1),
-    (2, 4096, 14336): Config(64, 128, 4, 4, 4),
-    (4, 4096, 14336): Config(64, 128, 4, 4, 4),
-    (8, 4096, 14336): Config(64, 128, 4, 4, 4),
-    (16, 4096, 14336): Config(64, 128, 4, 4, 4),
-    (1, 128256, 4096): Config(8, 256, 4, 1, 1),
-    (2, 128256, 4096): None,
-    (4, 128256, 4096): None,
-    (8, 128256, 4096): None,
-    (16, 128256, 4096): None,
-    (1, 4096, 1024): Config(8, 512, 4, 1, 1),
-    (2, 4096, 1024): Config(64, 128, 4, 4, 4),
-    (4, 4096, 1024): Config(64, 128, 4, 4, 4),
-    (8, 4096, 1024): Config(64, 128, 4, 4, 4),
-    (16, 4096, 1024): Config(64, 128, 4, 4, 4),
-    (1, 1024, 2048): Config(2, 2048, 4, 1, 1),
-    (2, 1024, 2048): Config(16, 256, 1, 4, 4),
-    (4, 1024, 2048): Config(32, 128, 4, 4, 4),
-    (8, 1024, 2048): Config(64, 128, 4, 3, 8),
-    (16, 1024, 2048): Config(64, 128, 4, 3, 8),
-    (1, 6144, 1024): Config(8, 256, 4, 1, 1),
-    (2, 6144, 1024): Config(64, 256, 4, 3, 1),
-    (4, 6144, 1024): Config(64, 256, 4, 3, 1),
-    (8, 6144, 1024): Config(64, 256, 4, 3, 1),
-    (16, 6144, 1024): Config(64, 256, 4, 3, 1),
-    (1, 1024, 3072): Config(4, 1024, 8, 1, 1),
-    (2, 1024, 3072): Config(16, 256, 1, 4, 4),
-    (4, 1024, 3072): Config(64, 128, 4, 4, 4),
-    (8, 1024, 3072): Config(64, 128, 4, 3, 8),
-    (16, 1024, 3072): Config(64, 128, 4, 3, 8),
-    (1, 151936, 1024): Config(8, 256, 4, 1, 1),
-    (2, 151936, 1024): Config(128, 64, 8, 4, 1),
-    (4, 151936, 1024): Config(128, 64, 8, 4, 1),
-    (8, 151936, 1024): Config(128, 64, 8, 4, 1),
-    (16, 151936, 1024): Config(128, 64, 8, 4, 1),
-    (32, 6144, 4096): Config(64, 64, 4, 4, 4),
-    (64, 6144, 4096): None,
-    (32, 4096, 4096): Config(64, 128, 4, 3, 4),
-    (64, 4096, 4096): None,
-    (32, 28672, 4096): Config(128, 128, 8, 3, 1),
-    (64, 28672, 4096): Config(128, 64, 4, 4, 1),
-    (32, 4096, 14336): Config(64, 128, 4, 3, 4),
-    (64, 4096, 14336): Config(64, 64, 4, 4, 4),
-    (32, 128256, 4096): Config(128, 64, 4, 4, 1),
-    (64, 128256, 4096): Config(128, 64, 4, 4, 1),
-    (32, 4096, 1024): Config(64, 128, 4, 3, 4),
-    (64, 4096, 1024): None,
-    (32, 1024, 2048): Config(64, 128, 4, 3, 4),
-    (64, 1024, 2048): Config(64, 128, 4, 3, 8),
-    (32, 6144, 1024): Config(64, 64, 4, 4, 4),
-    (64, 6144, 1024): None,
-    (32, 1024, 3072): Config(64, 128, 4, 3, 4),
-    (64, 1024, 3072): Config(64, 128, 4, 3, 8),
-    (32, 151936, 1024): None,
-    (64, 151936, 1024): None,
-}
+# (rows up to, N, K) -> the fastest config; None: the BLAS is faster.
+MEASURED = {key: None if shape is None else Config(*shape) for key, shape in tuned.GEMV.value.items()}
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -382,7 +311,7 @@ def _unmeasured(rows: int, width: int) -> Config | None:
     """One row: as many bytes in flight as registers hold. More rows of a shape nobody measured: the BLAS."""
     if rows > 1:
         return None
-    return Config(4, 1024, 4) if width >= 1024 else Config(4, 256, 2)
+    return Config(*tuned.look_up(tuned.GEMV_ONE_ROW.value, width=width))
 
 
 @dataclass(frozen=True)

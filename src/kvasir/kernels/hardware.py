@@ -13,6 +13,11 @@ RATES = {8: (2.0e12, 312e12, 19.5e12), 9: (4.8e12, 989e12, 67e12), 10: (8.0e12, 
 CPU_BANDWIDTH, CORE_FLOPS = 1e11, 1e11  # bytes a second of a server's memory or a desktop's cache; fp32 of one core
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Name of a dtype, as the table of tuned numbers has it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of the GPU; where there is none, few enough for Triton's interpreter."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import Launches, gl, gluon_jit, hopper, next_power_of_2
 
 if hopper is not None:
@@ -32,9 +33,14 @@ if hopper is not None:
 class HopperShape:
     """How the kernel is built: a warpgroup for each half of a tile's rows."""
 
-    block_m: int = 128
-    block_n: int = 128
-    stages: int = 2
+    block_m: int
+    block_n: int
+    stages: int
+
+    @staticmethod
+    def of() -> HopperShape:
+        """The shape of the table of tuned numbers, for every width that the kernel serves."""
+        return HopperShape(*tuned.HOPPER_ATTENTION.value)
 
 
 def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sinks: bool) -> bool:

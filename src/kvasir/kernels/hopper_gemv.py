@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import by_hand, cdiv, gl, gluon_jit, hopper, pdl, tl
 from kvasir.kernels.gemv import JOIN, UNGATED, _join
 
-MIN_ROWS, MAX_ROWS = 17, 64  # of x: below, ``gemv`` is as fast; above, one product does not take them
+MIN_ROWS = tuned.HOPPER_GEMV_ROWS.value  # rows of x; for fewer, ``gemv`` is as fast
+MAX_ROWS = 64  # rows of x that one product takes
 GATES = None, "silu"  # activations that it ends in
 
 if hopper is not None:
@@ -161,16 +163,8 @@ def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bo
     return y_TO
 
 
-# (N, K, whether N is gate and up) -> what was fastest in whole steps on an H200: Qwen3-0.6B's, and Qwen3-1.7B's but for its down projection
-MEASURED: dict[tuple[int, int, bool], Ring] = {
-    (4096, 1024, False): Ring(),
-    (6144, 1024, True): Ring(x_blocks=3),
-    (1024, 2048, False): Ring(w_blocks=2, x_blocks=2, splits=4),
-    (1024, 3072, False): Ring(w_blocks=3, x_blocks=3, splits=4),
-    (4096, 2048, False): Ring(64, x_blocks=3),
-    (12288, 2048, True): Ring(64, 128, w_blocks=4),
-    (2048, 2048, False): Ring(splits=2),
-}
+# (N, K, whether N is gate and up) -> the fastest ring.
+MEASURED = {key: Ring(*shape) for key, shape in tuned.HOPPER_GEMV.value.items()}
 
 
 def choose_ring(rows: int, w_NK: torch.Tensor, gated: bool) -> Ring | None:

@@ -14,11 +14,11 @@ Legend: B single rows, C chunks, H query heads, G KV heads, R = H / G, D head di
 
 from __future__ import annotations
 
+from kvasir import tuned
 from kvasir.kernels._triton import jit, next_power_of_2, tl
 from kvasir.kernels.softmax_block import sink_logits
 
-MIN_CHUNK = 128  # keys; less is not worth a program of its own and a merge
-SHORT_CHUNK = 1024  # keys; chunks up to this long all run at once
+MIN_CHUNK, SHORT_CHUNK = tuned.MIN_CHUNK.value, tuned.SHORT_CHUNK.value  # keys
 MERGED_ELEMENTS = 64  # of partial results that a thread of the merging program holds at a time, in registers
 
 

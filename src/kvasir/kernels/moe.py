@@ -16,15 +16,18 @@ D the summed dimension and N the outputs of one product.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.gemv import _row
+from kvasir.kernels.hardware import name_of
 from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
 
 
@@ -243,23 +246,18 @@ class Tiling(NamedTuple):
     down: Tile
 
 
-STREAM = Tiling(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
-LARGE = Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))
-TILINGS = [  # by the most pairs an expert has on average; on an H200 the weights' bytes are the bound up to some 190 pairs
-    (8, STREAM),
-    (24, Tiling(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))),
-    (96, Tiling(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))),
-]
-FIXED = TILINGS[2][1]  # batch-invariant: one tiling for every step
-SINGLE = Tiling(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))  # fp32 products are not for the tensor core, and fill the registers
+TILINGS = tuple((conditions, Tiling(*(Tile(*tile) for tile in tiles))) for conditions, tiles in tuned.MOE_TILINGS.value)
+FIXED_PAIRS = 96  # pairs an expert whose tiling every step of exact mode takes; another number would change its bits
 
 
+@functools.cache  # every layer asks
 def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool = False) -> Tiling:
-    if dtype == torch.float32:
-        return SINGLE
-    if fixed:
-        return FIXED
-    return next((tiling for most, tiling in TILINGS if num_pairs <= most * num_experts), LARGE)
+    """Tiles for ``num_pairs`` pairs, by the pairs that an expert has on average.
+
+    fp32 products are not for the tensor cores: they fill registers, which hold small tiles only. In 16 bits the weights'
+    bytes are the bound up to some 190 pairs an expert on an H200. ``fixed``: exact mode, one tiling for every step.
+    """
+    return tuned.look_up(TILINGS, dtype=name_of(dtype), pairs=FIXED_PAIRS if fixed else num_pairs / num_experts)
 
 
 def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
@@ -365,6 +363,6 @@ def grid() -> Iterator[Case]:
     yield Case(rows=130, experts=3, top_k=1, routing="same")
     yield Case(rows=77, experts=128, top_k=8)  # several blocks of rows: 128 experts fit 32 rows a block
     yield Case(rows=140, experts=64, top_k=2)
-    for tiling in (STREAM, *(t for _, t in TILINGS[1:]), LARGE):
+    for _, tiling in TILINGS[1:]:  # the first is that of fp32
         yield Case(rows=45, experts=3, top_k=2, dim=136, width=144, tiling=tiling)
         yield Case(rows=45, experts=3, top_k=2, dim=256, width=128, tiling=tiling)

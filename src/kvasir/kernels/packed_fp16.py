@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_ROWS = 32
-MIN_NUMEL = 1 << 18
+from kvasir import tuned
+
+MAX_ROWS = tuned.PACKED_ROWS.value
+MIN_NUMEL = tuned.PACKED_WEIGHTS.value  # elements of a weight
 MAX_ERROR = 2.0**-25
 
 

@@ -22,14 +22,16 @@ W pages of a table, P slots per page, A words of ancestor bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import Launches, cdiv, jit, launch, next_power_of_2, tl
-from kvasir.kernels.hardware import multiprocessors, send
+from kvasir.kernels.hardware import multiprocessors, name_of, send
 from kvasir.kernels.key_chunks import SHORT_CHUNK, _merge_tiles, find_tile_chunk, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
@@ -37,7 +39,7 @@ INF = float("inf")
 SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
 TREE_ROWS = 64  # of a span, where a row's ancestors are one word
 MAX_SPLITS = 32
-SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
+SPLIT_KEYS = tuned.SPLIT_KEYS.value  # fewer keys than this are not worth a program of their own
 CHUNK = 1024  # keys that exact mode computes apart
 PART_BYTES = 256 << 20  # of partial results at a time, in exact mode
 
@@ -391,12 +393,11 @@ def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtyp
     return [Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m, 0, max(lengths), exact=True)]
 
 
+@functools.cache  # every layer asks
 def _blocks(block_m: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Keys a block, warps, stages: for Hopper's registers and shared memory, without spills; no search at start-up."""
-    if dtype == torch.float32:
-        return 32 if dim <= 64 else 16, 8, 2
-    block_n = 64 if dim <= 128 else 32
-    return block_n, 8 if block_m >= 128 else 4, 3 if dim <= 128 or block_m <= 32 else 2
+    """Keys of a block, warps and pipeline stages, from the table of tuned numbers: nothing is searched at start-up, and
+    no shape spills Hopper's registers or exceeds its shared memory."""
+    return tuned.look_up(tuned.PAGED_ATTENTION.value, dtype=name_of(dtype), dim=dim, block_m=block_m)
 
 
 def _num_splits(programs: int, keys: int, device: torch.device) -> int:
@@ -468,12 +469,13 @@ class TogetherShape:
     programs: int
 
     @staticmethod
+    @functools.cache  # every layer asks
     def of(most: int, share: int, dim: int, dtype: torch.dtype) -> TogetherShape:
         """For spans of at most ``most`` rows, as ``plan_tiles`` chooses. ``dim``: a power of two."""
         small = max(SMALL_TILE, next_power_of_2(share))
         block_m = small if most <= rows_of_small(share) else max(small, 32 if dtype == torch.float32 else 64)
-        at_once, programs = (2, 4) if block_m == SMALL_TILE else (1, 2)  # large tiles leave large partial results
-        return TogetherShape(block_m, *_blocks(block_m, dim, dtype), at_once, programs)
+        work = tuned.look_up(tuned.DRAFT_TILES.value, block_m=block_m)
+        return TogetherShape(block_m, *_blocks(block_m, dim, dtype), *work)
 
 
 def chunks_of(shape: Any, groups: int, device: torch.device) -> tuple[int, int]:

@@ -13,14 +13,16 @@ keys of a block, P slots per page, A words of ancestor bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels import paged_attention
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, tl
-from kvasir.kernels.hardware import multiprocessors, send
+from kvasir.kernels.hardware import multiprocessors, name_of, send
 from kvasir.kernels.key_chunks import SHORT_CHUNK, find_tile_chunk
 from kvasir.kernels.paged_attention import SPLIT_KEYS, TREE_ROWS, Tiles, chunks_of, merge_splits, merge_tiles
 from kvasir.kernels.quantized_decode import fold_codes, load_queries, store_parts, values_of
@@ -28,7 +30,7 @@ from kvasir.kernels.quantized_qkv import FORMATS, Format
 from kvasir.kernels.softmax_block import sink_logits
 
 MAX_ROWS = TREE_ROWS  # of a span
-MAX_COLUMNS = 128  # rows x query heads of a KV head; above it the codes are made numbers once, in scratch
+MAX_COLUMNS = tuned.QUANTIZED_COLUMNS.value  # rows x query heads of a KV head
 MAX_SPLITS = 64
 MIN_SPLITS = 3  # fewer do not make up for the merge
 COLUMNS = 16  # of a tile, unless one row has more: what a program of one warp has registers for
@@ -56,14 +58,15 @@ class Shape:
     programs: int = 16
 
     @staticmethod
+    @functools.cache  # every layer asks
     def of(format: Format, dim: int, dtype: torch.dtype, block_m: int) -> Shape:
-        """``dim``: a power of two. One warp needs no barrier for the sums over keys: two tiles of 16 columns take less time than
-        one of 32 on four warps. From the timings of ``tools/gpu_kv.py``."""
-        if dtype == torch.float32:  # products in registers, not on the tensor cores
-            return Shape(16 if dim > 64 else 32, 8, 2, 2)
-        if block_m <= COLUMNS and dim <= 128:
-            return Shape(32, 1, 3, 8)
-        return Shape(64 if format == "int4" else 32, 4, 3, 2)
+        """Shape for tiles of ``block_m`` columns, from the table of tuned numbers. ``dim``: a power of two.
+
+        One warp needs no barrier for the sums over keys: two tiles of 16 columns take less time than one of 32 on four
+        warps. fp32 products live in registers, not on the tensor cores.
+        """
+        rows = tuned.QUANTIZED_ROWS.value
+        return Shape(*tuned.look_up(rows, dtype=name_of(dtype), dim=dim, block_m=block_m, format=format))
 
 
 def plan_rows(starts: list[int], lengths: list[int], spans: list[int], share: int, device: torch.device | str) -> Tiles:

@@ -23,15 +23,17 @@ W words of a row, N pages or keys of a block, P slots per page.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels import decode_attention
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.decode_attention import Rows, Shape
-from kvasir.kernels.hardware import multiprocessors
+from kvasir.kernels.hardware import multiprocessors, name_of
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.quantized_qkv import FORMATS, Format
 from kvasir.kernels.softmax_block import sink_logits
@@ -282,21 +284,16 @@ def store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl
         tl.store(at + 1, acc1.to(dtype), mask=mask)
 
 
+@functools.cache  # every layer asks
 def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int, share: int) -> Shape:
-    """As ``decode_attention.Shape.of``. Programs of one warp need no barrier and keep their scores in registers: 8 of them
-    on a multiprocessor, each with three blocks of 4 or 8 KiB on their way. Few rows are cut into few chunks, for less to merge. ``share``: query
-    heads of a KV head. From the timings of ``tools/gpu_kv.py``."""
+    """Shape for ``rows`` single rows over codes, from the table of tuned numbers.
+
+    ``dim``: a power of two. ``share``: query heads of a KV head. Programs of one warp need no barrier and keep their scores
+    in registers: 8 of them fit on a multiprocessor, each with three blocks of 4 or 8 KiB in flight. Few rows are cut into
+    few chunks, so that there is less to merge.
+    """
     words = dim // 4 if format == "int4" else dim // 2
-    large = words > 32 or share > 8
-    if dtype == torch.float32:
-        return Shape(32, 8, 2, 12)
-    if rows <= 2:
-        if words > 64 or share > 8:
-            return Shape(64, 4, 3, 6, 2)
-        return Shape(128, 4, 3, 4, 2) if large else Shape(64, 1, 3, 6, 4)
-    if words > 64 or large and share > 8:
-        return Shape(32, 2, 3, 8, 4)
-    return Shape(32, 1, 4, 14, 7) if large else Shape(64, 1, 4, 16, 8)
+    return Shape(*tuned.look_up(tuned.QUANTIZED_DECODE.value, dtype=name_of(dtype), rows=rows, words=words, share=share))
 
 
 def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format, table_SW: torch.Tensor,

@@ -19,12 +19,14 @@ P slots a page.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.fused_qkv import HeadOps
 from kvasir.kernels.norm import rms_norm_reference
@@ -34,7 +36,7 @@ from kvasir.kernels.rope import rotate
 Format = Literal["int4", "int8", "fp8"]
 FORMATS = {"int4": 4, "int8": 8, "fp8": 0}  # bits of an integer code
 BLOCK = 16  # elements: the least that the tensor core takes, of rows, too
-FEW = 16  # rows
+FEW = tuned.QUANTIZED_WRITE_ROWS.value  # rows of a step up to which small programs are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,20 @@ class Shape:
 
     @staticmethod
     def of(rows: int, dim: int, basis: Basis | None) -> Shape:
-        """Few rows are quickest in small programs. From the timings of ``tools/gpu_kv.py --write``."""
+        """Shape for ``rows`` rows of heads of ``dim``: heads and warps from the table of tuned numbers, the rest follows from
+        the rotation."""
         half = dim // 2
-        if basis is None:
-            return Shape(4, 1, next_power_of_2(half), 0, 1) if rows <= FEW else Shape(16, 1, next_power_of_2(half), 0, 4)
-        if basis.parts == "whole" or half % BLOCK:
-            return Shape(BLOCK, 1, max(BLOCK, next_power_of_2(half)), 0, 4)
+        rotation = "none" if basis is None else "whole" if basis.parts == "whole" or half % BLOCK else "blocks"
+        heads, warps = _heads_and_warps(rotation, rows <= FEW)
+        if rotation != "blocks":
+            return Shape(heads, 1, max(BLOCK if rotation == "whole" else 1, next_power_of_2(half)), 0, warps)
         order, blocks = basis.order // 2 if basis.parts == "cross" else basis.order, next_power_of_2(half // BLOCK)
-        return Shape(max(4, BLOCK // blocks) if rows <= FEW else max(8, BLOCK // blocks), blocks, BLOCK, max(0, (order // BLOCK).bit_length() - 1), 1)
+        return Shape(max(heads, BLOCK // blocks), blocks, BLOCK, max(0, (order // BLOCK).bit_length() - 1), warps)
+
+
+@functools.cache  # every layer asks
+def _heads_and_warps(rotation: str, few: bool) -> tuple:
+    return tuned.look_up(tuned.QUANTIZED_WRITE.value, rotation=rotation, few=few)
 
 
 def quantized_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, basis: Basis | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvasir import tuned
 from kvasir.kernels.decode_rows import Kept
 
 LINE = 16  # floats of a cache line; head dims are multiples of it
@@ -26,7 +27,7 @@ META = 4  # bytes beside a row of codes
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
 CACHES = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # layouts of pages, by the name that their codec gives to kernels
-TILES_FROM = 8  # rows from which on matrix tiles are faster
+TILES_FROM = tuned.MATRIX_TILE_ROWS.value  # rows
 DRAW_BLOCK = 64  # tokens
 UNDRAWN = -1
 BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile takes
