@@ -199,6 +199,29 @@ def test_a_rows_bytes_do_not_depend_on_its_batch(spec):
         assert all(torch.equal(a[0], w[row]) for a, w in zip(alone, whole))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_grid_is_made_of_rows_in_the_models_dtype(spec, dtype):
+    """Keys and values reach the grid in the model's dtype, after the rotation. Mutations that this kills: keys are rounded to
+    bf16 before they are quantised (an fp32 model); a rotated key is not rounded to the model's dtype (a bf16 model)."""
+    x, slots = gaussian(40, 2, 64).to(dtype), torch.arange(40)
+    pool = KVPool([CacheGroup("full", (0,), 2, 64)], codec_of(spec), [3], 16, "cpu", dtype)
+    cache = pool.layer(0)
+    cache.codec.write(cache, x, x, slots)
+    for side in ("k", "v"):
+        rotation = cache.codec.rotation(side, 64)
+        turned = x.float() if rotation is None else rotation.apply(x)
+        mutant = turned if dtype == torch.bfloat16 else turned.bfloat16().float()
+        expected, mutated = (cache.codec.encode(row) for row in (turned.to(dtype), mutant))
+        for suffix, plane in expected.items():
+            stored = cache.planes[side + suffix][slots // 16, :, slots % 16]
+            assert torch.equal(stored.view(torch.uint8), plane.view(torch.uint8)), f"{side}{suffix}"
+        if dtype == torch.float32 or rotation is not None:
+            assert any(not torch.equal(plane, mutated[suffix]) for suffix, plane in expected.items()), (
+                "or nothing is shown"
+            )
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_encoding_what_was_decoded_changes_nothing_much(spec):
     """What a copy that decodes and encodes would do. Unrotated codecs find the same grid again."""

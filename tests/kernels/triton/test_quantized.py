@@ -11,6 +11,8 @@ from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.attention.paged import key_of
 from kvasir.engine.batch import pack
 from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv
+from kvasir.kernels.fused_qkv import HeadOps
+from kvasir.kernels.quantize import quantize
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.spec import DenseSpec, GQASpec, NormSpec, RopeSpec
@@ -19,13 +21,14 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.technique import load
-from kvasir.types import Request, SamplingParams, Sequence, Span
+from kvasir.types import CacheGroup, Request, SamplingParams, Sequence, Span
 from tests.kernels.check import reference
 from tests.kernels.check_quantized import (
     check_gather,
     check_quantized_attention,
     check_quantized_decode,
     check_quantized_qkv,
+    codec_of,
     quantized_world,
     written,
 )
@@ -39,6 +42,28 @@ def test_write(case, dtype, device):
     if dtype == torch.bfloat16 and device == "cpu" and case.order:
         pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
     check_quantized_qkv(case, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("order", [0, 64])
+def test_the_grid_is_made_of_rows_in_their_own_dtype(order, dtype, device):
+    """The scale and bias of nearly every row are those of the reference's grid, whose rows have the heads' dtype after the
+    rotation. Mutations that this kills: keys are rounded to bf16 before they are quantised (fp32 rows); a rotated key is not
+    rounded to the rows' dtype (fp16 rows)."""
+    heads = torch.randn(48, 4, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    table = torch.cat((torch.ones(48, 32), torch.zeros(48, 32)), 1).to(device)  # no angle: a key stays as it is
+    ops = HeadOps(2, table, torch.arange(48, device=device))
+    codec, slots = codec_of("int4", order, False), torch.arange(48, device=device)
+    cache = KVPool([CacheGroup("full", (0,), 1, 64)], codec, [2], 32, device, dtype).layer(0)
+    basis = codec.rotation("k", 64).basis(dtype, torch.device(device), False) if order else None
+    quantized_qkv.quantized_qkv(heads, ops, cache.planes, slots, "int4", basis)
+    stored = cache.planes["k_meta"][slots // 32, 0, slots % 32]
+    turned = heads[:, 2].double() if basis is None else quantized_qkv.turn(heads[:, 2].double(), basis)
+    mutant = turned.bfloat16() if dtype == torch.float32 else turned.float()
+    meta, mutated = (quantize(row, 4)[1] for row in (turned.to(dtype), mutant))
+    assert (stored == meta).float().mean() > 0.9
+    if dtype == torch.float32 or order:
+        assert (mutated == meta).float().mean() < 0.75, "or nothing is shown"
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
