@@ -22,8 +22,8 @@ BACKENDS = "kvasir.attention.backends"
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer's attention is. ``scale`` multiplies q.k; ``softcap`` c means c * tanh(s / c); ``window`` w means a
-    row sees the last w positions, itself included; ``sinks``: the layer has one learned logit per query head."""
+    """What one layer's attention is. ``scale`` multiplies q.k; ``softcap`` c means c * tanh(s / c); ``window`` w means
+    a row sees the last w positions, itself included; ``sinks``: the layer has one learned logit per query head."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,13 +49,16 @@ class Site:
 class AttentionBackend(Technique):
     """The round-trip rule holds: K/V of this step's rows are already in the pages when ``run`` is called."""
 
-    exact = False  # another order of summation than the reference's, even where it gives every row the same bits in any batch
+    # another order of summation than the reference's, even where it gives every row the same bits in any batch
+    exact = False
     affects_kv = False
     codec_kernels: ClassVar[frozenset[str]] = frozenset(
         {"plain"}
     )  # layouts it reads directly; queries then come in the cache's basis
-    rank = 0  # 0: for ``auto`` only where none with a rank can serve; among those as quick as each other it takes the highest
-    graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
+    # 0: for ``auto`` only where none with a rank can serve; among those as quick as each other it takes the highest
+    rank = 0
+    # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
+    graphs = False
 
     def why_not(self, site: Site) -> list[str]:
         """Reasons why this backend cannot serve ``site``; empty means it can."""
@@ -74,12 +77,13 @@ class AttentionBackend(Technique):
         return 0
 
     def together(self) -> tuple[int, ...]:
-        """Rows a span, in rising order, that steps with ``StepBatch.together`` are built for here. None: such steps cannot be run."""
+        """Rows a span, in rising order, that steps with ``StepBatch.together`` are built for here. None: such steps
+        cannot be run."""
         return ()
 
     def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
-        """Steps, as spans (positions before, rows), that take every kernel which this backend compiles for layers like this one. Whoever
-        meets one first waits for the compiler; compiled ahead, nobody does."""
+        """Steps, as spans (positions before, rows), that take every kernel which this backend compiles for layers like
+        this one. Whoever meets one first waits for the compiler; compiled ahead, nobody does."""
         return []
 
     def plan(self, batch: StepBatch) -> None:
@@ -97,8 +101,8 @@ class AttentionBackend(Technique):
         return_lse: bool = False,
         out_THD: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention of every row over its own sequence: [T, H, D] (and the natural log-sum-exp [T, H] fp32). ``out_THD``: where
-        the result goes, if not to new memory.
+        """Causal attention of every row over its own sequence: [T, H, D] (and the natural log-sum-exp [T, H] fp32).
+        ``out_THD``: where the result goes, if not to new memory.
 
         Row i of span s sees positions <= context[s] + i, bottom-right causal; with ``batch.ancestors`` a tree row sees
         the context and its ancestors. ``cache.group`` picks the page table.

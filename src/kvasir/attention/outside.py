@@ -18,8 +18,8 @@ from kvasir.types import StepBatch
 
 @dataclass(slots=True)
 class CutOut:
-    """``rows``: of the step, [L] or a slice. On the device: ``spans`` [B] int64, ``row_start`` [B + 1] and ``ends`` [B] int32.
-    On the host: ``spans_host``, ``lengths_host``, ``ends_host``. ``state``: what the package planned."""
+    """``rows``: of the step, [L] or a slice. On the device: ``spans`` [B] int64, ``row_start`` [B + 1] and ``ends`` [B]
+    int32. On the host: ``spans_host``, ``lengths_host``, ``ends_host``. ``state``: what the package planned."""
 
     rows: slice | torch.Tensor
     spans: torch.Tensor

@@ -1,11 +1,10 @@
 """Own kernels over the pages, with a place for a faster one for long spans: what the backends for GPUs have in common.
 
-Single rows, long spans and the rest (drafts, trees, short chunks, layers with a window) take a kernel each: at most three
-kinds of launch a layer, none of which reads back or searches at start-up. A step of single rows is planned from their
-number alone, without a copy to the device, so that a CUDA graph of it may be replayed with other contexts. Lossy against
-the reference only by rounding. Exact mode: one kernel and one shape of tile for all, so that a row's bits depend on its
-sequence and position alone (but for the rows of draft trees).
-"""
+Single rows, long spans and the rest (drafts, trees, short chunks, layers with a window) take a kernel each: at most
+three kinds of launch a layer, none of which reads back or searches at start-up. A step of single rows is planned from
+their number alone, without a copy to the device, so that a CUDA graph of it may be replayed with other contexts. Lossy
+against the reference only by rounding. Exact mode: one kernel and one shape of tile for all, so that a row's bits
+depend on its sequence and position alone (but for the rows of draft trees)."""
 
 from __future__ import annotations
 
@@ -47,7 +46,8 @@ DEEP = 4096  # positions: so many keys are read in parts
 
 @dataclass(slots=True)
 class Step:
-    """What the layers of one head layout launch: single rows, long spans, tiles of the rest; of short spans over codes."""
+    """What the layers of one head layout launch: single rows, long spans, tiles of the rest; of short spans over
+    codes."""
 
     rows: Rows | None
     long: Any
@@ -99,15 +99,16 @@ class PagedBackend(AttentionBackend):
             batch.scratch[key] = self._plan(batch, spec)
 
     def together(self) -> tuple[int, ...]:
-        """Spans whose rows all fit a small tile, and larger ones. Not in exact mode, whose tiles are another kernel's."""
+        """Spans whose rows all fit a small tile, and larger ones. Not in exact mode, whose tiles are another
+        kernel's."""
         if self.site.exact:
             return ()
         small = min(rows_of_small(s.num_heads // s.num_kv_heads) for s in self.site.specs)
         return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
 
     def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
-        """Tiles of every size on every way that spans take and long spans, with their keys in one part and in several; and numbers of single
-        rows."""
+        """Tiles of every size on every way that spans take and long spans, with their keys in one part and in several;
+        and numbers of single rows."""
         share = spec.num_heads // spec.num_kv_heads
         short = list(itertools.takewhile(lambda n: not worth_it(n, share), itertools.count(2)))
         first = {(self.takes_short(spec, n), block_of(n, share, self.site.dtype)): n for n in reversed(short)}
@@ -169,8 +170,8 @@ class PagedBackend(AttentionBackend):
         sinks_H: torch.Tensor | None,
         lse_TH: torch.Tensor | None,
     ) -> None:
-        """Write the long spans' rows of ``out`` and ``lse``. ``common``: q [T, H, D], keys and values [N, G, P, D], table [S, W],
-        context [S], row_start [S + 1]."""
+        """Write the long spans' rows of ``out`` and ``lse``. ``common``: q [T, H, D], keys and values [N, G, P, D],
+        table [S, W], context [S], row_start [S + 1]."""
         dense_attention_triton(*common, plan, spec.scale, out_THD, softcap=softcap, sinks_H=sinks_H, lse_TH=lse_TH)
 
     def _exact_tiles(self, lengths: list[int], spec: AttentionSpec, device: torch.device) -> list[Tiles]:

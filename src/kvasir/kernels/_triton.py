@@ -1,9 +1,8 @@
 """The one place that imports Triton, so that every kernel file imports without it and without a GPU.
 
-Kernels write ``@jit`` and ``tl``. Where none can run, Triton is not imported (that takes a tenth of a second) and ``jit``
-leaves the function alone. With ``TRITON_INTERPRET=1`` in the environment before this module is imported (Triton's own
-switch, used by the kernel tests), kernels run on the CPU, one program after the other.
-"""
+Kernels write ``@jit`` and ``tl``. Where none can run, Triton is not imported (that takes a tenth of a second) and
+``jit`` leaves the function alone. With ``TRITON_INTERPRET=1`` in the environment before this module is imported
+(Triton's own switch, used by the kernel tests), kernels run on the CPU, one program after the other. """
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ if AVAILABLE and (INTERPRETED or torch.cuda.is_available()):
     from triton.language.extra import libdevice
 else:
     triton = tl = libdevice = None
-if triton is not None and not INTERPRETED and triton.__version__.startswith("3.6."):  # Gluon's names still change from version to version
+# Gluon's names still change from version to version
+if triton is not None and not INTERPRETED and triton.__version__.startswith("3.6."):
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
@@ -39,7 +39,8 @@ def jit(fn: Callable | None = None, **options: Any) -> Any:
 
 
 def gluon_jit(fn: Callable | None = None, **options: Any) -> Any:
-    """``gluon.jit``, for kernels that place warps, layouts and barriers by hand, or the function itself where no such kernel can run."""
+    """``gluon.jit``, for kernels that place warps, layouts and barriers by hand, or the function itself where no such
+    kernel can run."""
     if gluon is None:
         return fn if fn is not None else lambda f: f
     return gluon.jit(fn, **options)
@@ -65,11 +66,12 @@ def by_hand(device: torch.device) -> bool:
 
 
 class Launches:
-    """Launches that the layers of a step repeat: the same kernels and grids, with the same numbers, on other tensors of the same layout.
+    """Launches that the layers of a step repeat: the same kernels and grids, with the same numbers, on other tensors of
+    the same layout.
 
-    Triton binds and specialises all arguments anew each time, which takes the host several times the launch itself. Here a kernel's first
-    launch does, and the later ones, whose tensors must be aligned as that one's were, go to the compiled kernel. For one step.
-    """
+    Triton binds and specialises all arguments anew each time, which takes the host several times the launch itself.
+    Here a kernel's first launch does, and the later ones, whose tensors must be aligned as that one's were, go to the
+    compiled kernel. For one step. """
 
     def __init__(self) -> None:
         self._compiled: dict[tuple, tuple[Any, tuple]] = {}

@@ -22,7 +22,8 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu,
+                                                                  "gelu_tanh": _gelu_tanh}
 KINDS = {F.silu: 0, F.gelu: 1, _gelu_tanh: 2}  # what ``activate`` calls them
 
 
@@ -63,16 +64,18 @@ def gated_triton(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], tor
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         early = pdl(gate_up.device)
-        _gated[(rows, cdiv(width, BLOCK))](gate_up, y, gate_up.stride(0), F=width, KIND=KINDS[activation], BLOCK=BLOCK, PDL=early,
+        _gated[(rows, cdiv(width, BLOCK))](gate_up, y, gate_up.stride(0), F=width, KIND=KINDS[activation], BLOCK=BLOCK,
+                                           PDL=early,
                                            num_warps=4, launch_pdl=early)
     return y
 
 
-def gated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], exact: bool = False) -> torch.Tensor:
+def gated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor],
+          exact: bool = False) -> torch.Tensor:
     """gate_up [T, 2F] (gate first) -> [T, F], same dtype.
 
-    ``exact``: a row's bits do not depend on its batch. On a CPU the vectorised and the scalar exp differ in the last bit,
-    and where one ends and the other begins depends on the tensor's size and on the threads; so rows go one by one.
+    ``exact``: a row's bits do not depend on its batch. On a CPU the vectorised and the scalar exp differ in the last
+    bit, and where one ends and the other begins depends on the tensor's size and on the threads; so rows go one by one.
     """
     if use_triton(gate_up) and activation in KINDS and gate_up.dim() == 2 and gate_up.stride(1) == 1:
         return gated_triton(gate_up, activation)  # element by element, so exact as well

@@ -1,9 +1,9 @@
-"""Compiling while nobody waits: kernels met within ``compiling`` are compiled beside each other, those of ``rehearsing`` before they run.
+"""Compiling while nobody waits: kernels met within ``compiling`` are compiled beside each other, those of
+``rehearsing`` before they run.
 
-Compiling is not all that Triton 3.6 takes time for at a first start: it hashes all of itself to name what it caches, and has a C compiler build
-a launcher for every signature where a kernel is first launched. ``compiling`` mends both, for the process; Tritons without these names stay as
-they are.
-"""
+Compiling is not all that Triton 3.6 takes time for at a first start: it hashes all of itself to name what it caches,
+and has a C compiler build a launcher for every signature where a kernel is first launched. ``compiling`` mends both,
+for the process; Tritons without these names stay as they are. """
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _helpers: ContextVar[Helpers | None] = ContextVar("helpers", default=None)
 
 @contextlib.contextmanager
 def helping() -> Iterator[None]:
-    """What is compiled within, ``compiling``, is compiled by other processes (``compile_helpers``). For a process of an engine's own: it
-    forks, which must come before it has a context on the device, and which no library does to a program that uses it."""
+    """What is compiled within, ``compiling``, is compiled by other processes (``compile_helpers``). For a process of an
+    engine's own: it forks, which must come before it has a context on the device, and which no library does to a
+    program that uses it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if triton is None or INTERPRETED or cores < FEW_CORES or not hasattr(triton, "AsyncCompileMode"):
         yield
@@ -53,8 +54,8 @@ def helping() -> Iterator[None]:
 
 
 def _prepare() -> None:
-    """What helpers need, and the start before its first kernel: names in Triton's cache as the start's are, and the library that loads
-    kernels, which a C compiler builds."""
+    """What helpers need, and the start before its first kernel: names in Triton's cache as the start's are, and the
+    library that loads kernels, which a C compiler builds."""
     quicken()
     fingerprint()
     with contextlib.suppress(Exception):  # then the start builds it, or says why it cannot
@@ -63,8 +64,9 @@ def _prepare() -> None:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Kernels met within are compiled beside each other, on all cores: a launch waits for its own only, and the end for all. What cannot
-    be compiled says so where it is launched. Tritons that cannot do this compile one after the other, as ever."""
+    """Kernels met within are compiled beside each other, on all cores: a launch waits for its own only, and the end for
+    all. What cannot be compiled says so where it is launched. Tritons that cannot do this compile one after the other,
+    as ever."""
     several = quicken()
     if not hasattr(triton, "AsyncCompileMode"):
         yield
@@ -77,7 +79,8 @@ def compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[None]:
-    """No kernel that this thread launches within runs; those not compiled yet are. What they would have written is not."""
+    """No kernel that this thread launches within runs; those not compiled yet are. What they would have written is
+    not."""
     run, mine = triton.JITFunction.run, threading.get_ident()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
@@ -94,7 +97,8 @@ def rehearsing() -> Iterator[None]:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Each compiles a kernel, or has a helper do it, and then its launcher, a quarter of a second for every signature."""
+    """Each compiles a kernel, or has a helper do it, and then its launcher, a quarter of a second for every
+    signature."""
 
     def __init__(self, workers: int, helpers: Helpers | None) -> None:
         super().__init__(workers)
@@ -109,11 +113,13 @@ class _Compilers(ThreadPoolExecutor):
                 job = job_of(compile_kernel)
                 if job is not None:
                     self._helpers.do(job)
-            except Exception as error:  # of another Triton, or of a kernel that cannot be sent: then it is compiled here
+            # of another Triton, or of a kernel that cannot be sent: then it is compiled here
+            except Exception as error:
                 log.debug("not compiled in a process of its own: %s: %s", type(error).__name__, error)
         kernel = compile_kernel()  # found in Triton's cache where a helper was
         with contextlib.suppress(Exception):  # then it is made, or says why not, where it is launched
-            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # found in Triton's cache from then on
+            # found in Triton's cache from then on
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
         return kernel
 
 
@@ -130,8 +136,9 @@ def quicken() -> bool:
 
 
 class EachItsOwn:
-    """``load(name, path)`` of extension modules, for several threads. Triton's launchers all have one name, and whoever loads one of them
-    again gets a module that all such loads share: before its function is read, it may be another launcher's. Here it is read at once."""
+    """``load(name, path)`` of extension modules, for several threads. Triton's launchers all have one name, and whoever
+    loads one of them again gets a module that all such loads share: before its function is read, it may be another
+    launcher's. Here it is read at once."""
 
     def __init__(self, load: Callable[[str, str], Any]) -> None:
         self._load, self._loading = load, threading.Lock()
@@ -143,11 +150,12 @@ class EachItsOwn:
 
 @functools.cache
 def fingerprint() -> str:
-    """Of this Triton: its sources, and of its libraries the sizes and both ends (a linker's build id is in the first). Triton's own reads a
-    library of 400 MB to its end, in every process: 0.8 s of a start."""
+    """Of this Triton: its sources, and of its libraries the sizes and both ends (a linker's build id is in the first).
+    Triton's own reads a library of 400 MB to its end, in every process: 0.8 s of a start."""
     root, digest = Path(triton.__file__).parent, hashlib.sha256()
     folders = [root / part for part in ("_C", "backends", "compiler", "experimental", "language", "runtime")]
-    found = (Path(folder) / name for part in folders for folder, _, names in os.walk(part, followlinks=True) for name in names)
+    found = (Path(folder) / name for part in folders for folder, _,
+             names in os.walk(part, followlinks=True) for name in names)
     for path in sorted(path for path in found if path.suffix in (".py", ".so") and path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(root)} {size} ".encode())

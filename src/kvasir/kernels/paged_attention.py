@@ -1,17 +1,19 @@
 """Attention of ragged spans over paged keys and values: the reference, and a FlashAttention-style kernel in Triton.
 
-This kernel takes every span; single rows and long spans have faster ones (``decode_attention.py``, ``dense_attention.py``).
+This kernel takes every span; single rows and long spans have faster ones (``decode_attention.py``,
+``dense_attention.py``).
 
 A *tile* is what one program computes: a few rows of one span, times the query heads that share one KV head, so that
-grouped heads fill the tensor core's rows and every key is read once for all of them. ``Tiles`` is the list of tiles of a
-launch; spans of a step take at most two launches, one of small tiles (drafts) and one of large tiles (prompt chunks).
-Where tiles are too few to fill the GPU, the keys of each are split over several programs and a second kernel merges their
-partial results by log-sum-exp (flash-decoding). No result is read back by the host.
+grouped heads fill the tensor core's rows and every key is read once for all of them. ``Tiles`` is the list of tiles of
+a launch; spans of a step take at most two launches, one of small tiles (drafts) and one of large tiles (prompt chunks).
+Where tiles are too few to fill the GPU, the keys of each are split over several programs and a second kernel merges
+their partial results by log-sum-exp (flash-decoding). No result is read back by the host.
 
-Exact mode: a row's bits depend on its sequence and position alone. Every span takes tiles of one shape (``exact_tiles``), every
-block of keys the masked path, and keys are always cut at multiples of ``CHUNK``, whose partial results are merged one after
-the other in their order. Blocks that a row does not see change none of its bits: they add zero and multiply by one. A row of
-a draft tree has its keys at other slots than the same row of a plain span, so there the promise does not hold.
+Exact mode: a row's bits depend on its sequence and position alone. Every span takes tiles of one shape
+(``exact_tiles``), every block of keys the masked path, and keys are always cut at multiples of ``CHUNK``, whose partial
+results are merged one after the other in their order. Blocks that a row does not see change none of its bits: they add
+zero and multiply by one. A row of a draft tree has its keys at other slots than the same row of a plain span, so there
+the promise does not hold.
 
 FlashAttention-2 (arXiv:2307.08691), flash-decoding (the PyTorch blog, October 2023), PagedAttention (arXiv:2309.06180).
 Bytes of a decode step: 2 x keys x G x D x itemsize a sequence and layer. FLOPs: 4 x rows x keys x H x D.
@@ -62,7 +64,8 @@ def visible(start: int, length: int, first: int, window: int | None = None, ance
     if ancestors_LA is None:
         seen = keys <= rows[:, None]
     else:
-        seen = torch.cat([torch.ones(length, start - first, dtype=torch.bool, device=device), tree_bits(ancestors_LA)], 1)
+        seen = torch.cat([torch.ones(length, start - first, dtype=torch.bool, device=device), tree_bits(ancestors_LA)],
+                         1)
         rows = positions_L
         keys = torch.cat([keys[:start - first], positions_L])
     if window is not None:
@@ -115,15 +118,17 @@ def paged_attention_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch
     return out_THD, lse_TH
 
 
-# ------------------------------------------------------------------------------------------------------------ kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @jit(do_not_specialize=["table_row", "window", "num_splits", "words", "tile_m", "count", "wave", "budget"],
      do_not_specialize_on_alignment=["place_ptr", "length_ptr"])
 def _paged_attention(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr, ancestors_ptr, positions_ptr,
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr,
+        ancestors_ptr, positions_ptr,
         part_ptr, part_lse_ptr, cuts_ptr, place_ptr, length_ptr,
-        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, tile_m, count, wave, budget, scale, softcap,
+        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, tile_m, count, wave,
+        budget, scale, softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
         TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, WANT_LSE: tl.constexpr, ROWS: tl.constexpr = 0,
@@ -131,16 +136,18 @@ def _paged_attention(
     """One tile, one KV head, one split of its keys; CHUNKED (0: no): a split is this many keys, at multiples of it.
 
     SPLIT: ``out`` is [tiles, splits, G, tile_m, D] fp32 and ``lse`` [tiles, splits, G, tile_m] in base 2, both for
-    ``merge_splits``; else they are the results. Only slots below the span's end are ever loaded (the others may hold NaN).
+    ``merge_splits``; else they are the results. Only slots below the span's end are ever loaded (the others may hold
+    NaN).
 
-    ROWS (0: no): tiles of so many rows, and chunks of their keys, follow from the rows' ``place`` and ``length`` on the device; see
-    ``paged_together_triton``. ``context`` is then where each of ``count`` rows stands in the cache, and a table belongs to a row. ``part``
-    and ``part_lse`` are for ``_merge_tiles``, and so is ``cuts`` [T, 2]: a tile's first chunk, and how many.
-    """
+    ROWS (0: no): tiles of so many rows, and chunks of their keys, follow from the rows' ``place`` and ``length`` on the
+    device; see ``paged_together_triton``. ``context`` is then where each of ``count`` rows stands in the cache, and a
+    table belongs to a row. ``part`` and ``part_lse`` are for ``_merge_tiles``, and so is ``cuts`` [T, 2]: a tile's
+    first chunk, and how many. """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS > 0:
         group, tile = tl.program_id(0), tl.program_id(1)
-        span, first, parts, chunk = find_tile_chunk(tile, context_ptr, place_ptr, length_ptr, count, wave, budget, window, ROWS, BLOCK_N,
+        span, first, parts, chunk = find_tile_chunk(tile, context_ptr, place_ptr, length_ptr, count, wave, budget,
+                                                    window, ROWS, BLOCK_N,
                                                     COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
         if span >= count:
             return
@@ -165,7 +172,8 @@ def _paged_attention(
     live = (m < (BLOCK_M // R) * R) & (local < length)
     row = (span_row + local).to(tl.int64)
     inside = d < D
-    q = tl.load(q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+    q = tl.load(q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :],
+                mask=live[:, None] & inside[None, :], other=0.0)
 
     tree = False
     if TREE:  # any bit in the span's first row: a causal span of a step with trees has none
@@ -205,8 +213,9 @@ def _paged_attention(
     kv_head = group.to(tl.int64) * head_stride
     n = tl.arange(0, BLOCK_N)
 
-    # Page ids are fetched a block ahead and carried: keys whose address waits for a load of the same iteration would not be
-    # pipelined. Blocks that every row of the tile sees whole need no mask; a window puts masked blocks before them as well.
+    # Page ids are fetched a block ahead and carried: keys whose address waits for a load of the same iteration would
+    # not be pipelined. Blocks that every row of the tile sees whole need no mask; a window puts masked blocks before
+    # them as well.
     pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
     middle = start
     if not WINDOWED and CHUNKED == 0:
@@ -232,7 +241,8 @@ def _paged_attention(
             if tree:
                 i = j - context  # the key's row in the span; negative: context
                 drafted = held & (i >= 0)
-                word = tl.load(ancestors_ptr + row[:, None] * words + (i // 64)[None, :], mask=live[:, None] & drafted[None, :], other=0)
+                word = tl.load(ancestors_ptr + row[:, None] * words + (i // 64)[None, :],
+                               mask=live[:, None] & drafted[None, :], other=0)
                 bit = tl.where(drafted, i % 64, 0).to(tl.int64)
                 seen = held[None, :] & ((i < 0)[None, :] | (((word >> bit[None, :]) & 1) != 0))
                 if WINDOWED:
@@ -244,19 +254,24 @@ def _paged_attention(
 
     if ROWS > 0:
         if parts == 1:
-            _finish(out_ptr, lse_ptr, sinks_ptr, 0, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+            _finish(out_ptr, lse_ptr, sinks_ptr, 0, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top,
+                    total, acc,
                     H, R, D, SINKS, False, WANT_LSE)
         else:
-            _finish(part_ptr, part_lse_ptr, sinks_ptr, tile, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+            _finish(part_ptr, part_lse_ptr, sinks_ptr, tile, group, 0, 1, tile_m, m, d, row, head, live, inside,
+                    out_row, top, total, acc,
                     H, R, D, SINKS, True, WANT_LSE)
     else:
-        _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+        _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside,
+                out_row, top, total, acc,
                 H, R, D, SINKS, SPLIT, WANT_LSE)
 
 
 @jit
-def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
-            H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, WANT_LSE: tl.constexpr):
+def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row,
+            top, total, acc,
+            H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+            WANT_LSE: tl.constexpr):
     """Normalise a tile and store it: as a partial result of its split, or for good."""
     lse = top + tl.log2(total)
     if SPLIT:
@@ -276,8 +291,10 @@ def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m,
 
 
 @jit(do_not_specialize=["num_splits", "tile_m", "window"])
-def merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, tiles_ptr, out_row, num_splits, tile_m, window,
-                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNKED: tl.constexpr,
+def merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, tiles_ptr, out_row,
+                 num_splits, tile_m, window,
+                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+                 CHUNKED: tl.constexpr,
                  WINDOWED: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
     """One row and head: the splits' results, each weighted by its share of the softmax's denominator."""
     tile, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -323,20 +340,22 @@ def merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_pt
             peak = tl.maximum(tl.max(part_lse, 0), sink)
             share = tl.exp2(part_lse - peak)
             total = tl.sum(share, 0) + tl.exp2(sink - peak)
-            parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=(share > 0.0)[:, None] & (d < D)[None, :], other=0.0)
+            parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=(share > 0.0)[:, None] & (d < D)[None, :],
+                            other=0.0)
             acc = tl.sum(parts * share[:, None], 0)
         tl.store(out_ptr + row * out_row + head * D + d, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
         if WANT_LSE:
             tl.store(lse_ptr + row * H + head, (peak + tl.log2(total)) * 0.6931471805599453)
 
 
-# ------------------------------------------------------------------------------------------------------------ launcher
+# ------------------------------------------------------------------------------------------------------------- launcher
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of one launch. ``items`` [n, 2] int32 on the device: span, first row in the span. ``max_keys``, ``max_rows``:
-    of any. ``exact``: a row's bits do not depend on its company; ``max_keys`` is then what the page table holds."""
+    """The tiles of one launch. ``items`` [n, 2] int32 on the device: span, first row in the span. ``max_keys``,
+    ``max_rows``: of any. ``exact``: a row's bits do not depend on its company; ``max_keys`` is then what the page table
+    holds."""
 
     items: torch.Tensor
     block_m: int
@@ -361,10 +380,11 @@ def block_of(length: int, share: int, dtype: torch.dtype) -> int:
     return max(small, 32 if dtype == torch.float32 else 128 if length * share >= 128 else 64)
 
 
-def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str,
+def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
+               device: torch.device | str,
                spans: list[int] | None = None) -> list[Tiles]:
-    """Cut ``spans`` of a step (none given: all) into tiles, on the host: those that fit a small tile apart from those that
-    fill large ones."""
+    """Cut ``spans`` of a step (none given: all) into tiles, on the host: those that fit a small tile apart from those
+    that fill large ones."""
     share = heads // kv_heads
     small_rows = rows_of_small(share)
     spans = range(len(lengths)) if spans is None else spans
@@ -379,12 +399,15 @@ def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int,
         # The last rows of a span see the most keys: they start first, so that the launch ends together.
         items = [(s, row) for s in large for row in reversed(range(0, lengths[s], rows))]
         plans.append((large_m, items, large))
-    return [Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m, max(starts[s] + lengths[s] for s in chosen),
+    return [Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m,
+                  max(starts[s] + lengths[s] for s in chosen),
                   max(lengths[s] for s in chosen)) for block_m, items, chosen in plans]
 
 
-def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str) -> list[Tiles]:
-    """Tiles of one shape for every span, in the order of the rows. Not planned from ``starts``: see ``graphs`` of the backend."""
+def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
+                device: torch.device | str) -> list[Tiles]:
+    """Tiles of one shape for every span, in the order of the rows. Not planned from ``starts``: see ``graphs`` of the
+    backend."""
     block_m = max(32 if dtype == torch.float32 else 64, next_power_of_2(heads // kv_heads))
     rows = block_m // (heads // kv_heads)
     items = [(s, row) for s, length in enumerate(lengths) for row in range(0, length, rows)]
@@ -407,18 +430,23 @@ def _num_splits(programs: int, keys: int, device: torch.device) -> int:
 
 def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: list[Tiles], scale: float,
-                           out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                           out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
+                           sinks_H: torch.Tensor | None = None,
                            ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
-                           lse_TH: torch.Tensor | None = None, num_splits: int | None = None, launches: Launches | None = None) -> None:
-    """What ``paged_attention_ref`` computes, for the tiles of ``plan_tiles``, written to their rows of ``out`` and ``lse`` (fp32).
+                           lse_TH: torch.Tensor | None = None, num_splits: int | None = None,
+                           launches: Launches | None = None) -> None:
+    """What ``paged_attention_ref`` computes, for the tiles of ``plan_tiles``, written to their rows of ``out`` and
+    ``lse`` (fp32).
 
     ``k_NGPD``/``v_NGPD``: pages of a power of two slots, strided by page and head. Head dims up to 256.
     """
     _, heads, dim = q_THD.shape
     _, groups, size, _ = k_NGPD.shape
     assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
-    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
-    assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \
+        "planes must be page-strided with dense slots"
+    assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, \
+        "rows must be dense, of one dtype"
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
     absent = q_THD  # stands in for pointers that the compiled variant never touches
     run = launches or launch
@@ -438,18 +466,24 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
         if split:
             target = torch.empty((at_once, splits, groups, tile_m, dim), dtype=torch.float32, device=q_THD.device)
             target_lse = torch.empty(target.shape[:-1], dtype=torch.float32, device=q_THD.device)
-        flags = {"H": heads, "R": share, "D": dim, "D_PAD": dim_pad, "CHUNKED": CHUNK if part.exact else 0, "WINDOWED": window is not None,
+        flags = {"H": heads, "R": share, "D": dim, "D_PAD": dim_pad, "CHUNKED": CHUNK if part.exact else 0,
+                 "WINDOWED": window is not None,
                  "TREE": ancestors_TA is not None, "SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
         for items in part.items.split(at_once):
             run(_paged_attention, (items.shape[0], groups, splits),
                 q_THD, k_NGPD, v_NGPD, target, target_lse, sinks, table_SW, context_S, row_start_S, items,
-                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, *[absent] * 5,
-                q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0), table_SW.stride(0),
-                0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale, softcap or 1.0,
-                P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps, num_stages=stages, **flags)
+                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T,
+                *[absent] * 5,
+                q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0),
+                table_SW.stride(0),
+                0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale,
+                softcap or 1.0,
+                P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps,
+                num_stages=stages, **flags)
             if split:
                 run(merge_splits, (items.shape[0], groups, tile_m),
-                    target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits, tile_m, window or 0,
+                    target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits,
+                    tile_m, window or 0,
                     SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
 
 
@@ -458,8 +492,8 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
 
 @dataclass(frozen=True, slots=True)
 class TogetherShape:
-    """How the kernel is built for tiles of ``block_m`` rows x heads. ``at_once``: programs that a multiprocessor has room for;
-    ``programs``: chunks of long work for each."""
+    """How the kernel is built for tiles of ``block_m`` rows x heads. ``at_once``: programs that a multiprocessor has
+    room for; ``programs``: chunks of long work for each."""
 
     block_m: int
     block_n: int
@@ -484,48 +518,62 @@ def chunks_of(shape: Any, groups: int, device: torch.device) -> tuple[int, int]:
     return wave, max(wave, shape.programs * multiprocessors(device) // groups)
 
 
-def together_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor, at_T: torch.Tensor,
-                 place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor, positions_T: torch.Tensor, scale: float, *,
+def together_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor,
+                 at_T: torch.Tensor,
+                 place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor, positions_T: torch.Tensor,
+                 scale: float, *,
                  window: int | None = None, softcap: float | None = None,
                  sinks_H: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``paged_attention_ref`` of the spans that such rows are of."""
     firsts, starts, lengths = spans_of(at_T, place_T, length_T)
-    return paged_attention_ref(q_THD, k_NGPD, v_NGPD, table_TW[firsts], starts, lengths, scale, window=window, softcap=softcap, sinks_H=sinks_H,
+    return paged_attention_ref(q_THD, k_NGPD, v_NGPD, table_TW[firsts], starts, lengths, scale, window=window,
+                               softcap=softcap, sinks_H=sinks_H,
                                ancestors_TA=ancestors_TA, positions_T=positions_T)
 
 
-def spans_of(at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
-    """On the host: first rows, starts and lengths of the spans of rows that stand at ``at`` in the cache, at ``place`` in a span of
-    ``length`` rows."""
+def spans_of(at_T: torch.Tensor, place_T: torch.Tensor,
+             length_T: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+    """On the host: first rows, starts and lengths of the spans of rows that stand at ``at`` in the cache, at ``place``
+    in a span of ``length`` rows."""
     firsts = torch.nonzero(place_T == 0)[:, 0].tolist()
     return firsts, at_T[firsts].tolist(), length_T[firsts].tolist()
 
 
-def merge_tiles(part: torch.Tensor, part_lse: torch.Tensor, cuts: torch.Tensor, place_T: torch.Tensor, rows: int, dim: int,
+def merge_tiles(part: torch.Tensor, part_lse: torch.Tensor, cuts: torch.Tensor, place_T: torch.Tensor, rows: int,
+                dim: int,
                 sinks_H: torch.Tensor | None, out_THD: torch.Tensor, lse_TH: torch.Tensor | None) -> None:
-    """The chunks of every tile of ``rows`` rows: ``part`` [C, G, columns, D] fp32, ``part_lse`` [C, G, columns] in base 2."""
+    """The chunks of every tile of ``rows`` rows: ``part`` [C, G, columns, D] fp32, ``part_lse`` [C, G, columns] in base
+    2."""
     count, heads, _ = out_THD.shape
     groups, columns = part.shape[1:3]
     share, dim_pad, warps = heads // groups, max(16, next_power_of_2(dim)), 4
     _merge_tiles[(groups, count)](
-        part, part_lse, out_THD, part_lse if lse_TH is None else lse_TH, part_lse if sinks_H is None else sinks_H, cuts, place_T,
+        part, part_lse, out_THD, part_lse if lse_TH is None else lse_TH, part_lse if sinks_H is None else sinks_H, cuts,
+        place_T,
         out_THD.stride(0), columns, H=heads, R=share, D=dim, D_PAD=dim_pad, R_PAD=next_power_of_2(share), ROWS=rows,
-        MERGE=merged_at_once(share, dim_pad, warps), SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=warps)
+        MERGE=merged_at_once(share, dim_pad, warps), SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None,
+        num_warps=warps)
 
 
-def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor, at_T: torch.Tensor,
-                          place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor, positions_T: torch.Tensor, most: int,
-                          scale: float, out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
-                          sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None, shape: TogetherShape | None = None) -> None:
-    """What ``together_ref`` computes: spans of at most ``most`` rows that follow each other, of which nothing is known on the host, so
-    that it may sit in a CUDA graph. The rows of a tile share the read of their keys, and who sees what is data: ``ancestors_TA`` as
-    in ``StepBatch``, of chains, too. ``at`` [T] int32; ``place``, ``length`` [T] int64; ``table_TW``: of each row, of which that of
-    a tile's first is read."""
+def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor,
+                          at_T: torch.Tensor,
+                          place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor,
+                          positions_T: torch.Tensor, most: int,
+                          scale: float, out_THD: torch.Tensor, *, window: int | None = None,
+                          softcap: float | None = None,
+                          sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
+                          shape: TogetherShape | None = None) -> None:
+    """What ``together_ref`` computes: spans of at most ``most`` rows that follow each other, of which nothing is known
+    on the host, so that it may sit in a CUDA graph. The rows of a tile share the read of their keys, and who sees what
+    is data: ``ancestors_TA`` as in ``StepBatch``, of chains, too. ``at`` [T] int32; ``place``, ``length`` [T] int64;
+    ``table_TW``: of each row, of which that of a tile's first is read."""
     count, heads, dim = q_THD.shape
     groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
     assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
-    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
-    assert q_THD.stride(-1) == 1 and table_TW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \
+        "planes must be page-strided with dense slots"
+    assert q_THD.stride(-1) == 1 and table_TW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, \
+        "rows must be dense, of one dtype"
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
     shape = shape or TogetherShape.of(most, share, dim_pad, q_THD.dtype)
     rows = shape.block_m // share
@@ -535,17 +583,23 @@ def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: tor
     cuts = torch.empty((count, 2), dtype=torch.int32, device=q_THD.device)
     absent = q_THD
     _paged_attention[(groups, count + budget)](
-        q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, table_TW, at_T, absent, absent,
-        ancestors_TA, positions_T, part, part_lse, cuts, place_T, length_T, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
-        out_THD.stride(0), table_TW.stride(0), ancestors_TA.stride(0), window or 0, 1, rows * share, count, wave, budget, scale, softcap or 1.0,
-        H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, WINDOWED=window is not None,
-        CAPPED=softcap is not None, SINKS=sinks_H is not None, TREE=True, SPLIT=False, CHUNKED=0, WANT_LSE=lse_TH is not None, ROWS=rows,
-        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(SPLIT_KEYS, shape.block_n), SHORT_KEYS=SHORT_CHUNK, num_warps=shape.warps,
+        q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H,
+        table_TW, at_T, absent, absent,
+        ancestors_TA, positions_T, part, part_lse, cuts, place_T, length_T, q_THD.stride(0), q_THD.stride(1),
+        k_NGPD.stride(0), k_NGPD.stride(1),
+        out_THD.stride(0), table_TW.stride(0), ancestors_TA.stride(0), window or 0, 1, rows * share, count, wave,
+        budget, scale, softcap or 1.0,
+        H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None, SINKS=sinks_H is not None, TREE=True, SPLIT=False, CHUNKED=0,
+        WANT_LSE=lse_TH is not None, ROWS=rows,
+        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(SPLIT_KEYS, shape.block_n), SHORT_KEYS=SHORT_CHUNK,
+        num_warps=shape.warps,
         num_stages=shape.stages)
     merge_tiles(part, part_lse, cuts, place_T, rows, dim, sinks_H, out_THD, lse_TH)
 
 
-# ----------------------------------------------------------------------------------------------------------- test grid
+# ------------------------------------------------------------------------------------------------------------ test grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -592,7 +646,8 @@ def grid() -> Iterator[Case]:
 
 
 def together_grid() -> Iterator[Case]:
-    """Chains, trees and single rows of one step, in small and in large tiles. ``splits``: chunks of long work for a multiprocessor."""
+    """Chains, trees and single rows of one step, in small and in large tiles. ``splits``: chunks of long work for a
+    multiprocessor."""
     small, bushy = (-1, 0, 0, 1, 1, 2, 5), (-1, *([0] * 10), *range(10))
     yield Case(spans=((0, 1),))
     yield Case(spans=((300, 3), (5, 2)), heads=4, sinks=True, softcap=4.0, splits=2)  # small tiles, several chunks

@@ -1,4 +1,5 @@
-"""The arithmetic of quantised rows: Hadamard rotation, integer grids, nibbles. References of the fused kernels, and the CPU path.
+"""The arithmetic of quantised rows: Hadamard rotation, integer grids, nibbles. References of the fused kernels, and the
+CPU path.
 
 Rows are encoded alone, by elementwise torch operations and reductions along the row, so that a row's bytes never depend
 on its batch.
@@ -14,8 +15,8 @@ FP16_MAX, FP16_TINY = 65504.0, 2.0**-14  # largest, and smallest normal
 
 
 def hadamard(x: torch.Tensor, order: int) -> torch.Tensor:
-    """x [..., D] times the block-diagonal, orthonormal Sylvester-Hadamard matrix of blocks ``order`` (a power of two that
-    divides D): log2(order) butterflies, all sums and differences of two numbers, in fp32."""
+    """x [..., D] times the block-diagonal, orthonormal Sylvester-Hadamard matrix of blocks ``order`` (a power of two
+    that divides D): log2(order) butterflies, all sums and differences of two numbers, in fp32."""
     shape = x.shape
     y = x.float() * order**-0.5
     half = 1
@@ -47,8 +48,8 @@ def dequantize(codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tens
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """[..., D] of 0 .. 15 -> uint8 [..., D / 2]: byte i holds element i in its low and element i + D / 2 in its high half,
-    so that a kernel unpacks two contiguous halves of a head."""
+    """[..., D] of 0 .. 15 -> uint8 [..., D / 2]: byte i holds element i in its low and element i + D / 2 in its high
+    half, so that a kernel unpacks two contiguous halves of a head."""
     low, high = codes.chunk(2, -1)
     return low | (high << 4)
 

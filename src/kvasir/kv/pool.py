@@ -31,8 +31,8 @@ def _plane_bytes(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.
 
 
 def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
-    """On a CPU from numpy, which takes memory that the system has zeroed and that costs nothing until it is touched; torch
-    writes the zeros itself."""
+    """On a CPU from numpy, which takes memory that the system has zeroed and that costs nothing until it is touched;
+    torch writes the zeros itself."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
     return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
@@ -93,8 +93,8 @@ class KVPool:
             words.index_copy_(0, target, words.index_select(0, source))
 
     def move_slots(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the bytes of whole slots (page * page_slots + place): every layer, codes and scales, as they are. Every source
-        is read before any target is written; a target may appear once."""
+        """Copy the bytes of whole slots (page * page_slots + place): every layer, codes and scales, as they are. Every
+        source is read before any target is written; a target may appear once."""
         if group not in self._slot_words:
             self._slot_words[group] = self._words_of_a_slot(self.groups[group], self._dtype)
         base, step, unit = self._slot_words[group]
@@ -114,8 +114,8 @@ class KVPool:
         self.pages[group][torch.as_tensor(pages, dtype=torch.int64, device=self.pages[group].device)] = 0xFF
 
     def _words_of_a_slot(self, group: CacheGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-        """Where a page of ``group`` keeps its slot 0, word by word, and how far each word is from slot to slot; and the words:
-        the widest in which every row of every plane is whole."""
+        """Where a page of ``group`` keeps its slot 0, word by word, and how far each word is from slot to slot; and the
+        words: the widest in which every row of every plane is whole."""
         planes, sizes = (
             self.codec.planes(group.head_dim, dtype),
             _plane_bytes(group, self.codec, self.page_slots, dtype),

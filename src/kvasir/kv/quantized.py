@@ -22,15 +22,15 @@ from kvasir.kv.codec import Codec, LayerCache, Plane
 
 
 class Rotation:
-    """R = diag(signs) H: an orthonormal rotation of the head dim. With ``signs``, fixed random ones, a constant offset of a
-    row is spread as well, which the bare Hadamard matrix would gather in one element; R is then no longer its own inverse.
-    """
+    """R = diag(signs) H: an orthonormal rotation of the head dim. With ``signs``, fixed random ones, a constant offset
+    of a row is spread as well, which the bare Hadamard matrix would gather in one element; R is then no longer its own
+    inverse."""
 
     def __init__(self, order: int, dim: int, signs: bool) -> None:
         if order < 2 or order & (order - 1) or dim % order:
             raise ConfigError(
-                f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the head dim, "
-                f"such as {dim & -dim}"
+                f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the "
+                f"head dim, such as {dim & -dim}"
             )
         self.order = order
         flips = np.random.Generator(np.random.Philox(dim)).integers(0, 2, dim) if signs else np.zeros(dim, np.int64)
@@ -173,7 +173,8 @@ class IntegerCodec(QuantizedCodec):
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
         if head_dim % 2:
             raise ConfigError(
-                f"'{self.name}' packs two elements into a byte and needs an even head dim, not {head_dim}. Use --kv-codec plain."
+                f"'{self.name}' packs two elements into a byte and needs an even head dim, not {head_dim}. "
+                "Use --kv-codec plain."
             )
         return {"": (head_dim * self.bits // 8, torch.uint8), "_meta": (2, torch.float16)}
 

@@ -1,8 +1,9 @@
-"""Linear layers, and exact mode: a row's bits do not depend on how many rows its batch has, nor on its place among them.
+"""Linear layers, and exact mode: a row's bits do not depend on how many rows its batch has, nor on its place among
+them.
 
-A BLAS picks another order of summation for another number of rows. In exact mode every product therefore has one order: on
-a GPU that of ``kernels.matmul``; on a CPU every product has the same shape, tiles of ``TILE`` rows, the last one padded with
-zeros, at addresses aligned alike.
+A BLAS picks another order of summation for another number of rows. In exact mode every product therefore has one order:
+on a GPU that of ``kernels.matmul``; on a CPU every product has the same shape, tiles of ``TILE`` rows, the last one
+padded with zeros, at addresses aligned alike.
 
 Legend: T rows, K inputs, N outputs.
 """
@@ -22,19 +23,22 @@ from kvasir.layers.norm import RMSNorm
 from kvasir.layers.weights import Placement, Slot
 
 TILE = 32
-NARROW = 16  # outputs; below, a BLAS may compute the last rows of a tile by another kernel (seen on an AMD EPYC: 5 to 7 and 9 to 11)
+# outputs; below, a BLAS may compute the last rows of a tile by another kernel (seen on an AMD EPYC: 5 to 7 and 9 to 11)
+NARROW = 16
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may look at when it picks a kernel
 
 
 def matrix(*shape: int, place: Placement) -> torch.Tensor:
-    """An empty weight [..., N, K]. On a CPU the memory order is [..., K, N], in which few-row products are up to twice as fast."""
+    """An empty weight [..., N, K]. On a CPU the memory order is [..., K, N], in which few-row products are up to twice
+    as fast."""
     if place.device.type == "cuda":
         return torch.empty(shape, device=place.device, dtype=place.dtype)
     return torch.empty(*shape[:-2], shape[-1], shape[-2], device=place.device, dtype=place.dtype).transpose(-1, -2)
 
 
 def streams(place: Placement) -> bool:
-    """Whether products of a few rows may take the kernels of ``kernels.gemv``: their bits depend on the number of rows."""
+    """Whether products of a few rows may take the kernels of ``kernels.gemv``: their bits depend on the number of
+    rows."""
     return place.device.type == "cuda" and place.dtype == torch.bfloat16 and place.fused and not place.exact
 
 

@@ -42,8 +42,8 @@ class RMSNorm:
 class Stream:
     """The residual stream h [T, E] of a step, and a sublayer's result that is still to be added to it.
 
-    Adding is put off until the next norm, which does both in one kernel. ``h`` belongs to the stream: adding overwrites it.
-    """
+    Adding is put off until the next norm, which does both in one kernel. ``h`` belongs to the stream: adding overwrites
+    it."""
 
     __slots__ = ("_post", "_x_TE", "h_TE")
 
@@ -58,7 +58,8 @@ class Stream:
         self._x_TE, self._post = x_TE, post
 
     def enter(self, norm: RMSNorm) -> tuple[torch.Tensor, RMSNorm | None]:
-        """The input of the sublayer that begins with ``norm``: normed, or with the norm left to do by its first product."""
+        """The input of the sublayer that begins with ``norm``: normed, or with the norm left to do by its first
+        product."""
         if self._x_TE is None:
             return self.h_TE, norm
         if not norm.fits(self._x_TE):

@@ -23,8 +23,8 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of the whole head, first half paired with second half. Fields beyond ``theta`` belong to one kind:
-    linear: factor; llama3: factor, low/high_freq_factor, original_max_position; yarn: factor, betas, truncate,
+    """Rotary embedding of the whole head, first half paired with second half. Fields beyond ``theta`` belong to one
+    kind: linear: factor; llama3: factor, low/high_freq_factor, original_max_position; yarn: factor, betas, truncate,
     attention_factor (multiplies cos and sin), original_max_position."""
 
     theta: float
@@ -74,8 +74,8 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """A softmax router over all experts picks ``top_k`` dense blocks of ``intermediate_size`` per row; ``renormalize``: the
-    picked weights are scaled to sum to one."""
+    """A softmax router over all experts picks ``top_k`` dense blocks of ``intermediate_size`` per row; ``renormalize``:
+    the picked weights are scaled to sum to one."""
 
     kind: ClassVar[str] = "moe"
     num_experts: int

@@ -9,8 +9,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how a model's layers live. ``exact``: exact mode. ``fused`` False: norms, RoPE, activations and products of a few
-    rows are torch's own, one after the other, to measure what fusing them is worth."""
+    """Where and how a model's layers live. ``exact``: exact mode. ``fused`` False: norms, RoPE, activations and
+    products of a few rows are torch's own, one after the other, to measure what fusing them is worth."""
 
     device: torch.device
     dtype: torch.dtype
@@ -20,8 +20,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for one stored tensor: often a slice of a fused weight. ``offset`` is added to what is stored; ``repeat``: one
-    stored vector fills every row of the target."""
+    """A place for one stored tensor: often a slice of a fused weight. ``offset`` is added to what is stored;
+    ``repeat``: one stored vector fills every row of the target."""
 
     target: torch.Tensor
     offset: float = 0.0

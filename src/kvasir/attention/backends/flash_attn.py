@@ -1,9 +1,9 @@
 """FlashAttention 3 for long spans, where ``flash_attn_interface`` is installed; own kernels for the rest.
 
 Facts about the package (github.com/Dao-AILab/flash-attention, folder hopper): ``flash_attn_with_kvcache`` reads pages
-[N, P, G, D] of any strides and size through a table; rows of several sequences lie one after the other, bottom-right causal;
-the log-sum-exp is natural, [H, L]. No attention sinks. FlashAttention 2 (``flash_attn``) reads pages of 256 slots only.
-"""
+[N, P, G, D] of any strides and size through a table; rows of several sequences lie one after the other, bottom-right
+causal; the log-sum-exp is natural, [H, L]. No attention sinks. FlashAttention 2 (``flash_attn``) reads pages of 256
+slots only."""
 
 from __future__ import annotations
 

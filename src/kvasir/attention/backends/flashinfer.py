@@ -1,10 +1,9 @@
 """FlashInfer for long spans, where it is installed; own kernels for the rest.
 
-Facts about the package (docs.flashinfer.ai): ``BatchPrefillWithPagedKVCacheWrapper`` is planned on the host for a batch, the plan copied from
-pinned memory of its own, and then run for every layer of the same head layout; pages [N, G, P, D] are its layout HND; the log-sum-exp is to
-base 2, [L, H].
-Kernels are compiled at first use, which takes a CUDA toolkit and minutes, but for those that `flashinfer-jit-cache` brings.
-"""
+Facts about the package (docs.flashinfer.ai): ``BatchPrefillWithPagedKVCacheWrapper`` is planned on the host for a
+batch, the plan copied from pinned memory of its own, and then run for every layer of the same head layout; pages [N, G,
+P, D] are its layout HND; the log-sum-exp is to base 2, [L, H]. Kernels are compiled at first use, which takes a CUDA
+toolkit and minutes, but for those that `flashinfer-jit-cache` brings."""
 
 from __future__ import annotations
 
@@ -90,8 +89,8 @@ class FlashInferBackend(PagedBackend):
             out_THD[plan.rows] = found if lse_TH is None else found[0]
 
     def _planned(self, plan: CutOut, spec: AttentionSpec, table_SW: torch.Tensor, size: int, dtype: torch.dtype) -> Any:
-        """A wrapper, kept from step to step: each has 8 MiB of pinned memory, which its plan is copied from. What it is told is on the host,
-        or it would wait for the device to read it back."""
+        """A wrapper, kept from step to step: each has 8 MiB of pinned memory, which its plan is copied from. What it is
+        told is on the host, or it would wait for the device to read it back."""
         counts = [cdiv(end, size) for end in plan.ends_host]
         on_host = partial(torch.tensor, dtype=torch.int32)
         key, on_gpu = (spec, len(plan.state)), table_SW.is_cuda

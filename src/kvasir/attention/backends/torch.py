@@ -1,7 +1,7 @@
 """Plain torch: the reference, the CPU path and, in exact mode, the oracle for everything else.
 
-Normal mode: all spans of one row run together over their gathered pages (in buckets of similar length), longer spans one
-by one. Exact mode: one row at a time over exactly the keys it sees, copied into fresh memory, so that every shape,
+Normal mode: all spans of one row run together over their gathered pages (in buckets of similar length), longer spans
+one by one. Exact mode: one row at a time over exactly the keys it sees, copied into fresh memory, so that every shape,
 stride and order of operations is a function of the row's position alone and its bits are the same in any batch, for any
 chunk size, after a prefix hit and as a node of a draft tree.
 
@@ -27,11 +27,10 @@ from kvasir.types import StepBatch
 class _Part:
     """Spans that one call computes, for one cache group and window. Derived once a step, used by every layer.
 
-    ``rows``: of the step; ``whole``: they are all. ``pages`` [B, W]. ``keep``: the gathered slots that may hold something seen
-    (None: all). ``seen``/``bias``: the mask as bool and as addend, broadcast to [B, G, R, N] (single rows) or [L, N]; None:
-    everything kept is seen.
-    ``stale``: rows of the [B * G * N, D] matrix of gathered slots that nobody sees; they may hold anything, NaN included.
-    """
+    ``rows``: of the step; ``whole``: they are all. ``pages`` [B, W]. ``keep``: the gathered slots that may hold
+    something seen (None: all). ``seen``/``bias``: the mask as bool and as addend, broadcast to [B, G, R, N] (single
+    rows) or [L, N]; None: everything kept is seen. ``stale``: rows of the [B * G * N, D] matrix of gathered slots that
+    nobody sees; they may hold anything, NaN included."""
 
     rows: slice | torch.Tensor
     whole: bool
@@ -66,8 +65,8 @@ class TorchBackend(AttentionBackend):
     # ---------------------------------------------------------------------------------------------------- normal mode
 
     def pin(self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, held: dict) -> None:
-        """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled anew for each step: read the pages
-        that ``held`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
+        """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled anew for each step: read the
+        pages that ``held`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
         pages = batch.tables[0]
         batch.scratch["parts", 0, spec.window, dtype] = [
             _Part(slice(0, len(pages)), True, True, pages, bias=bias, held=held)
@@ -174,7 +173,7 @@ class TorchBackend(AttentionBackend):
         return out_THD, lse_TH
 
 
-# ------------------------------------------------------------------------------------------------- what a step looks like
+# ----------------------------------------------------------------------------------------------- what a step looks like
 
 
 def _parts(batch: StepBatch, cache: LayerCache, spec: AttentionSpec, dtype: torch.dtype) -> list[_Part]:

@@ -1,9 +1,10 @@
-"""C as a shared library: compiled on first use by the machine's compiler for its processor, and kept. The kernels, and others.
+"""C as a shared library: compiled on first use by the machine's compiler for its processor, and kept. The kernels, and
+others.
 
-A file in the user's cache folder is named after all that decides what is in it (source, flags, compiler, processor) and ends
-with a digest of its content, so that a damaged one is built again. Processes that build at once write files of their own and
-rename them into place. OpenMP's symbols stay undefined: they are found in the runtime that torch has loaded, so both share
-one team of threads.
+A file in the user's cache folder is named after all that decides what is in it (source, flags, compiler, processor) and
+ends with a digest of its content, so that a damaged one is built again. Processes that build at once write files of
+their own and rename them into place. OpenMP's symbols stay undefined: they are found in the runtime that torch has
+loaded, so both share one team of threads.
 
 ``KVASIR_NATIVE=0`` in the environment switches the kernels off.
 """
@@ -47,8 +48,8 @@ def native() -> Native:
 
 
 def shared(source: Path, declare: Callable[[ctypes.CDLL], None]) -> Native:
-    """The library of a C file. ``declare`` sets the types of its functions, and raises AttributeError or OSError where it cannot
-    be used. Never raises."""
+    """The library of a C file. ``declare`` sets the types of its functions, and raises AttributeError or OSError where
+    it cannot be used. Never raises."""
     if os.environ.get("KVASIR_NATIVE", "1").lower() in ("0", "false", "off", "no"):
         return Native(None, "switched off by KVASIR_NATIVE")
     return load(cache_folder(), source, declare)
@@ -62,8 +63,10 @@ def load(folder: Path, source: Path | None = None, declare: Callable[[ctypes.CDL
     """From ``folder``, or compiled into it. Default: the kernels."""
     source, declare = source or SOURCE, declare or _declare
     if sys.platform != "linux" or sys.byteorder != "little":
-        return Native(None, f"made for Linux and little-endian processors, this is {sys.platform}, {sys.byteorder}-endian")
-    compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
+        return Native(None, "made for Linux and little-endian processors, this is "
+                            f"{sys.platform}, {sys.byteorder}-endian")
+    compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc",
+                                       "clang") if name and (path := shutil.which(name))), None)
     if compiler is None:
         return Native(None, "no C compiler (install gcc, or set CC)")
     try:
@@ -86,7 +89,8 @@ def load(folder: Path, source: Path | None = None, declare: Callable[[ctypes.CDL
 
 
 def _key(compiler: str, source: Path | None = None) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True,
+                             timeout=COMPILE_SECONDS).stdout
     source = source or SOURCE
     texts = (file.read_text() for file in (source, *sorted(source.parent.glob("*.h"))))  # with what it may include
     parts = (*texts, *FLAGS, *WIDE, compiler, version, _processor())
@@ -98,7 +102,8 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     said = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
-    return "\n".join([platform.machine(), *(said[k] for k in ("model name", "flags", "Features", "CPU part") if k in said)])
+    return "\n".join([platform.machine(), *(said[k] for k in ("model name", "flags", "Features",
+                                                              "CPU part") if k in said)])
 
 
 def _compile(compiler: str, folder: Path, source: Path) -> Path:
@@ -133,7 +138,8 @@ def _whole(file: Path) -> bool:
         content = file.read_bytes()
     except OSError:
         return False
-    return len(content) > DIGEST and hashlib.blake2b(content[:-DIGEST], digest_size=DIGEST).digest() == content[-DIGEST:]
+    return len(content) > DIGEST and hashlib.blake2b(content[:-DIGEST],
+                                                     digest_size=DIGEST).digest() == content[-DIGEST:]
 
 
 def _open(file: Path, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
@@ -149,7 +155,8 @@ def _open(file: Path, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
 
 def _declare(library: ctypes.CDLL) -> None:
     library.kvasir_run.restype = None
-    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
+                                   ctypes.c_int64, ctypes.c_int64)
     library.kvasir_pack.restype = ctypes.c_int64
     library.kvasir_pack.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 7, ctypes.c_void_p, ctypes.c_int64)
     library.kvasir_tiles.restype = ctypes.c_int64

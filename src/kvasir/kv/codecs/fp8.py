@@ -1,7 +1,8 @@
-"""8-bit floats (E4M3) with a scale for every token and head. Lossy: 3 bits of mantissa. 8.25 bits an element at D = 128.
+"""8-bit floats (E4M3) with a scale for every token and head. Lossy: 3 bits of mantissa. 8.25 bits an element at D =
+128.
 
-The scale makes a row's largest magnitude 448, the largest of E4M3, so that no calibration is needed and nothing saturates.
-"""
+The scale makes a row's largest magnitude 448, the largest of E4M3, so that no calibration is needed and nothing
+saturates."""
 
 from __future__ import annotations
 

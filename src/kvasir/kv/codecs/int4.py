@@ -1,8 +1,8 @@
-"""4-bit integers, a grid for every token and head, no rotation. Lossy; the control of ``int4_bdr``. 4.25 bits an element at D = 128.
+"""4-bit integers, a grid for every token and head, no rotation. Lossy; the control of ``int4_bdr``. 4.25 bits an
+element at D = 128.
 
-One outlier channel sets the range of its whole row and leaves a few levels to all others: models that have such channels
-fail with this codec. It is here to be measured against; use ``int4_bdr``.
-"""
+One outlier channel sets the range of its whole row and leaves a few levels to all others: models that have such
+channels fail with this codec. It is here to be measured against; use ``int4_bdr``."""
 
 from __future__ import annotations
 

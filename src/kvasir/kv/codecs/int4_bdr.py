@@ -1,11 +1,11 @@
-"""4-bit integers after a block-diagonal Hadamard rotation (SAW-INT4, arXiv:2604.19157). Lossy. 4.25 bits an element at D = 128.
+"""4-bit integers after a block-diagonal Hadamard rotation (SAW-INT4, arXiv:2604.19157). Lossy. 4.25 bits an element at
+D = 128.
 
 Keys are rotated after QK norm and RoPE, so that an outlier channel is spread over its block before the row's range is
 taken. The rotation is orthonormal: scores of a query rotated alike are unchanged. Values keep their basis unless asked.
 
-``order``: of the rotation's blocks, 0 for the largest that fits the head (the default; small orders lose much of the gain);
-``rotate_v``: values, too; ``signs``: fixed random signs before the rotation, against constant offsets.
-"""
+``order``: of the rotation's blocks, 0 for the largest that fits the head (the default; small orders lose much of the
+gain); ``rotate_v``: values, too; ``signs``: fixed random signs before the rotation, against constant offsets."""
 
 from __future__ import annotations
 

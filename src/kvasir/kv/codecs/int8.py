@@ -1,4 +1,5 @@
-"""8-bit integers, a grid for every token and head. Lossy: about a 500th of a row's range. 8.25 bits an element at D = 128.
+"""8-bit integers, a grid for every token and head. Lossy: about a 500th of a row's range. 8.25 bits an element at D =
+128.
 
 Half the bytes of bf16. Needs no rotation: 256 levels leave room for outliers.
 """

@@ -1,8 +1,8 @@
-"""Mixture of experts: on a GPU the kernels of ``kernels.moe``, else the plain form: rows sorted by expert, one dense block at a
-time.
+"""Mixture of experts: on a GPU the kernels of ``kernels.moe``, else the plain form: rows sorted by expert, one dense
+block at a time.
 
-In both, a row's contributions are added in the order of its own top-k, never in the order the experts ran, so that its bits do
-not depend on who else is in the batch.
+In both, a row's contributions are added in the order of its own top-k, never in the order the experts ran, so that its
+bits do not depend on who else is in the batch.
 
 Legend: T rows, E model dim, F width of an expert, X experts, K experts per row.
 """

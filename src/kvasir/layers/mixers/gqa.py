@@ -49,9 +49,9 @@ class Mixer:
         residual_TE: torch.Tensor | None = None,
         wanted_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, E] -> [T, E]; of ``norm``(x) when one is given, and with ``residual_TE`` added, whose memory may be used for
-        the result. K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the rows of the
-        result, and of ``residual_TE``; default: all."""
+        """[T, E] -> [T, E]; of ``norm``(x) when one is given, and with ``residual_TE`` added, whose memory may be used
+        for the result. K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the
+        rows of the result, and of ``residual_TE``; default: all."""
         spec, num_rows = self.spec, x_TE.shape[0]
         heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
