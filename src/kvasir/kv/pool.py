@@ -31,15 +31,15 @@ def _plane_bytes(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.
 
 
 def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
-    """On a CPU from numpy, which takes memory that the system has zeroed and that costs nothing until it is touched;
-    torch writes the zeros itself."""
+    """Zeroed pages. On a CPU they come from numpy, whose memory the system has zeroed and which costs nothing until it
+    is touched; torch would write the zeros itself."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
     return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
 
 class KVPool:
-    """Pages of every group, all allocated up front. Raises torch's out-of-memory error when they do not fit."""
+    """The pages of every group, all allocated up front. Raises torch's out-of-memory error when they do not fit."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class KVPool:
         return len(group.layers) * sum(_plane_bytes(group, codec, page_slots, dtype))
 
     def page_bytes(self, group: int) -> int:
+        """Bytes of one page of ``group``."""
         return self.pages[group].shape[1]
 
     def bytes_per_token(self) -> float:
@@ -89,11 +90,11 @@ class KVPool:
             pairs = torch.tensor([[c.source for c in mine], [c.target for c in mine]], pin_memory=words.is_cuda)
             source, target = pairs.to(
                 words.device, non_blocking=True
-            )  # from pinned memory: a step in flight is not waited for
+            )  # from pinned memory, so that the copy does not wait for a step in flight
             words.index_copy_(0, target, words.index_select(0, source))
 
     def move_slots(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the bytes of whole slots (page * page_slots + place): every layer, codes and scales, as they are. Every
+        """Copy the bytes of whole slots (page * page_slots + place): every layer, codes and scales, unchanged. Every
         source is read before any target is written; a target may appear once."""
         if group not in self._slot_words:
             self._slot_words[group] = self._words_of_a_slot(self.groups[group], self._dtype)
@@ -114,8 +115,8 @@ class KVPool:
         self.pages[group][torch.as_tensor(pages, dtype=torch.int64, device=self.pages[group].device)] = 0xFF
 
     def _words_of_a_slot(self, group: CacheGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-        """Where a page of ``group`` keeps its slot 0, word by word, and how far each word is from slot to slot; and the
-        words: the widest in which every row of every plane is whole."""
+        """The places of slot 0's words in a page of ``group``, each word's distance from slot to slot, and the word
+        type: the widest in which every row of every plane is a whole number of words."""
         planes, sizes = (
             self.codec.planes(group.head_dim, dtype),
             _plane_bytes(group, self.codec, self.page_slots, dtype),

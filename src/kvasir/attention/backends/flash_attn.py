@@ -21,6 +21,8 @@ from kvasir.types import StepBatch
 
 
 class FlashAttentionBackend(PagedBackend):
+    """Long spans by FlashAttention 3, all other spans by our own kernels."""
+
     rank = 10
 
     def why_not(self, site: Site) -> list[str]:

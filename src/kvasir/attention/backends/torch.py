@@ -44,6 +44,8 @@ class _Part:
 
 
 class TorchBackend(AttentionBackend):
+    """The reference in plain torch; in exact mode a row's bits are the same in any batch."""
+
     exact = True
 
     def run(
@@ -194,7 +196,7 @@ def _parts(batch: StepBatch, cache: LayerCache, spec: AttentionSpec, dtype: torc
 
 
 def _buckets(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Spans that may be padded to the longest of them without reading much more than they hold."""
+    """Group spans so that each can be padded to the longest of its group without reading much more than it holds."""
     if not singles or max(singles)[0] <= 2 * min(singles)[0] + 2:
         return [singles] if singles else []
     buckets: list[list[tuple[int, int, int]]] = []
@@ -207,7 +209,7 @@ def _buckets(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, i
 
 
 def _dense(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
-    """An index of these rows: a slice where they follow each other, which copies nothing."""
+    """An index of the rows ``numbers``: a slice where they are consecutive, which copies nothing."""
     first, count = numbers[0], len(numbers)
     return (
         slice(first, first + count)
@@ -225,7 +227,7 @@ def _single_part(
     spec: AttentionSpec,
     dtype: torch.dtype,
 ) -> _Part:
-    """One-row spans. A lone one is cut exactly; several are padded to the longest and masked."""
+    """A part of one-row spans. A lone span is cut exactly; several are padded to the longest and masked."""
     window, device = spec.window, table_SW.device
     starts = [batch.starts[s] for s in spans]
     first = [_first_page(start, window, size) for start in starts]
@@ -264,14 +266,14 @@ def _long_part(
 
 
 def _tree(batch: StepBatch, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Ancestor bits and positions of the span at ``row``, when it is a tree."""
+    """Ancestor bits and positions of the span at ``row`` if it is a tree, else None."""
     if batch.ancestors is None or not bool(batch.ancestors[row].any()):
         return None
     return batch.ancestors[row : row + length], batch.positions[row : row + length]
 
 
 def _first_page(start: int, window: int | None, size: int) -> int:
-    """The first page that a span from ``start`` reads; pages before it may have been dropped."""
+    """The first page that a span from ``start`` reads. Earlier pages may have been dropped."""
     return 0 if window is None else max(0, start - window + 1) // size
 
 

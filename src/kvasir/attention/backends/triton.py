@@ -1,7 +1,8 @@
-"""Triton: own kernels over plain and quantised pages, on GPUs (and, for tests, in Triton's interpreter).
+"""Triton: our own kernels over plain and quantised pages, on GPUs and, for tests, in Triton's interpreter.
 
-Over a quantised cache single rows and short spans (drafts, trees) read the codes; long spans and the rest read numbers
-that are made of them in scratch."""
+Over a quantised cache, single rows and short spans (drafts, trees) read the codes. All other spans read keys and values
+that are decoded into scratch first.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ from kvasir.types import StepBatch
 
 
 class TritonBackend(PagedBackend):
+    """All spans by our own kernels, over plain and quantised pages."""
+
     rank = 20
     codec_kernels = frozenset({"plain", *FORMATS})
 
@@ -59,8 +62,8 @@ class TritonBackend(PagedBackend):
         return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)
 
     def together(self) -> tuple[int, ...]:
-        """Over codes there is one size of tile, and a span of more rows than ``worth_it`` is left to scratch, launched
-        one by one."""
+        """Over codes there is one tile size. A span too long to read codes (``most_rows``) is decoded into scratch, and
+        such steps are launched one by one."""
         if self.site.codec_kernel == "plain" or self.site.exact:
             return super().together()
         most = min(most_rows(s.num_heads // s.num_kv_heads) for s in self.site.specs)
