@@ -1,19 +1,20 @@
-"""Attention of single rows over paged keys and values: memory-bound, so that all of it is about keeping bytes in
+"""Attention of single rows over paged keys and values. It is memory-bound, so the kernel is about keeping bytes in
 flight.
 
 The keys of a step are cut into chunks of one length, and one program computes one chunk for the query heads that share
-a KV head (``key_chunks``). How long a chunk is follows on the device from the contexts alone, so contexts of any
-mixture are balanced and the launch depends on nothing but the number of rows: it may sit in a CUDA graph and be
-replayed with other contexts. Programs left without a chunk end at once. A sequence of one chunk is written for good; of
-several, the program that arrives last merges their partial results, always in the order of the keys, so that the same
-batch gives the same bits.
+a KV head (``key_chunks``). The device derives the length of a chunk from the contexts alone. So contexts of any mixture
+are balanced, and the launch depends only on the number of rows: a CUDA graph can hold it and replay it with other
+contexts. Programs without a chunk end at once. A sequence of one chunk is written directly. For a sequence of several,
+the program that arrives last merges their partial results, always in the order of the keys, so that the same batch
+gives the same bits.
 
-Heads are the fastest axis of the grid: the heads of a page lie side by side in memory and are read at the same time.
-Flash-decoding (the PyTorch blog, October 2023). The reference is ``paged_attention_ref`` with spans of one row.
-Bytes: 2 x keys x G x D x itemsize a sequence and layer, plus 8 x H x D for every chunk of a divided sequence.
+Heads are the fastest axis of the grid: the heads of a page are neighbours in memory and are read at the same time.
+Flash-decoding (the PyTorch blog, October 2023). The reference is ``paged_attention_ref`` with spans of one row. Bytes:
+2 x keys x G x D x itemsize a sequence and layer, plus 8 x H x D for every chunk of a divided sequence.
 
 Legend: T rows, S spans, B single rows, C chunks, M query heads of a tile, H query heads, G KV heads, R = H / G, D head
-dim, N pages, W pages of a table, P slots per page. """
+dim, N pages, W pages of a table, P slots per page.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built. ``programs``: chunks of long work for every multiprocessor, several times the
-    ``at_once`` that it has room for."""
+    """How the kernel is built. ``at_once``: programs that fit on a multiprocessor; ``programs``: chunks of long work
+    for each multiprocessor, several times ``at_once``."""
 
     block_n: int
     warps: int
@@ -63,7 +64,8 @@ class Shape:
 
 
 def kinds_of(dim: int, dtype: torch.dtype, max_rows: int, share: int, load: float) -> list[int]:
-    """Numbers of rows that take every variant the kernel is compiled in. ``load``: of one row."""
+    """Numbers of rows that together take every variant the kernel is compiled in. ``load``: that of one row, as in
+    ``Shape.of``."""
     kinds: dict[tuple, int] = {}
     for rows in range(1, max_rows + 1):
         shape = Shape.of(padded(dim), dtype, rows, share, rows * load)
@@ -72,17 +74,19 @@ def kinds_of(dim: int, dtype: torch.dtype, max_rows: int, share: int, load: floa
 
 
 def padded(dim: int) -> int:
+    """The width that the kernel computes with, for heads of ``dim``."""
     return max(16, next_power_of_2(dim))
 
 
 def count_pad(rows: int) -> int:
+    """The row count that the kernel is compiled for, for ``rows`` rows."""
     return max(16, next_power_of_2(rows))
 
 
 @dataclass(slots=True)
 class Rows:
-    """The single-row spans of a step. ``spans`` [B] int32 on the device. ``arrived`` [B, G] int32: zero between
-    launches; the launches of one stream may share it."""
+    """The single-row spans of a step. ``spans`` [B] int32 on the device. ``arrived`` [B, G] int32 counters, zero
+    between launches; launches of one stream may share them."""
 
     spans: torch.Tensor
     arrived: torch.Tensor
@@ -97,8 +101,8 @@ def _decode_attention(
         BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr,
         R_PAD: tl.constexpr, MERGE: tl.constexpr,
         WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PDL: tl.constexpr):
-    """One KV head, one chunk of keys of one sequence. Partial results: ``part`` [C, G, R, D] fp32, ``part_lse`` [C, G,
-    R] in base 2. Only slots below a sequence's end are loaded (the others may hold NaN)."""
+    """One chunk of keys of one sequence, for one KV head. Partial results: ``part`` [C, G, R, D] fp32, ``part_lse`` [C,
+    G, R] in base 2. Only slots below a sequence's end are loaded; the others may hold NaN."""
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
     if PDL:  # contexts and tables were there before the step's first layer; queries and new keys are the last kernel's
@@ -124,9 +128,9 @@ def _decode_attention(
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
         kv_head = group.to(tl.int64) * head_stride
-        # One loop for whole blocks and the last one: a second loop would fill its pipeline anew. Page ids are fetched a
-        # block ahead and carried: keys whose address waits for a load of the same iteration would not be pipelined
-        # (nor, in Triton 3.6, would ids carried over two).
+        # One loop for whole blocks and the last one: a second loop would have to fill its pipeline again. Page ids are
+        # fetched a block ahead and carried: keys whose address depends on a load of the same iteration would not be
+        # pipelined (nor, in Triton 3.6, would ids carried over two iterations).
         for j0 in range(start, stop, BLOCK_N):
             j = j0 + n
             held = (j >= low) & (j < stop)
@@ -164,11 +168,11 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
                             sinks_H: torch.Tensor | None = None,
                             lse_TH: torch.Tensor | None = None, shape: Shape | None = None,
                             launches: Launches | None = None) -> None:
-    """What ``paged_attention_ref`` computes, for the spans of ``rows``, written to their rows of ``out`` and ``lse``
-    (fp32).
+    """Compute ``paged_attention_ref`` for the spans of ``rows`` into their rows of ``out`` and ``lse`` (fp32).
 
-    No host read, and a launch that depends on the number of rows only. ``k_NGPD``/``v_NGPD``: pages of a power of two
-    slots, strided by page and head. """
+    The host reads nothing back, and the launch depends on the number of rows only. ``k_NGPD``/``v_NGPD``: pages with a
+    power of two of slots, strided by page and head.
+    """
     _, heads, dim = q_THD.shape
     groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
     count = rows.spans.shape[0]
@@ -208,7 +212,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One point of the test grid: rows after ``contexts`` cached positions each. ``programs``: as in ``Shape``, with
-    one at once; none: chosen."""
+    one at once; None: chosen."""
 
     contexts: tuple[int, ...]
     heads: int = 2

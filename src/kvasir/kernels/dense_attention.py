@@ -1,16 +1,17 @@
-"""Attention of long spans: matrix-bound, so that the keys are first made dense, for the hardware's tile copies.
+"""Attention of long spans. It is compute-bound, so the keys are made dense first, for the hardware's tile copies.
 
 A page of 16 slots is too small a piece for the tensor memory accelerator to fetch a block of 128 keys. One pass copies
 the pages of every long span into dense scratch, and a causal FlashAttention-2 loop (arXiv:2307.08691) reads it through
-tensor descriptors: the copies cost no registers and no address arithmetic. The copy moves 4 x keys x G x D x itemsize
-bytes, a few per cent of the time of spans that are worth it (``worth_it``). Scratch is bounded (``SCRATCH_BYTES``): KV
-heads that do not fit take turns.
+tensor descriptors, which cost no registers and no address arithmetic. The pass moves 4 x keys x G x D x itemsize bytes,
+a few per cent of the time of spans that are worth it (``worth_it``). Scratch is bounded (``SCRATCH_BYTES``): KV heads
+that do not fit take turns.
 
-A tile is BLOCK_M / R rows of one span times the R query heads that share a KV head; tiles of the last rows, which see
-the most keys, start first. The reference is ``paged_attention_ref``. FLOPs: 4 x rows x keys x H x D.
+A tile is BLOCK_M / R rows of one span times the R query heads that share a KV head. Tiles of the last rows see the most
+keys and start first. The reference is ``paged_attention_ref``. FLOPs: 4 x rows x keys x H x D.
 
 Legend: T rows, S spans, M rows x heads of a tile, H query heads, G KV heads, R = H / G, D head dim, N pages, W pages of
-a table, P slots per page. """
+a table, P slots per page.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from kvasir.kernels.hardware import send
 from kvasir.kernels.hopper_attention import HopperShape, attend_gathered, can_serve_hopper
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
-BLOCK_N = 128  # keys a block; spans are padded to it in the scratch, with zeros
-SCRATCH_BYTES = 256 << 20  # of keys and values of as many KV heads as fit
+BLOCK_N = 128  # keys of a block of the scratch; spans are padded to it with zeros
+SCRATCH_BYTES = 256 << 20  # bytes of keys and values; KV heads that do not fit take turns
 # (keys [G, slots, D], values, spans [m, 2], blocks of the longest, slots of a block, first KV head): fill the scratch
 Gather = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int], None]
 MIN_ROWS = tuned.DENSE_ROWS.value  # rows x query heads of a KV head; fewer are not worth the copy of their context
@@ -34,10 +35,12 @@ MIN_ROWS = tuned.DENSE_ROWS.value  # rows x query heads of a KV head; fewer are 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built. Small tiles of one warpgroup overlap each other's products and exponentials on a
-    multiprocessor: 539 TFLOP/s over 8k keys on an H200, where 128 x 128 on two warpgroups reaches 453. (Triton 3.6's
-    own warp specialisation leaves this loop alone; ``hopper_attention`` is the same loop with its warps placed by
-    hand.)"""
+    """How the kernel is built.
+
+    Small tiles of one warpgroup overlap each other's products and exponentials on a multiprocessor: 539 TFLOP/s over 8k
+    keys on an H200, where 128 x 128 on two warpgroups reaches 453. Triton 3.6's own warp specialisation does not apply
+    to this loop; ``hopper_attention`` is the same loop with its warps placed by hand.
+    """
 
     block_m: int
     block_n: int
@@ -53,8 +56,8 @@ class Shape:
 @dataclass(slots=True)
 class LongSpans:
     """The spans of one launch. ``items`` [n, 3] int32 on the device: span, first row in it, its first slot in the
-    scratch; ``spans`` [m, 2] int32: span, first slot. ``slots``: of the scratch; ``blocks``: of the longest span;
-    ``shape``: of the kernel; ``launches``: of the step."""
+    scratch; ``spans`` [m, 2] int32: span, first slot. ``slots``: slots of the scratch; ``blocks``: blocks of the
+    longest span; ``shape``: the kernel's shape; ``launches``: those of the step."""
 
     items: torch.Tensor
     spans: torch.Tensor
@@ -71,13 +74,13 @@ def worth_it(length: int, share: int) -> bool:
 
 
 def can_serve(dtype: torch.dtype, dim: int) -> bool:
-    """16-bit rows whose width is a power of two, as the tile copies need."""
+    """Whether the kernel takes these rows: 16 bits, of a width that the tile copies can move."""
     return dtype in (torch.bfloat16, torch.float16) and dim in (64, 128, 256)
 
 
 def shape_for(dtype: torch.dtype, dim: int, share: int, device: torch.device | str, *, softcap: float | None = None,
               sinks: bool = False) -> Shape | HopperShape:
-    """The quicker kernel of those that can serve these layers on this device."""
+    """Shape of the faster kernel among those that can serve these layers on this device."""
     device = torch.device(device)
     return HopperShape.of() if by_hand(device) and can_serve_hopper(dtype, dim, share, softcap is not None,
                                                                     sinks) else Shape.of(dim)
@@ -94,7 +97,7 @@ def plan_long(starts: list[int], lengths: list[int], spans: list[int], share: in
         slots += cdiv(starts[s] + lengths[s], BLOCK_N) * BLOCK_N
     items.sort(key=lambda item: -(starts[item[0]] + item[1]))  # heavy ones first, so that the launch ends together
     blocks = max(cdiv(starts[s] + lengths[s], BLOCK_N) for s in spans)
-    second = cdiv(3 * len(items), 4) * 4  # aligned: kernels are compiled anew for pointers that are not
+    second = cdiv(3 * len(items), 4) * 4  # aligned: kernels are compiled again for unaligned pointers
     both = torch.zeros(second + 2 * len(places), dtype=torch.int32)
     both[:3 * len(items)] = torch.tensor(items, dtype=torch.int32).flatten()
     both[second:] = torch.tensor(places, dtype=torch.int32).flatten()
@@ -185,9 +188,11 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
                            softcap: float | None = None, sinks_H: torch.Tensor | None = None,
                            lse_TH: torch.Tensor | None = None,
                            scratch_bytes: int = SCRATCH_BYTES, gather: Gather | None = None) -> None:
-    """What ``paged_attention_ref`` computes, for the spans of ``long``, written to their rows of ``out`` and ``lse``
-    (fp32). ``gather``: how the scratch is filled where pages are not of the rows' dtype. A plan with a ``HopperShape``
-    takes ``hopper_attention``."""
+    """Compute ``paged_attention_ref`` for the spans of ``long`` into their rows of ``out`` and ``lse`` (fp32).
+
+    ``gather`` fills the scratch where pages do not have the rows' dtype. A plan with a ``HopperShape`` runs
+    ``hopper_attention``.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     _, heads, dim = q_THD.shape

@@ -1,4 +1,4 @@
-"""What launchers ask of a device, asked once: torch's own query takes longer than a launch. And small copies to it."""
+"""Facts about a device, asked for once, since torch's own query takes longer than a launch; and small copies to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; where there is none, few enough for Triton's interpreter."""
+    """Number of the GPU's multiprocessors. Without a GPU: few enough for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes and FLOP a second that a device of this kind hardly exceeds: where estimates start, never what is
+    """Bytes and FLOP a second that a device of this kind hardly exceeds. Estimates start from them; they are never
     reported."""
     if device.type != "cuda":
         return CPU_BANDWIDTH, CORE_FLOPS * (os.cpu_count() or 1)
@@ -35,7 +35,7 @@ def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A small host tensor, on the device, without waiting for it: from pageable memory a copy would wait for the
+    """Copy a small host tensor to ``device`` without waiting: from pageable memory the copy would wait for the
     stream."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)

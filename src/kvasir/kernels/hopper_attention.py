@@ -1,18 +1,19 @@
-"""Attention of long spans for Hopper, warp-specialised as FlashAttention 3 (arXiv:2407.08608): the loop of
-``dense_attention``, which stays the readable version and the fallback, with the warps, the shared memory and the
-barriers placed by hand.
+"""Attention of long spans for Hopper, warp-specialised as in FlashAttention 3 (arXiv:2407.08608).
+
+It is the loop of ``dense_attention``, which stays the readable version and the fallback, with the warps, the shared
+memory and the barriers placed by hand.
 
 One warp fetches: it keeps a ring of key blocks and one of value blocks filled with tile copies, and gives its registers
-away. Two warpgroups compute, 64 rows each: the product of a block's keys is issued together with that of the values of
-the block before it, whose sum shrinks while the former runs, and the exponentials are taken while the latter runs.
+away. Two warpgroups compute, 64 rows each. The product with a block's keys is issued together with the product with the
+values of the block before it: the running sum is rescaled while the former runs, and the exponentials are taken while
+the latter runs.
 
-Barriers are a pair for every slot of a ring: ``full`` changes phase when a copy's bytes have arrived, ``free`` when
-both consumers have read them. Block i is the (i // STAGES)-th of slot i % STAGES: consumers wait for that phase of
-``full``, the producer for the one before it of ``free``, which a fresh barrier passes at once.
+Every slot of a ring has a pair of barriers: ``full`` changes phase when a copy's bytes have arrived, ``free`` when both
+consumers have read them. Block i is the (i // STAGES)-th of slot i % STAGES. Consumers wait for that phase of ``full``,
+the producer for the one before it of ``free``, which a fresh barrier passes at once.
 
-Slower on an H200 were consumers that take turns to issue their products, as in the paper, a third stage, smaller
-blocks, three consumers, and warps that all fetch and compute. Programs that stay on their multiprocessor for several
-tiles hung.
+Slower on an H200: consumers that take turns to issue their products, as in the paper; a third stage; smaller blocks;
+three consumers; warps that all fetch and compute. Programs that stay on their multiprocessor for several tiles hung.
 
 Legend: M rows x heads of a consumer, N keys of a block, D head dim, the rest as in ``dense_attention``.
 """
@@ -33,7 +34,7 @@ if hopper is not None:
 
 @dataclass(frozen=True, slots=True)
 class HopperShape:
-    """How the kernel is built: a warpgroup for each half of a tile's rows."""
+    """How the kernel is built: one warpgroup for each half of a tile's rows."""
 
     block_m: int
     block_n: int
@@ -46,6 +47,7 @@ class HopperShape:
 
 
 def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sinks: bool) -> bool:
+    """Whether the kernel takes such layers."""
     return dtype in (torch.bfloat16, torch.float16) and dim in (64, 128) and share <= 64 and not capped and not sinks
 
 
@@ -57,7 +59,7 @@ Tile = namedtuple("Tile", "head row span_row length context whole blocks")
 
 @gluon_jit
 def _ring(desc, STAGES: gl.constexpr):
-    """With every slot free. A copy's bytes arrive once, and two consumers read them."""
+    """A ring of STAGES free slots. A copy's bytes arrive once, and two consumers read them."""
     slots = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -88,19 +90,19 @@ def _produce(k, v, base, blocks, N: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon_jit
 def _await(ring, i, STAGES: gl.constexpr, wanted=True):
-    """Until block i has arrived."""
+    """Wait until block i has arrived."""
     mbarrier.wait(ring.full.index(i % STAGES), i // STAGES & 1, pred=wanted)
 
 
 @gluon_jit
 def _release(ring, i, STAGES: gl.constexpr):
-    """This consumer has read block i: one thread says so, after a barrier of its warps."""
+    """Say that this consumer has read block i: one thread does, after a barrier of its warps."""
     mbarrier.arrive(ring.free.index(i % STAGES))
 
 
 @gluon_jit
 def _weigh(s, seen, factor, top, MASKED: gl.constexpr):
-    """As in ``attend_block``, where every row has seen a key: all see the first."""
+    """Weights of a block, as in ``attend_block``. Every row sees the first key, so no row is empty."""
     if MASKED:
         s = gl.where(seen, s, -float("inf"))
     new_top = gl.maximum(top, gl.max(s, 1) * factor)
@@ -110,8 +112,8 @@ def _weigh(s, seen, factor, top, MASKED: gl.constexpr):
 @gluon_jit
 def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES: gl.constexpr,
           MASKED: gl.constexpr):
-    """Weights of block j, whose keys have arrived, and the sum with the values of block j - 1, whose weights are ``p``
-    and for which the sum before it shrinks by ``shrink``."""
+    """Weigh block j, whose keys have arrived, and add the values of block j - 1 with the weights ``p``. The sum before
+    it is rescaled by ``shrink``."""
     scores: gl.constexpr = n.type.layout.parent
     operand: gl.constexpr = p.type.layout
     M: gl.constexpr = q.shape[0]
@@ -135,7 +137,7 @@ def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, S
 
 @gluon_jit
 def _rows(tile, m, R: gl.constexpr, R_PAD: gl.constexpr):
-    """Row and head of the tile's m-th, and whether there is one."""
+    """Row and head number m of the tile, and whether they exist."""
     local = tile.row + m // R_PAD
     return (tile.span_row + local).to(gl.int64), tile.head + m % R_PAD, (m % R_PAD < R) & (local < tile.length)
 

@@ -40,7 +40,7 @@ from kvasir.kernels.softmax_block import attend_block, sink_logits
 INF = float("inf")
 SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
 TREE_ROWS = 64  # of a span, where a row's ancestors are one word
-MAX_SPLITS = 32
+MAX_SPLITS = 32  # splits of a tile's keys
 SPLIT_KEYS = tuned.SPLIT_KEYS.value  # fewer keys than this are not worth a program of their own
 CHUNK = 1024  # keys that exact mode computes apart
 PART_BYTES = 256 << 20  # of partial results at a time, in exact mode
@@ -54,10 +54,10 @@ def tree_bits(ancestors_LA: torch.Tensor) -> torch.Tensor:
 
 def visible(start: int, length: int, first: int, window: int | None = None, ancestors_LA: torch.Tensor | None = None,
             positions_L: torch.Tensor | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Which slots ``first .. start + length`` each row of a span sees: bool [L, start + length - first].
+    """Mask of the slots ``first .. start + length`` that each row of a span sees: bool [L, start + length - first].
 
-    A tree span (``ancestors_LA`` given, with the RoPE ``positions_L`` of its rows) sees the context and its ancestors;
-    for its window a row stands at its depth, not at its slot.
+    A tree span (``ancestors_LA`` given, with the RoPE ``positions_L`` of its rows) sees the context and its ancestors.
+    For its window a row stands at its depth, not at its slot.
     """
     keys = torch.arange(first, start + length, device=device)
     rows = torch.arange(start, start + length, device=device)
@@ -97,7 +97,8 @@ def paged_attention_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch
                         softcap: float | None = None, sinks_H: torch.Tensor | None = None,
                         ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
                         ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One span after the other: [T, H, D] in q's dtype and the log-sum-exp [T, H]. Reads only slots that a row sees."""
+    """Attention of one span after the other: [T, H, D] in q's dtype and the log-sum-exp [T, H]. Reads only slots that a
+    row sees."""
     heads, groups, size = q_THD.shape[1], k_NGPD.shape[1], k_NGPD.shape[2]
     out_THD = torch.empty_like(q_THD)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32), device=q_THD.device)
@@ -133,16 +134,17 @@ def _paged_attention(
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
         TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, WANT_LSE: tl.constexpr, ROWS: tl.constexpr = 0,
         COUNT_PAD: tl.constexpr = 16, MIN_KEYS: tl.constexpr = 0, SHORT_KEYS: tl.constexpr = 0):
-    """One tile, one KV head, one split of its keys; CHUNKED (0: no): a split is this many keys, at multiples of it.
+    """One tile, one KV head, one split of its keys. CHUNKED (0: off): keys of a split, which starts at a multiple of
+    it.
 
     SPLIT: ``out`` is [tiles, splits, G, tile_m, D] fp32 and ``lse`` [tiles, splits, G, tile_m] in base 2, both for
-    ``merge_splits``; else they are the results. Only slots below the span's end are ever loaded (the others may hold
-    NaN).
+    ``merge_splits``; else they are the results. Only slots below the span's end are loaded; the others may hold NaN.
 
-    ROWS (0: no): tiles of so many rows, and chunks of their keys, follow from the rows' ``place`` and ``length`` on the
-    device; see ``paged_together_triton``. ``context`` is then where each of ``count`` rows stands in the cache, and a
-    table belongs to a row. ``part`` and ``part_lse`` are for ``_merge_tiles``, and so is ``cuts`` [T, 2]: a tile's
-    first chunk, and how many. """
+    ROWS (0: off): the device derives tiles of this many rows, and chunks of their keys, from the rows' ``place`` and
+    ``length``; see ``paged_together_triton``. ``context`` is then the place of each of the ``count`` rows in the cache,
+    and each row has a table. ``part``, ``part_lse`` and ``cuts`` [T, 2] (a tile's first chunk, and their number) are
+    for ``_merge_tiles``.
+    """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS > 0:
         group, tile = tl.program_id(0), tl.program_id(1)
@@ -354,8 +356,8 @@ def merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_pt
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """The tiles of one launch. ``items`` [n, 2] int32 on the device: span, first row in the span. ``max_keys``,
-    ``max_rows``: of any. ``exact``: a row's bits do not depend on its company; ``max_keys`` is then what the page table
-    holds."""
+    ``max_rows``: the most of any span. ``exact``: a row's bits do not depend on the rest of the batch; ``max_keys`` is
+    then unused."""
 
     items: torch.Tensor
     block_m: int
@@ -383,7 +385,7 @@ def block_of(length: int, share: int, dtype: torch.dtype) -> int:
 def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
                device: torch.device | str,
                spans: list[int] | None = None) -> list[Tiles]:
-    """Cut ``spans`` of a step (none given: all) into tiles, on the host: those that fit a small tile apart from those
+    """Cut ``spans`` of a step (None: all) into tiles, on the host: those that fit a small tile separately from those
     that fill large ones."""
     share = heads // kv_heads
     small_rows = rows_of_small(share)
@@ -406,8 +408,8 @@ def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int,
 
 def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
                 device: torch.device | str) -> list[Tiles]:
-    """Tiles of one shape for every span, in the order of the rows. Not planned from ``starts``: see ``graphs`` of the
-    backend."""
+    """Tiles of one shape for every span, in the order of the rows. They do not depend on ``starts``: see ``graphs`` of
+    the backend."""
     block_m = max(32 if dtype == torch.float32 else 64, next_power_of_2(heads // kv_heads))
     rows = block_m // (heads // kv_heads)
     items = [(s, row) for s, length in enumerate(lengths) for row in range(0, length, rows)]
@@ -424,7 +426,7 @@ def _blocks(block_m: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def _num_splits(programs: int, keys: int, device: torch.device) -> int:
-    """Enough programs for four on every multiprocessor, each with enough keys."""
+    """Splits of each tile's keys: enough programs for four on every multiprocessor, each with enough keys."""
     return max(1, min(4 * multiprocessors(device) // programs, keys // SPLIT_KEYS, MAX_SPLITS))
 
 
@@ -435,10 +437,9 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
                            ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
                            lse_TH: torch.Tensor | None = None, num_splits: int | None = None,
                            launches: Launches | None = None) -> None:
-    """What ``paged_attention_ref`` computes, for the tiles of ``plan_tiles``, written to their rows of ``out`` and
-    ``lse`` (fp32).
+    """Compute ``paged_attention_ref`` for the tiles of ``plan_tiles`` into their rows of ``out`` and ``lse`` (fp32).
 
-    ``k_NGPD``/``v_NGPD``: pages of a power of two slots, strided by page and head. Head dims up to 256.
+    ``k_NGPD``/``v_NGPD``: pages with a power of two of slots, strided by page and head. Head dims up to 256.
     """
     _, heads, dim = q_THD.shape
     _, groups, size, _ = k_NGPD.shape
@@ -492,8 +493,8 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
 
 @dataclass(frozen=True, slots=True)
 class TogetherShape:
-    """How the kernel is built for tiles of ``block_m`` rows x heads. ``at_once``: programs that a multiprocessor has
-    room for; ``programs``: chunks of long work for each."""
+    """How the kernel is built for tiles of ``block_m`` rows x heads. ``at_once``: programs that fit on a
+    multiprocessor; ``programs``: chunks of long work for each."""
 
     block_m: int
     block_n: int
@@ -505,7 +506,8 @@ class TogetherShape:
     @staticmethod
     @functools.cache  # every layer asks
     def of(most: int, share: int, dim: int, dtype: torch.dtype) -> TogetherShape:
-        """For spans of at most ``most`` rows, as ``plan_tiles`` chooses. ``dim``: a power of two."""
+        """Shape for spans of at most ``most`` rows, with tiles as ``plan_tiles`` chooses them. ``dim``: a power of
+        two."""
         small = max(SMALL_TILE, next_power_of_2(share))
         block_m = small if most <= rows_of_small(share) else max(small, 32 if dtype == torch.float32 else 64)
         work = tuned.look_up(tuned.DRAFT_TILES.value, block_m=block_m)
@@ -513,7 +515,7 @@ class TogetherShape:
 
 
 def chunks_of(shape: Any, groups: int, device: torch.device) -> tuple[int, int]:
-    """``wave`` and ``budget`` of ``key_chunks``: at most as many chunks as rows, and ``budget`` more."""
+    """``wave`` and ``budget`` of ``key_chunks``: at most one chunk a row, and ``budget`` more."""
     wave = max(1, shape.at_once * multiprocessors(device) // groups)
     return wave, max(wave, shape.programs * multiprocessors(device) // groups)
 
@@ -524,7 +526,7 @@ def together_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor
                  scale: float, *,
                  window: int | None = None, softcap: float | None = None,
                  sinks_H: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """``paged_attention_ref`` of the spans that such rows are of."""
+    """``paged_attention_ref`` of the spans that these rows belong to."""
     firsts, starts, lengths = spans_of(at_T, place_T, length_T)
     return paged_attention_ref(q_THD, k_NGPD, v_NGPD, table_TW[firsts], starts, lengths, scale, window=window,
                                softcap=softcap, sinks_H=sinks_H,
@@ -533,7 +535,7 @@ def together_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor
 
 def spans_of(at_T: torch.Tensor, place_T: torch.Tensor,
              length_T: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
-    """On the host: first rows, starts and lengths of the spans of rows that stand at ``at`` in the cache, at ``place``
+    """First rows, starts and lengths of the spans, on the host, of rows that stand at ``at`` in the cache, at ``place``
     in a span of ``length`` rows."""
     firsts = torch.nonzero(place_T == 0)[:, 0].tolist()
     return firsts, at_T[firsts].tolist(), length_T[firsts].tolist()
@@ -542,8 +544,8 @@ def spans_of(at_T: torch.Tensor, place_T: torch.Tensor,
 def merge_tiles(part: torch.Tensor, part_lse: torch.Tensor, cuts: torch.Tensor, place_T: torch.Tensor, rows: int,
                 dim: int,
                 sinks_H: torch.Tensor | None, out_THD: torch.Tensor, lse_TH: torch.Tensor | None) -> None:
-    """The chunks of every tile of ``rows`` rows: ``part`` [C, G, columns, D] fp32, ``part_lse`` [C, G, columns] in base
-    2."""
+    """Merge the chunks of every tile of ``rows`` rows: ``part`` [C, G, columns, D] fp32, ``part_lse`` [C, G, columns]
+    in base 2."""
     count, heads, _ = out_THD.shape
     groups, columns = part.shape[1:3]
     share, dim_pad, warps = heads // groups, max(16, next_power_of_2(dim)), 4
@@ -563,10 +565,13 @@ def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: tor
                           softcap: float | None = None,
                           sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
                           shape: TogetherShape | None = None) -> None:
-    """What ``together_ref`` computes: spans of at most ``most`` rows that follow each other, of which nothing is known
-    on the host, so that it may sit in a CUDA graph. The rows of a tile share the read of their keys, and who sees what
-    is data: ``ancestors_TA`` as in ``StepBatch``, of chains, too. ``at`` [T] int32; ``place``, ``length`` [T] int64;
-    ``table_TW``: of each row, of which that of a tile's first is read."""
+    """Compute ``together_ref``: consecutive spans of at most ``most`` rows. The host knows nothing else about them, so
+    a CUDA graph can hold the launch.
+
+    The rows of a tile share the read of their keys. What a row sees is data: ``ancestors_TA`` as in ``StepBatch``, for
+    chains, too. ``at`` [T] int32; ``place``, ``length`` [T] int64; ``table_TW``: each row's table, of which that of a
+    tile's first row is read.
+    """
     count, heads, dim = q_THD.shape
     groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
     assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"

@@ -1,16 +1,16 @@
 """Attention of short spans over quantised pages: drafts, draft trees, the ends of prompts. Codes go to the tensor core
 as they are.
 
-The rows of a span share the read of the codes and the making of numbers of them: a *tile* is a few rows of one span
-times the query heads that share a KV head, the columns of the products of ``quantized_decode``, whose arithmetic this
-is. Tiles, trees, and the splitting of keys over programs where tiles are too few to fill the GPU are those of
-``paged_attention``, and so is the kernel that merges the splits. The reference is ``paged_attention_ref`` over what the
-codes stand for.
+The rows of a span share the read and the conversion of the codes. A *tile* is a few rows of one span times the query
+heads that share a KV head: the columns of the products of ``quantized_decode``, whose arithmetic this is. Tiles, trees,
+the splitting of keys where tiles are too few to fill the GPU, and the kernel that merges the splits are those of
+``paged_attention``. The reference is ``paged_attention_ref`` over the decoded codes.
 
 Bytes: 2 x keys x G x (D x bits / 8 + 4) a tile and layer, plus 8 x rows x H x D for every split.
 
 Legend: T rows, S spans, M rows x heads of a tile, H query heads, G KV heads, R = H / G, D head dim, W words of a row, N
-pages or keys of a block, P slots per page, A words of ancestor bits. """
+pages or keys of a block, P slots per page, A words of ancestor bits.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ from kvasir.kernels.quantized_decode import fold_codes, load_queries, store_part
 from kvasir.kernels.quantized_qkv import FORMATS, Format
 from kvasir.kernels.softmax_block import sink_logits
 
-MAX_ROWS = TREE_ROWS  # of a span
+MAX_ROWS = TREE_ROWS  # rows of a span
 MAX_COLUMNS = tuned.QUANTIZED_COLUMNS.value  # rows x query heads of a KV head
 MAX_SPLITS = 64
-MIN_SPLITS = 3  # fewer do not make up for the merge
-COLUMNS = 16  # of a tile, unless one row has more: what a program of one warp has registers for
+MIN_SPLITS = 3  # fewer splits do not make up for the merge
+COLUMNS = 16  # columns of a tile, unless one row has more: as many as a program of one warp has registers for
 
 
 def worth_it(length: int, share: int) -> bool:
-    """Whether a span of ``length`` rows reads codes here. Each of its tiles makes numbers of all codes that it
-    reads."""
+    """Whether a span of ``length`` rows reads codes here. Each of its tiles converts all codes that it reads."""
     return length <= most_rows(share)
 
 
 def most_rows(share: int) -> int:
-    """Of a span that is read here, for the ``share`` query heads of a KV head."""
+    """Most rows of a span that is read here, for the ``share`` query heads of a KV head."""
     return min(MAX_ROWS, MAX_COLUMNS // share)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built. ``at_once``: programs that a multiprocessor has room for; ``programs``: chunks of long
-    work for each multiprocessor, where they are cut on the device."""
+    """How the kernel is built. ``at_once``: programs that fit on a multiprocessor; ``programs``: chunks of long work
+    for each multiprocessor, where the device cuts them."""
 
     block_n: int
     warps: int
@@ -275,8 +274,8 @@ def quantized_attention_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.T
                                ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
                                lse_TH: torch.Tensor | None = None, shape: Shape | None = None,
                                num_splits: int | None = None) -> None:
-    """``paged_attention_ref`` over what ``planes`` stand for, for the tiles of ``plan_rows``, for queries and values in
-    the cache's basis, written to their rows of ``out`` and ``lse`` (fp32). ``planes``: as ``quantized_qkv`` writes
+    """Compute ``paged_attention_ref`` over decoded ``planes`` for the tiles of ``plan_rows``, into their rows of
+    ``out`` and ``lse`` (fp32). Queries and values are in the cache's basis. ``planes``: as ``quantized_qkv`` writes
     them."""
     _, heads, dim = q_THD.shape
     k, v = planes["k"].view(torch.int16), planes["v"].view(torch.int16)
@@ -374,7 +373,7 @@ def quantized_together_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Te
 
 @dataclass(frozen=True, kw_only=True)
 class Case(paged_attention.Case):
-    """One point of the test grid. ``splits``: none: chosen."""
+    """One point of the test grid. ``splits`` None: chosen."""
 
     format: Format = "int4"
     page_slots: int = 64
@@ -403,7 +402,7 @@ def grid() -> Iterator[Case]:
 
 
 def together_grid() -> Iterator[Case]:
-    """As in ``paged_attention``."""
+    """Spans of a captured step, as in ``paged_attention``."""
     small = (-1, 0, 0, 1, 1, 2, 5)
     for format in FORMATS:
         yield Case(spans=((140, 7), (16, 1), (0, 9)), format=format, trees=((0, small),), page_slots=32, splits=2)

@@ -1,25 +1,25 @@
-"""Attention of single rows over quantised pages: codes go to the tensor core as they are, scales come after.
+"""Attention of single rows over quantised pages: codes go to the tensor core as they are, and scales are applied after.
 
-Work is cut up as in ``decode_attention``. With codes c, k = s (c - m) + b, and the query q in the cache's basis,
+Work is cut as in ``decode_attention``. With codes c, k = s (c - m) + b, and the query q in the cache's basis,
 
     q.k = s (q.c - m sum(q)) + b sum(q)       sum_n p_n v_n = sum_n (p_n s_n) (c_n - m) + sum_n p_n b_n
 
-so that no element is ever dequantised: what is left of the unpacking is to make a number of a code. Pages are read as
-words of 16 bits, and a pair of words becomes a pair of fp16 numbers by setting exponents: the bits 0x6400 + x are 1024
-+ x, for a 4-bit code in place (1024 + c), four bits higher (1024 + 16 c) or an 8-bit one; 8-bit floats are moved to
-where fp16 has its exponent, which divides them by 256. Five instructions for eight 4-bit codes. What the exponents add
-is subtracted where the products start, so that nothing large is summed up over blocks; for that, sum(q) and the sum of
-the weights p s are those of the rounded numbers. (SAW-INT4, arXiv:2604.19157; the factored form and the words are
-ours.)
+so no element is ever dequantised; what remains is to turn a code into a number. Pages are read as words of 16 bits, and
+a pair of words becomes a pair of fp16 numbers by setting exponents: the bits 0x6400 + x are 1024 + x, for a 4-bit code
+in place (1024 + c), one four bits higher (1024 + 16 c), or an 8-bit one. 8-bit floats are moved to where fp16 has its
+exponent, which divides them by 256. Eight 4-bit codes take five instructions. What the exponents add is subtracted
+where the products start, so that nothing large accumulates over blocks; for that, sum(q) and the sum of the weights p s
+are those of the rounded numbers. (SAW-INT4, arXiv:2604.19157; the factored form and the words are ours.)
 
-Products have the keys as their rows, so that a few query heads are padded to eight columns and not to sixteen rows.
-4-bit pages hold element i and i + D / 2 in a byte: word w of a row holds elements 2 w, 2 w + D / 2, 2 w + 1 and
-2 w + 1 + D / 2; 8-bit pages 2 w and 2 w + 1. Each is its own part of the products.
+Products have the keys as their rows, so that a few query heads are padded to eight columns instead of sixteen rows.
+4-bit pages hold elements i and i + D / 2 in a byte: word w of a row holds elements 2 w, 2 w + D / 2, 2 w + 1 and 2 w +
+1 + D / 2; 8-bit pages 2 w and 2 w + 1. Each is a separate part of the products.
 
 Bytes: 2 x keys x G x (D x bits / 8 + 4) a sequence and layer.
 
 Legend: T rows, S spans, B single rows, C chunks, M query heads of a tile, H query heads, G KV heads, R = H / G, D head
-dim, W words of a row, N pages or keys of a block, P slots per page. """
+dim, W words of a row, N pages or keys of a block, P slots per page.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _numbers(words, PART: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr,
 
 @jit
 def _halves(meta):
-    """An int32 of two fp16 numbers, the first in the low half: both in fp32."""
+    """The two fp16 numbers in an int32, the first in the low half, both as fp32."""
     low = (meta & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), (meta >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -111,8 +111,8 @@ def _query(q_at, mask, factor, number: tl.constexpr):
 
 @jit
 def load_queries(q_at, mask, factor, D: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr):
-    """The parts of queries at ``q_at`` [M, W], times ``factor``: four (two of 8-bit words) [W, M], sum(q) [M], and what
-    the numbers of a key are above its codes, times q: to be subtracted."""
+    """Load the parts of the queries at ``q_at`` [M, W], times ``factor``: four (two of 8-bit words) [W, M]; sum(q) [M];
+    and the excess of a key's numbers over its codes, times q, to be subtracted."""
     # a number is its code times 1 (even parts) or ODD, and this
     ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0
     ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
@@ -185,7 +185,7 @@ def fold_codes(k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, sof
 
 @jit
 def values_of(acc0, acc1, acc2, acc3, shift, share, BITS: tl.constexpr, TRICK: tl.constexpr):
-    """What the accumulators stand for, each column times its ``share``."""
+    """Values that the accumulators stand for, each column times its ``share``."""
     ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
     GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256
     FINE: tl.constexpr = 256 if TRICK and BITS == 0 else 1
@@ -291,7 +291,7 @@ def _quantized_decode(
 
 @jit
 def store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """The elements that word w of a row held, [W, M]."""
+    """Store the elements of word w of a row, [W, M]."""
     dtype = row_ptr.dtype.element_ty
     mask = (w < W)[:, None] & live[None, :]
     at = row_ptr + 2 * w[:, None]
@@ -323,8 +323,8 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
                             window: int | None = None, softcap: float | None = None,
                             sinks_H: torch.Tensor | None = None,
                             lse_TH: torch.Tensor | None = None, shape: Shape | None = None) -> None:
-    """``paged_attention_ref`` over what ``planes`` stand for, for queries and values in the cache's basis; otherwise as
-    ``decode_attention_triton``. ``planes``: as ``quantized_qkv`` writes them."""
+    """Compute ``paged_attention_ref`` over decoded ``planes``, for queries and values in the cache's basis; otherwise
+    as ``decode_attention_triton``. ``planes``: as ``quantized_qkv`` writes them."""
     _, heads, dim = q_THD.shape
     k, v = planes["k"].view(torch.int16), planes["v"].view(torch.int16)
     k_meta, v_meta = planes["k_meta"].view(torch.int32), planes["v_meta"].view(torch.int32)
@@ -421,10 +421,12 @@ def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GL
                         context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int,
                         block: int, first_group: int,
                         window: int | None = None) -> None:
-    """What the codes of ``spans`` [m, 2] int32 (span, its first slot in the result) stand for, in the cache's basis:
-    dense [G, slots, D], for as many KV heads from ``first_group`` on as ``k`` and ``v`` have. ``blocks`` of ``block``
-    slots: the longest span; a span's place has room for whole blocks. ``window``: what is out of it for every row is
-    not written."""
+    """Decode ``spans`` [m, 2] int32 (span, its first slot in the result) in the cache's basis: dense [G, slots, D], for
+    as many KV heads from ``first_group`` on as ``k`` and ``v`` have.
+
+    ``blocks`` of ``block`` slots: the longest span; a span's place has room for whole blocks. ``window``: slots outside
+    the window of every row are not written.
+    """
     k, v, k_meta, dim = planes["k"].view(torch.uint8), planes["v"].view(torch.uint8), planes["k_meta"], k_GLD.shape[2]
     _gather_codes[(blocks, k_GLD.shape[0], spans.shape[0])](
         k, v, k_meta, planes["v_meta"], k_GLD, v_GLD, table_SW, context_S, row_start_S, spans, k.stride(0), k.stride(1),
