@@ -24,7 +24,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu,
                                                                   "gelu_tanh": _gelu_tanh}
-KINDS = {F.silu: 0, F.gelu: 1, _gelu_tanh: 2}  # what ``activate`` calls them
+KINDS = {F.silu: 0, F.gelu: 1, _gelu_tanh: 2}  # numbers by which ``activate`` knows them
 
 
 def gated_reference(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -36,7 +36,7 @@ def gated_reference(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], 
 
 @jit
 def activate(gate, up, KIND: tl.constexpr):
-    """fp32 blocks of any shape; ``KIND`` as in ``KINDS``."""
+    """Apply activation ``KIND`` (see ``KINDS``) to fp32 blocks of any shape."""
     if KIND == 0:
         return gate / (1.0 + tl.exp(-gate)) * up
     elif KIND == 1:
@@ -59,6 +59,7 @@ def _gated(gate_up_ptr, y_ptr, in_row, F: tl.constexpr, KIND: tl.constexpr, BLOC
 
 
 def gated_triton(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The kernel for ``gated_reference``."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "dense rows"
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)

@@ -1,10 +1,11 @@
-"""The two ends of a decode step: what its rows start from, gathered on the device, and what they drew, put back.
+"""Both ends of a decode step: the inputs of its rows, gathered on the device, and the drawn tokens, put back.
 
-As torch calls these are some fifteen launches of a few microseconds each, which is a twentieth of the fastest steps;
-here it is one kernel at each end. Bytes: about 4 W a row and page table.
+As torch calls these are some fifteen launches of a few microseconds each, a twentieth of the fastest steps; here each
+end is one kernel. Bytes: about 4 W a row and page table.
 
 Legend: R rows that the device keeps, B rows of the step, M rows of a slice of it, K page tables of a sequence, W pages
-of a table, P slots per page. """
+of a table, P slots per page.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ BLOCK = 1024  # pages of a program
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the device keeps of all rows. ``token`` [R] and ``top_k`` [R] int32; ``temperature``, ``top_p``, ``min_p``
-    [R] fp32; ``stream`` [R, 2] int32, low and high word; ``tables`` [K, R, W] int32."""
+    """The state that the device keeps of all rows. ``token`` [R] and ``top_k`` [R] int32; ``temperature``, ``top_p``,
+    ``min_p`` [R] fp32; ``stream`` [R, 2] int32, low and high word; ``tables`` [K, R, W] int32."""
 
     token: torch.Tensor
     temperature: torch.Tensor
@@ -33,8 +34,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a step's rows start from. ``ids`` [B] int64, ``context`` [B] int32, ``tables`` [K, B, W] int32, ``slots``
-    [K, B] int64: where each row's key and value go. The rest as ``kernels.sample`` takes it: ``temperature``,
+    """The inputs of a step's rows. ``ids`` [B] int64, ``context`` [B] int32, ``tables`` [K, B, W] int32, ``slots`` [K,
+    B] int64: the slot of each row's key and value. The rest is as ``kernels.sample`` takes it: ``temperature``,
     ``top_p``, ``min_p`` [B] fp32, ``top_k`` [B] int32, ``stream`` [B] int64."""
 
     ids: torch.Tensor
@@ -50,8 +51,8 @@ class Opened:
 
 def open_rows_reference(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor, page_slots: int,
                         given_B: torch.Tensor | None = None) -> Opened:
-    """``rows_B`` int64 places in ``kept``, ``starts_B`` int64 positions, ``given_B`` int64: tokens of drafts, or -1 for
-    the row's own."""
+    """The inputs of a step. ``rows_B`` int64: places in ``kept``; ``starts_B`` int64: positions; ``given_B`` int64:
+    tokens of drafts, or -1 for the row's own token."""
     page_B1, slot_B = (starts_B // page_slots)[:, None], starts_B % page_slots
     tables = kept.tables.index_select(1, rows_B)
     slots = torch.stack([table.gather(1, page_B1)[:, 0] * page_slots + slot_B for table in tables])
@@ -66,8 +67,8 @@ def open_rows_reference(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor
 
 def close_rows_reference(draws_3M: torch.Tensor, out_3M: torch.Tensor, token_R: torch.Tensor, rows_M: torch.Tensor,
                          vocab_size: int) -> None:
-    """Copy the draws of ``kernels.sample`` to ``out_3M``, and their tokens to the rows they belong to (clamped: what a
-    row of NaN draws must not be out of range)."""
+    """Copy the draws of ``kernels.sample`` to ``out_3M``, and their tokens to the rows they belong to. Tokens are
+    clamped: the draw of a row of NaN must not be out of range."""
     out_3M.copy_(draws_3M)
     token_R.index_copy_(0, rows_M, draws_3M[0].int().clamp_(0, vocab_size - 1))
 
@@ -120,8 +121,8 @@ def _close_rows(draws_ptr, out_ptr, token_ptr, rows_ptr, num_rows, draws_row, ou
 
 def open_rows(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor, page_slots: int,
               given_B: torch.Tensor | None = None) -> Opened:
-    """What ``open_rows_reference`` returns, in one launch on a GPU. It does not start early: a step's first kernel ends
-    all that was before it, and later ones may rely on that."""
+    """Compute ``open_rows_reference``, in one launch on a GPU. It does not start early: a step's first kernel waits for
+    all work before it, and later kernels may rely on that."""
     if not use_triton(rows_B):
         return open_rows_reference(kept, rows_B, starts_B, page_slots, given_B)
     size, device, (num_tables, num_kept, width) = rows_B.shape[0], rows_B.device, kept.tables.shape
@@ -147,7 +148,8 @@ def open_rows(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor, page_slo
 
 def close_rows(draws_3M: torch.Tensor, out_3M: torch.Tensor, token_R: torch.Tensor, rows_M: torch.Tensor,
                vocab_size: int) -> None:
-    """What ``close_rows_reference`` does, in one launch on a GPU. Of rows that occur twice, either's token may stay."""
+    """Do what ``close_rows_reference`` does, in one launch on a GPU. Of a row that occurs twice, either token may
+    stay."""
     if not use_triton(draws_3M):
         return close_rows_reference(draws_3M, out_3M, token_R, rows_M, vocab_size)
     size, early = rows_M.shape[0], pdl(draws_3M.device)

@@ -1,12 +1,14 @@
 """From the fused projection to attention in one kernel: QK norm, RoPE, and K/V into their pages.
 
-Apart, that is a norm, a gather of angles, a rotation in three calls and a scatter, each over all the heads. Angles are
-read from the RoPE table by the row's position. Everything between load and store is fp32, so a value is rounded once.
+Separately these are a norm, a gather of angles, a rotation in three calls and a scatter, each over all the heads.
+Angles are read from the RoPE table by the row's position. Everything between load and store is fp32, so a value is
+rounded once.
 
 Bytes: (H + 2 G) x D x itemsize read and as many written a row.
 
 Legend: T rows, X = H + 2 G heads of the projection (queries, keys, values), H query heads, G KV heads, D head dim, N
-pages, P slots a page. """
+pages, P slots a page.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ BLOCK = 1024  # elements of a program
 
 @dataclass(frozen=True, slots=True)
 class HeadOps:
-    """What happens to the heads of a projection before attention.
+    """The operations on the heads of a projection before attention.
 
     ``table`` [positions, D] fp32: cosines, then sines, of ``layers.rope``; ``positions_T`` int64 rows of it; ``norm``:
     weight [H + G, D] (any float dtype) and eps of the norm of every query and key head; ``exact``: a row's bits must
-    not depend on how many there are. """
+    not depend on the number of rows.
+    """
 
     num_heads: int
     table: torch.Tensor

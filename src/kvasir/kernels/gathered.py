@@ -1,8 +1,7 @@
-"""Attention over numbers made of codes, for spans that no kernel reads the codes for: short chunks, large trees, exact
-mode.
+"""Attention over decoded codes, for spans whose codes no kernel reads directly: short chunks, large trees, exact mode.
 
-The codes of each span are made numbers in scratch that is laid out like pages, and ``paged_attention`` reads that.
-Costs a copy of the span's context a layer, in bounded scratch: KV heads that do not fit take turns.
+The codes of each span are decoded into scratch that is laid out like pages, and ``paged_attention`` reads that. This
+costs a copy of the span's context a layer, in bounded scratch: KV heads that do not fit take turns.
 
 Legend: T rows, S spans, m of them here, W pages of a table, P slots per page, H query heads, G KV heads, D head dim.
 """
@@ -23,8 +22,8 @@ BLOCK = 64  # slots that a program gathers
 
 @dataclass(slots=True)
 class GatheredSpans:
-    """``spans`` [m, 2] int32 on the device: span, its first slot in the scratch; ``table_SW`` int32: pages of the
-    scratch; ``slots``: of it; ``blocks``: of the longest span."""
+    """The spans of one launch. ``spans`` [m, 2] int32 on the device: span, its first slot in the scratch; ``table_SW``
+    int32: pages of the scratch; ``slots``: slots of the scratch; ``blocks``: blocks of the longest span."""
 
     spans: torch.Tensor
     table_SW: torch.Tensor
@@ -35,7 +34,7 @@ class GatheredSpans:
 
 def plan_gathered(starts: list[int], lengths: list[int], chosen: list[int], tiles: list[Tiles], page_slots: int,
                   device: torch.device | str) -> GatheredSpans:
-    """Places in the scratch, on the host. ``tiles``: of the chosen spans."""
+    """Assign places in the scratch, on the host. ``tiles``: those of the chosen spans."""
     pages = [cdiv(starts[s] + lengths[s], page_slots) if s in set(chosen) else 0 for s in range(len(lengths))]
     table = torch.zeros(len(pages), max(pages, default=0), dtype=torch.int32)
     places, first = [], 0
@@ -56,7 +55,7 @@ def gathered_attention(q_THD: torch.Tensor, kv_heads: int, page_slots: int, gath
                        sinks_H: torch.Tensor | None = None, ancestors_TA: torch.Tensor | None = None,
                        positions_T: torch.Tensor | None = None,
                        lse_TH: torch.Tensor | None = None, scratch_bytes: int = SCRATCH_BYTES) -> None:
-    """``paged_attention_triton`` over what ``gather`` makes of the chosen spans' pages."""
+    """Run ``paged_attention_triton`` over the chosen spans' pages as ``gather`` decodes them."""
     _, heads, dim = q_THD.shape
     share, slots = heads // kv_heads, chosen.slots
     head_bytes = 2 * slots * dim * q_THD.element_size()

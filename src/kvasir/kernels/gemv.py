@@ -1,19 +1,20 @@
-"""y = x W^T for a few rows of x: the time is that of streaming W once, so all that stands before and after is fused in.
+"""y = x W^T for few rows of x. The time is that of streaming W once, so everything before and after is fused in.
 
 Before: RMS norm of x. Its scale 1 / rms(x) is one factor a row, so it multiplies the result, and the sum of squares is
 taken along the way: no program waits for it. After: bias, the gated activation of a feed-forward block, the residual
 add.
 
-Two kernels. One row: every program multiplies ``block_n`` rows of W with x in fp32 and sums. Up to 64 rows: tensor
-cores, with W as the left operand and the rows of x, padded to 16, 32 or 64, as the right one. Where N / block_n
-programs would leave most of the GPU idle, K is split as well, and ``_join`` adds the parts in order: no atomics, so the
-same bits every time.
+There are two kernels. For one row, every program multiplies ``block_n`` rows of W with x in fp32 and sums. For up to 64
+rows it uses tensor cores, with W as the left operand and the rows of x, padded to 16, 32 or 64, as the right one. Where
+N / block_n programs would leave most of the GPU idle, K is split as well, and ``_join`` adds the parts in order: no
+atomics, so the same bits every time.
 
 On Hopper a program fetches its first block of W before it waits for the kernel before it (programmatic dependent
-launch): launch and start-up hide behind the other's end.
+launch), which hides launch and start-up.
 
 Bytes: N x K x itemsize. Legend: T rows, K inputs, N rows of W (F of gate, then F of up, where they are gated), O
-outputs. """
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ JOIN = 256  # outputs of a program that adds the parts
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Block shape of a launch. Below 16 rows of W a block is for one row of x, which keeps two blocks in registers;
-    others go through shared memory, ``stages`` deep, and may split K in ``splits``."""
+    """Block shape of a launch. A block of fewer than 16 rows of W is for one row of x and keeps two blocks in
+    registers. Others go through shared memory, ``stages`` deep, and may split K in ``splits``."""
 
     block_n: int
     block_k: int
@@ -60,7 +61,7 @@ def gemv_reference(x_TK: torch.Tensor, w_NK: torch.Tensor, *, norm: tuple[torch.
 
 @jit
 def _block(at, live, k, K, WHOLE: tl.constexpr):
-    """A block of W, which is read once: it should not push anything out of the L2 cache."""
+    """A block of W. It is read once, and should not evict anything from the L2 cache."""
     if WHOLE:
         w = tl.load(at + k[None, :], eviction_policy="evict_first")
     else:
@@ -266,10 +267,10 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row
 def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
          bias_N: torch.Tensor | None = None, activation: str | None = None,
          residual_TO: torch.Tensor | None = None) -> torch.Tensor:
-    """``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result, and
-    returned.
+    """Compute ``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result,
+    and returned.
 
-    One row takes the kernel without tensor cores when ``config.block_n`` is below 16, which they need.
+    One row takes the kernel without tensor cores when ``config.block_n`` is below 16, the least that they need.
     """
     (rows, width), num_rows = x_TK.shape, w_NK.shape[0]
     assert rows <= MAX_ROWS and w_NK.shape[1] == width and w_NK.is_contiguous() and x_TK.stride(1) == 1, \
@@ -319,7 +320,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def choose(rows: int, num_rows: int, width: int) -> Config | None:
-    """The config for a matrix [N, K] and this many rows of x; None: leave it to the BLAS."""
+    """Config for a matrix [N, K] and ``rows`` rows of x; None: the BLAS computes the product."""
     if not 0 < rows <= MAX_ROWS or width % 8:
         return None
     step = next(s for s in STEPS if rows <= s)
@@ -327,7 +328,8 @@ def choose(rows: int, num_rows: int, width: int) -> Config | None:
 
 
 def _unmeasured(rows: int, width: int) -> Config | None:
-    """One row: as many bytes in flight as registers hold. More rows of a shape nobody measured: the BLAS."""
+    """Config for a shape that nobody measured: for one row as many bytes in flight as registers hold, for more the
+    BLAS."""
     if rows > 1:
         return None
     return Config(*tuned.look_up(tuned.GEMV_ONE_ROW.value, width=width))
@@ -335,7 +337,7 @@ def _unmeasured(rows: int, width: int) -> Config | None:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the test grid: ``outputs`` is O."""
+    """One point of the test grid. ``outputs`` is O."""
 
     rows: int
     outputs: int

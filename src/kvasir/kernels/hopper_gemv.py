@@ -1,14 +1,14 @@
-"""Products of up to 64 rows for Hopper, with the copies placed by hand: y = x W^T, whose time is that of streaming W
+"""Products of 17 to 64 rows for Hopper, with the copies placed by hand: y = x W^T, whose time is that of streaming W
 once.
 
-A program asks for as many blocks of W as shared memory holds, by tile copies (TMA), before it waits for the kernel
+A program requests as many blocks of W as shared memory holds, by tile copies (TMA), before it waits for the kernel
 before it (programmatic dependent launch): they arrive while that one ends. A BLAS cannot start early, and ``gemv`` has
-one block on its way by then. The rows of x follow, all together where there is room: they come from the L2 cache, whose
-latency would otherwise be paid once a ring. Large blocks, since each costs barriers of all warps: along K 256 are
-quicker than 64. Best where all that a program reads of W fits, as with Qwen3-0.6B's 1,024 inputs; Llama-8B's 4,096 gain
-nothing.
+one block in flight by then. The rows of x follow, all together where there is room: they come from the L2 cache, whose
+latency would otherwise be paid once a ring. Blocks are large, since each costs barriers of all warps: along K, 256 are
+faster than 64. The kernel is best where all that a program reads of W fits, as with Qwen3-0.6B's 1,024 inputs;
+Llama-8B's 4,096 gain nothing.
 
-Slower: the norm of x on the way, through registers; K undivided where outputs are few.
+Slower: the norm of x in the same kernel, through registers; K undivided where outputs are few.
 
 The reference is ``gemv_reference`` without norm and bias. Bytes: N x K x itemsize.
 
@@ -28,7 +28,7 @@ from kvasir.kernels.gemv import JOIN, UNGATED, _join
 
 MIN_ROWS = tuned.HOPPER_GEMV_ROWS.value  # rows of x; for fewer, ``gemv`` is as fast
 MAX_ROWS = 64  # rows of x that one product takes
-GATES = None, "silu"  # activations that it ends in
+GATES = None, "silu"  # activations that the kernel can end in
 
 if hopper is not None:
     mbarrier = hopper.mbarrier
@@ -37,9 +37,9 @@ if hopper is not None:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How the kernel is built: outputs of a program, inputs of a block, and how many blocks of W and of x it holds at a
-    time (W's are two where gate and up are apart). At least two, where there are several: a slot is filled anew while
-    the block behind it is multiplied. ``splits`` of K are added by a second kernel."""
+    """How the kernel is built: outputs of a program, inputs of a block, and the blocks of W and of x that it holds at a
+    time (W has two blocks where gate and up are separate). Several blocks need at least two slots: one is filled again
+    while the next block is multiplied. A second kernel adds the ``splits`` of K."""
 
     block_n: int = 32
     block_k: int = 256
@@ -50,7 +50,7 @@ class Ring:
 
 @gluon_jit
 def _ask(desc, slots, full, i, k0, row, up_row, RING: gl.constexpr, PARTS: gl.constexpr):
-    """Start the copy of block i of K, from ``row`` on; where there are two parts, also from ``up_row`` on."""
+    """Start the copy of block i of K, from ``row`` on; with two parts, also from ``up_row`` on."""
     K: gl.constexpr = desc.block_type.shape[1]
     slot = i % RING
     mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
@@ -62,7 +62,7 @@ def _ask(desc, slots, full, i, k0, row, up_row, RING: gl.constexpr, PARTS: gl.co
 
 @gluon_jit
 def _ring(desc, RING: gl.constexpr, PARTS: gl.constexpr):
-    """Slots, and a barrier each that changes phase when its bytes have arrived."""
+    """Slots, each with a barrier that changes phase when its bytes have arrived."""
     slots = gl.allocate_shared_memory(desc.dtype, [PARTS * RING] + desc.block_type.shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
@@ -74,7 +74,7 @@ def _ring(desc, RING: gl.constexpr, PARTS: gl.constexpr):
 def _fold(w_desc, w_slots, w_full, x_desc, x_slots, x_full, acc, up, i, k0, n0, up0, BLOCKS: gl.constexpr,
           W_RING: gl.constexpr,
           X_RING: gl.constexpr, PARTS: gl.constexpr):
-    """Add block i; then the block before it is read by all, and its slots are filled anew."""
+    """Add block i. By then every warp has read the block before it, and its slots are filled again."""
     mbarrier.wait(w_full.index(i % W_RING), i // W_RING & 1)
     mbarrier.wait(x_full.index(i % X_RING), i // X_RING & 1)
     x = x_slots.index(i % X_RING)
@@ -145,7 +145,7 @@ def _stream_rows(w_desc, x_desc, y_ptr, part_ptr, rows, y_row, OUT: gl.constexpr
 
 def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bool = False,
                 residual_TO: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T; where ``gated`` silu(gate) * up; plus ``residual_TO``, which is overwritten with the result. bf16 or
+    """x W^T; where ``gated``, silu(gate) * up; plus ``residual_TO``, which is overwritten with the result. bf16 or
     fp16."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -184,7 +184,8 @@ MEASURED = {key: Ring(*shape) for key, shape in tuned.HOPPER_GEMV.value.items()}
 
 
 def choose_ring(rows: int, w_NK: torch.Tensor, gated: bool) -> Ring | None:
-    """For this many rows of x; None: other kernels are as fast, nobody measured it, or this one does not run here."""
+    """Ring for ``rows`` rows of x; None: other kernels are as fast, nobody measured the shape, or the kernel does not
+    run here."""
     if not MIN_ROWS <= rows <= MAX_ROWS:
         return None
     ring = MEASURED.get((*w_NK.shape, gated))
@@ -193,7 +194,7 @@ def choose_ring(rows: int, w_NK: torch.Tensor, gated: bool) -> Ring | None:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the test grid: ``outputs`` is O."""
+    """One point of the test grid. ``outputs`` is O."""
 
     rows: int
     outputs: int

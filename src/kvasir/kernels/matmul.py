@@ -1,11 +1,10 @@
-"""Batch-invariant matrix product: a row's bits depend on that row, the weight and the bias, not on how many rows there
-are.
+"""Batch-invariant matrix product: a row's bits depend on that row, the weight and the bias, not on the number of rows.
 
-One tile shape, and one order of summation: the K inputs are cut into ``splits`` runs, a number that the weight's shape
-alone decides; each run is summed on its own from zero, and the runs are added in their order. Who does it may differ,
-since that changes no bit: for few rows every run is a program of its own, so that the weight streams over the whole
-GPU, and a second kernel adds the partial sums; for many rows one program does all runs of its tile and keeps the sums
-in registers.
+There is one tile shape and one order of summation. The K inputs are cut into ``splits`` runs, a number that the
+weight's shape alone decides; each run is summed from zero, and the runs are added in their order. The division of work
+may differ, since it changes no bit. For few rows every run is a program of its own, so that the weight streams over the
+whole GPU, and a second kernel adds the partial sums. For many rows one program does all runs of its tile and keeps the
+sums in registers.
 
 Bytes: N x K x itemsize for few rows. FLOPs: 2 x T x N x K.
 
@@ -101,7 +100,7 @@ def _add_runs(part_ptr, bias_ptr, out_ptr, num_rows, N: tl.constexpr, SPLITS: tl
 
 
 class Tile(NamedTuple):
-    """Rows, outputs and inputs of a tile, and how it is run."""
+    """Rows, outputs and inputs of a tile, its warps and its pipeline stages."""
 
     m: int
     n: int
@@ -111,12 +110,14 @@ class Tile(NamedTuple):
 
 
 def tile_for(dtype: torch.dtype) -> Tile:
-    """fp32 products are not for the tensor core: they live in registers, which hold small tiles only."""
+    """The tile of a dtype. fp32 products are not for the tensor core: they live in registers, which hold small tiles
+    only."""
     return Tile(32, 32, 32, 4, 2) if dtype == torch.float32 else Tile(128, 128, 64, 8, 4)
 
 
 def split_runs(num_outputs: int, num_inputs: int, tile: Tile) -> tuple[int, int]:
-    """How many runs the inputs are cut into, and the blocks of each: of the weight's shape alone."""
+    """Number of runs that the inputs are cut into, and the blocks of each. Both follow from the weight's shape
+    alone."""
     steps = max(1, cdiv(num_inputs, tile.k))
     wanted = max(1, min(PROGRAMS // cdiv(num_outputs, tile.n), steps // MIN_STEPS))
     per_run = cdiv(steps, wanted)
@@ -125,10 +126,11 @@ def split_runs(num_outputs: int, num_inputs: int, tile: Tile) -> tuple[int, int]
 
 def matmul_invariant(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None,
                      apart: bool | None = None) -> torch.Tensor:
-    """x @ weight^T + bias, [T, N] in x's dtype, summed in fp32: the same bits for a row whatever else is in the batch.
+    """x @ weight^T + bias, [T, N] in x's dtype, summed in fp32: a row has the same bits in any batch.
 
-    ``apart`` (default: while the tiles alone would not fill the GPU): every run a program of its own. The bits are the
-    same. """
+    ``apart``: every run is a program of its own (None: while the tiles alone would not fill the GPU). The bits are the
+    same.
+    """
     (rows, inputs), outputs = x_TK.shape, weight_NK.shape[0]
     assert weight_NK.shape[1] == inputs and x_TK.dtype == weight_NK.dtype, "the weight does not fit the rows"
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()

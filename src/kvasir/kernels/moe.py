@@ -1,19 +1,21 @@
 """Mixture of experts on the device, without a host read: route, sort by expert, two grouped products, weighted sum.
 
-A *pair* is a row with one of its experts; ``moe_routing`` sorts them, and lists the *tiles*: up to BLOCK_M pairs of one
-expert. The grids are sized for the worst routing; programs beyond the last tile leave at once. The first product
-gathers its rows by pair and ends in activation(gate) * up; the second writes each pair's result to the pair's own
+A *pair* is a row with one of its experts. ``moe_routing`` sorts the pairs and lists the *tiles*: up to BLOCK_M pairs of
+one expert. The grids are sized for the worst routing; programs beyond the last tile end at once. The first product
+gathers its rows by pair and ends in activation(gate) * up. The second writes each pair's result to the pair's own
 place, so that the weighted sum reads K neighbouring rows in the order of the row's own top-k: no atomics, no order of
-arrival. A single row needs no sort: ``_route_row`` has the router's product, too, and the row's experts are streamed by
-``_gate_up_row`` and ``_down_row``, which ends in the weighted sum: three launches, the norm before and the residual add
-after included.
+arrival.
 
-Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles:
-that would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a
+A single row needs no sort: ``_route_row`` computes the router's product, too, and ``_gate_up_row`` and ``_down_row``
+stream the row's experts. The latter ends in the weighted sum. That is three launches, including the norm before and the
+residual add after.
+
+Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles,
+which would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a
 pair.
 
-Legend: T rows, X experts, K experts per row, P = T * K pairs, E model dim, F width of an expert,
-D the summed dimension and N the outputs of one product.
+Legend: T rows, X experts, K experts per row, P = T * K pairs, E model dim, F width of an expert, D the summed dimension
+and N the outputs of one product.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
 def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
                   top_k: int,
                   renormalize: bool, activation: str = "silu") -> torch.Tensor:
-    """One pair after the other, in x's dtype, the sum in the weights' dtype: [T, E] in x's dtype."""
+    """One pair after the other, in x's dtype, with the sum in the weights' dtype: [T, E] in x's dtype."""
     weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
     out_TE = torch.zeros(x_TE.shape, dtype=weights_TK.dtype, device=x_TE.device)
     for t, (weights, ids) in enumerate(zip(weights_TK, ids_TK.tolist())):
@@ -110,8 +112,8 @@ def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, 
 def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr,
                RESIDUAL: tl.constexpr,
                PDL: tl.constexpr):
-    """One row, BLOCK_E outputs: the pairs' results y [P, E] by their weights, in the order of the row's choices, in
-    fp32. RESIDUAL: and what out holds."""
+    """BLOCK_E outputs of one row: the pairs' results y [P, E] times their weights, in the order of the row's choices,
+    in fp32, plus the old value of out if RESIDUAL."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -132,10 +134,10 @@ def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_pt
                X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
                RENORMALIZE: tl.constexpr,
                BLOCK_E: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
-    """A single row: one of its router's logits, rounded to x's dtype; the program that is done last picks the experts.
-    A program is one warp, or the picking would be a row of barriers.
+    """One logit of a single row's router, rounded to x's dtype. The program that finishes last picks the experts. A
+    program has one warp, since the picking would otherwise be a series of barriers.
 
-    NORM, here and in ``_gate_up_row``: of x's RMS norm, whose factor multiplies the sums, as in ``kernels.gemv``.
+    NORM, here and in ``_gate_up_row``: x's RMS norm is applied as a factor of the sums, as in ``kernels.gemv``.
 
     ``arrived`` counts the programs that are done; the last one sets it back to zero.
     """
@@ -175,7 +177,7 @@ def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_r
                  F: tl.constexpr,
                  ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, NORM: tl.constexpr,
                  PDL: tl.constexpr):
-    """A single row, one of its experts, BLOCK_F outputs: inner [K, F]. Bound by the bytes of w, so no tensor core is
+    """BLOCK_F outputs of one expert of a single row: inner [K, F]. The bytes of w are the bound, so no tensor core is
     needed."""
     k = tl.program_id(1)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -209,7 +211,7 @@ def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_r
 def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr,
               TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, RESIDUAL: tl.constexpr,
               PDL: tl.constexpr):
-    """A single row, BLOCK_E outputs, all its experts: out [E] is their weighted sum, added to what it holds if
+    """BLOCK_E outputs of a single row from all its experts: out [E] is their weighted sum, added to its old value if
     RESIDUAL."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     f = tl.arange(0, BLOCK_F)
@@ -277,11 +279,12 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
                top_k: int,
                renormalize: bool, activation: str = "silu", fixed: bool = False, tiling: Tiling | None = None,
                residual_TE: torch.Tensor | None = None) -> torch.Tensor:
-    """What ``moe_reference`` computes, [T, E] in x's dtype, sums in fp32; nothing is read back by the host.
+    """Compute ``moe_reference`` with sums in fp32: [T, E] in x's dtype; the host reads nothing back.
 
-    ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on nothing but the
-    row (and its logits). ``tiling`` overrides the choice by the number of pairs. ``residual_TE`` is added, overwritten
-    with the result, and returned. """
+    ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on the row and its
+    logits alone. ``tiling`` overrides the choice by the number of pairs. ``residual_TE`` is added, overwritten with the
+    result, and returned.
+    """
     num_rows, dim = x_TE.shape
     num_experts, width = gate_up_XFE.shape[0], gate_up_XFE.shape[1] // 2
     assert gate_up_XFE.shape == (num_experts, 2 * width, dim) and down_XEF.shape == (num_experts, dim, width), \
@@ -318,13 +321,12 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
                    renormalize: bool, arrived: torch.Tensor, activation: str = "silu", *,
                    norm: tuple[torch.Tensor, float] | None = None,
                    residual_1E: torch.Tensor | None = None) -> torch.Tensor:
-    """What ``moe_reference`` computes for a single row and its router's logits; each weight that is needed is read
+    """Compute ``moe_reference`` for a single row, its router's logits included; each weight that is needed is read
     once.
 
-    ``norm``: weight [E] and eps of an RMS norm of x, which is not rounded on the way. ``residual_1E``, which may be x,
-    is added, overwritten with the result, and returned.
-
-    ``arrived`` [1] int32 on the device holds 0 before and after; two calls that may run at once need one each.
+    ``norm``: weight [E] and eps of an RMS norm of x, which is not rounded in between. ``residual_1E``, which may be x,
+    is added, overwritten with the result, and returned. ``arrived`` [1] int32 on the device holds 0 before and after;
+    two calls that may run at once need one each.
     """
     dim, (num_experts, _, width) = x_1E.shape[1], down_XEF.shape
     assert x_1E.shape == (1, dim) and router_XE.shape == (num_experts, dim) \
@@ -357,7 +359,7 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of the test grid. ``routing``: of random logits, or all rows to the same experts."""
+    """One point of the test grid. ``routing``: by random logits, or all rows to the same experts."""
 
     rows: int
     experts: int = 8

@@ -1,9 +1,9 @@
-"""Routing of a mixture of experts on the device: which experts each row has, and its pairs sorted by expert.
+"""Routing of a mixture of experts on the device: the experts of each row, and the pairs sorted by expert.
 
-A *pair* is a row with one of its experts. ``_route`` picks the experts of each row; ``_sort`` writes the pairs sorted
-by expert, and the list of *tiles*: up to BLOCK_M pairs of one expert. Of many pairs, ``_rank`` ranks those of a block
-that have the same expert, and ``_place`` turns counts into offsets. What costs here is waiting: for other warps, and
-for one load after the other.
+A *pair* is a row with one of its experts. ``_route`` picks the experts of each row. ``_sort`` writes the pairs sorted
+by expert, and the list of *tiles*: up to BLOCK_M pairs of one expert. For many pairs, ``_rank`` ranks the pairs of a
+block that share an expert, and ``_place`` turns counts into offsets. The cost is waiting: for other warps, and for one
+load after the other.
 
 Legend: T rows, X experts, K experts per row, P = T * K pairs, B blocks of pairs.
 """
@@ -16,7 +16,7 @@ import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 
-FEW_PAIRS = 4096  # that are sorted by comparing each with all others
+FEW_PAIRS = 4096  # pairs up to which each is compared with all others
 BLOCK, PART = 512, 16  # pairs that PART others are compared with at a time: as few loads in a row as registers allow
 ELEMENTS = 8192  # pairs, or blocks, x experts that a program holds
 
@@ -39,8 +39,9 @@ def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, 
     """Top-k of the softmax of a row's logits [X_PAD] fp32 (-inf past the last expert): ids and weights [K_PAD], the
     largest first.
 
-    One reduction a choice: the largest key has the expert and its logit in it. Keys are distinct integers, so that a
-    row of NaN, too, picks K different experts: its pairs get places of their own. """
+    Each choice is one reduction: the largest key holds the expert and its logit. Keys are distinct integers, so that
+    even a row of NaN picks K different experts, and its pairs get places of their own.
+    """
     choice = tl.arange(0, K_PAD)
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # the two zeros are equal
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x).to(tl.int64)
@@ -80,7 +81,7 @@ def _route(logits_ptr, weights_ptr, ids_ptr, logits_row, X: tl.constexpr, X_PAD:
 
 @jit
 def _counted(ids_ptr, first, stop, X_PAD: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of the pairs first .. stop each expert has: [X_PAD]."""
+    """Number of the pairs first .. stop that each expert has: [X_PAD]."""
     q = tl.arange(0, CHUNK)
     found = tl.zeros([X_PAD], tl.int32)
     for start in range(first, stop, CHUNK):
@@ -154,7 +155,7 @@ def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, 
            X_PAD: tl.constexpr,
            BLOCK_P: tl.constexpr, PART: tl.constexpr, COUNT_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
            PDL: tl.constexpr):
-    """Sort a block of many: each program adds up all blocks' counts for itself, which is cheaper than another
+    """Sort a block of many pairs. Each program adds up all blocks' counts for itself, which is cheaper than another
     launch."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -180,8 +181,8 @@ def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, 
 
 
 class Routing(NamedTuple):
-    """weights [T, K] fp32, ids [T, K] int32. order [P] int32: pairs (row * K + choice) sorted by expert. tiles [n, 3]
-    int32: expert, first and stop in ``order``; num_tiles [1] int32: how many of them there are."""
+    """A step's routing. weights [T, K] fp32, ids [T, K] int32. order [P] int32: pairs (row * K + choice) sorted by
+    expert. tiles [n, 3] int32: expert, first and stop in ``order``; num_tiles [1] int32: the number of tiles in use."""
 
     weights: torch.Tensor
     ids: torch.Tensor

@@ -1,10 +1,10 @@
-"""RMS norm: x / rms(x) * weight, in fp32, rounded once; and the same fused with the residual add that stands before it.
+"""RMS norm: x / rms(x) * weight, in fp32, rounded once; also fused with the residual add before it.
 
-A sublayer's result x joins the residual stream h, and the next sublayer wants the norm of the sum. Apart, that is five
-reads and writes of [T, E]; in one kernel it is four. With sandwiched norms (Gemma) x is itself normalised first: seven
-become four.
+A sublayer's result x joins the residual stream h, and the next sublayer needs the norm of the sum. Separately that is
+five reads and writes of [T, E]; in one kernel it is four. With sandwiched norms (Gemma) x is itself normalised first,
+and seven become four.
 
-Legend: T rows, E (or D) the normalised, last dimension. Any leading dimensions where nothing else is said.
+Legend: T rows, E (or D) the normalised, last dimension. Leading dimensions are free unless stated.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 def add_rms_norm_reference(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: float,
                            post: tuple[torch.Tensor, float] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum) of a residual stream h [T, E] and x [T, E], or norm(x) with the weight and eps of
-    ``post``."""
+    """The norm of the sum, and the sum, of a residual stream h [T, E] and x [T, E]; with ``post`` (weight and eps) of h
+    and norm(x)."""
     if post is not None:
         x = rms_norm_reference(x, *post)
     h = x + h
@@ -104,10 +104,11 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, eps_1: torch.Tensor | None = None,
              fused: bool = True) -> torch.Tensor:
-    """The fastest form for the device; arguments as ``rms_norm_reference``.
+    """RMS norm in the fastest form for the device; arguments as ``rms_norm_reference``.
 
     ``eps_1``: eps as an fp32 tensor [1] on x's device. It saves a CPU two calls, but a row's last bit may then depend
-    on its batch: without it, it never does. ``fused`` False: torch's own form. """
+    on its batch; without it, it never does. ``fused`` False: torch's own form.
+    """
     if fused and fits(x, weight):
         return _launch(x, None, weight, eps, None)
     # torch's reductions look at the number of rows
@@ -132,7 +133,7 @@ def add_rms_norm(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: fl
 
 
 def add_normed(x: torch.Tensor, h: torch.Tensor, post: tuple[torch.Tensor, float]) -> torch.Tensor:
-    """h + norm(x) in one kernel, where ``fits`` says so; overwrites h."""
+    """Add norm(x) to h in one kernel, where ``fits`` says so; overwrites h."""
     _launch(x, h, None, 0.0, post)
     return h
 

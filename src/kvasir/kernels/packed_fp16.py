@@ -35,6 +35,7 @@ def fits(weight_NK: torch.Tensor) -> bool:
 
 
 def pack(weight_NK: torch.Tensor) -> torch.ScriptObject:
+    """Pack a weight for ``linear``."""
     engine = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:

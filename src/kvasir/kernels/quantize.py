@@ -1,5 +1,5 @@
-"""The arithmetic of quantised rows: Hadamard rotation, integer grids, nibbles. References of the fused kernels, and the
-CPU path.
+"""The arithmetic of quantised rows: Hadamard rotation, integer grids, nibbles. It is the reference of the fused
+kernels, and the CPU path.
 
 Rows are encoded alone, by elementwise torch operations and reductions along the row, so that a row's bytes never depend
 on its batch.
@@ -42,7 +42,7 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """The rows that ``quantize`` stands for: fp32 [..., D]."""
+    """The rows that codes and their (scale, bias) stand for: fp32 [..., D]."""
     scale, bias = meta.float().split(1, -1)
     return (codes.float() - (1 << (bits - 1))) * scale + bias
 
@@ -55,4 +55,5 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """The codes [..., D] of bytes [..., D / 2], as ``pack_nibbles`` packed them."""
     return torch.cat((packed & 15, packed >> 4), -1)

@@ -1,21 +1,22 @@
 """From the fused projection to a quantised cache in one kernel: QK norm, RoPE, rotation, grid, packing, scatter.
 
-What ``fused_qkv`` does, and then: keys (and values, when asked) are multiplied by an orthonormal matrix diag(signs) H,
-with H block-diagonal Sylvester-Hadamard, put on a grid of their own and stored as codes and fp16 (scale, bias), fp8
-with an fp32 scale. Queries are rotated like the keys, so that attention works on codes without undoing anything
-(SAW-INT4, arXiv:2604.19157).
+The kernel does what ``fused_qkv`` does. Then keys (and values, when asked) are multiplied by an orthonormal matrix
+diag(signs) H, with H block-diagonal Sylvester-Hadamard, and put on each row's own grid: codes with an fp16 (scale,
+bias), fp8 with an fp32 scale. Queries are rotated like the keys, so that attention works on codes without undoing
+anything (SAW-INT4, arXiv:2604.19157).
 
-The rotation of order 2^n is one of order 16 on the tensor cores, whose entries of +-1 make products exact, and then n -
-4 stages of sums and differences of blocks of 16. Programs are of one warp, with eight heads below each other and their
-blocks below those: what a stage adds lies in the registers of one thread, and nothing waits for another warp. Few rows
-take four heads a program: less to do in a row's time, for sums across lanes. The last stage is that of the two halves
-of a row, so that a program holds two halves throughout, and the codes of element i and i + D / 2, which share a byte,
-meet in one thread.
+The rotation of order 2^n is one of order 16 on the tensor cores, whose entries of +-1 make products exact, followed by
+n - 4 stages of sums and differences of blocks of 16. Programs have one warp, with eight heads below each other and
+their blocks below those: what a stage adds lies in the registers of one thread, and nothing waits for another warp. Few
+rows take four heads a program: a row is done sooner, at the cost of sums across lanes. The last stage is that of the
+two halves of a row. So a program holds two halves throughout, and the codes of elements i and i + D / 2, which share a
+byte, meet in one thread.
 
 Bytes: (H + 2 G) x D x itemsize read, H x D x itemsize and 2 x G x (D x bits / 8 + 4) written a row.
 
 Legend: T rows, X = H + 2 G heads of the projection (queries, keys, values), H query heads, G KV heads, D head dim, N
-pages, P slots a page. """
+pages, P slots a page.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Basis:
 
     ``parts``: ``same``: H is one block [D/2, D/2] (``matrix``) for each half of a head; ``cross``: its order is D, so
     that the halves' products are added and subtracted; ``whole``: ``matrix`` is H itself [D, D], whose blocks do not
-    end at D / 2. ``values``: they are rotated, too."""
+    end at D / 2. ``values``: values are rotated, too.
+    """
 
     matrix: torch.Tensor
     signs_D: torch.Tensor
@@ -255,21 +257,22 @@ def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr
 
 @jit
 def _of_head_max(x):
-    """The largest of every head, [1, HEADS, 1], of x [BLOCKS, HEADS, WIDTH]."""
+    """The largest element of every head, [1, HEADS, 1], of x [BLOCKS, HEADS, WIDTH]."""
     return tl.max(tl.max(x, 0, keep_dims=True), 2, keep_dims=True)
 
 
 @jit
 def _of_head_sum(x):
+    """The sum of every head's elements, [1, HEADS, 1], of x [BLOCKS, HEADS, WIDTH]."""
     return tl.sum(tl.sum(x, 0, keep_dims=True), 2, keep_dims=True)
 
 
 def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, torch.Tensor], slots_T: torch.Tensor,
                   format: Format,
                   basis: Basis | None = None) -> torch.Tensor:
-    """Queries [T, H, D] in the cache's basis; keys and values go to their slots (int64, -1: nowhere) of ``planes``
-    ``k``, ``v`` [N, G, P, bytes] and ``k_meta``, ``v_meta`` [N, G, P, 2] fp16 (fp8: [N, G, P, 1] fp32), as
-    ``kernels.quantize`` encodes them."""
+    """Queries [T, H, D] in the cache's basis. Keys and values go to their slots (int64, -1: nowhere) of ``planes``
+    ``k``, ``v`` [N, G, P, bytes] and ``k_meta``, ``v_meta`` [N, G, P, 2] fp16 (fp8: [N, G, P, 1] fp32), encoded as
+    ``kernels.quantize`` does."""
     rows, total, dim = heads_TXD.shape
     heads, k, k_meta = ops.num_heads, planes["k"], planes["k_meta"]
     groups, size = k.shape[1], k.shape[2]
@@ -305,7 +308,8 @@ def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, to
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the test grid. ``order``: of the rotation, 0: none. ``skip``: every ``skip``-th row has slot -1."""
+    """One point of the test grid. ``order``: that of the rotation, 0: none. ``skip``: every ``skip``-th row has slot
+    -1."""
 
     rows: int
     heads: int

@@ -1,16 +1,16 @@
-"""Of each row's drawn token: log-probability, rank, and how sure the model was, from the logits alone.
+"""Log-probability and rank of each row's drawn token, and the model's confidence, from the logits alone.
 
     log-probability   x[token] - log sum exp x
-    rank              1 + how many logits are larger
+    rank              1 + the number of larger logits
     confidence        minus the mean of the k largest log-probabilities (Fu et al. 2025, "Deep Think
                       with Confidence", eq. 2)
 
 The kernels read a row once, in chunks: ``_chunk_parts`` leaves each chunk's largest logit and partial sums, and
-``_merge_parts`` (one program a row) adds them up in a fixed order. The k largest logits of a row stand in the k chunks
-whose largest are largest: any other token has those k at or above it. So only these are read again, into registers, and
-the largest value is taken off, with all its ties, until there are k. The sum of the k largest is the same whichever of
-the tied are counted. Sums are in fp64, so that neither the order of a reduction nor the logits' dtype shows in the fp32
-result; nothing depends on the other rows.
+``_merge_parts`` (one program a row) adds them up in a fixed order. The k largest logits of a row are in the k chunks
+whose largest are largest: any other token has those k at or above it. So only these chunks are read again, into
+registers, and the largest value is removed, with all its ties, until there are k. The sum of the k largest is the same
+whichever of the ties are counted. Sums are in fp64, so that neither the order of a reduction nor the logits' dtype
+shows in the fp32 result. Nothing depends on the other rows.
 
 Legend: M rows, V vocabulary, C chunks a row, P programs a row, B columns of a chunk, K most of the largest.
 """
@@ -23,14 +23,14 @@ from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl, use_trit
 from kvasir.kernels.sample import _ordered, _value
 
 CHUNK = 512
-CHUNKS = 4  # that a program reads
-MOST = 32  # of the largest log-probabilities that a confidence may be of
+CHUNKS = 4  # chunks that a program reads
+MOST = 32  # largest k of a confidence
 MERGE_WARPS = 8
 
 
 def mean_surprise(top_RK: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
-    """Minus the mean of the first ``count_R`` of a row's largest log-probabilities, [R] fp32. 0 where ``count_R`` is;
-    in fp64 inside, so that a row's value does not depend on how wide its neighbours ask."""
+    """Minus the mean of the first ``count_R`` of a row's largest log-probabilities: [R] fp32, 0 where ``count_R`` is 0.
+    It is computed in fp64, so that a row's value does not depend on its neighbours' counts."""
     count_R = count_R.clamp(max=top_RK.shape[-1])
     kept = torch.arange(top_RK.shape[-1], device=top_RK.device) < count_R[:, None]
     return (-top_RK.double().masked_fill(~kept, 0.0).sum(-1) / count_R.clamp(min=1)).float()
@@ -50,7 +50,7 @@ def report_rows_ref(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: torc
 
 @jit
 def _ordered_logits(at, inside):
-    """Of loaded logits: int32 in their order, NaN above any number; columns that do not exist below -inf."""
+    """Int32 keys in the order of the loaded logits, NaN above any number; columns that do not exist are below -inf."""
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, tl.where(x == x, _ordered(x), 0x7FFFFFFF), -0x80000000)
 
@@ -155,14 +155,15 @@ def report_rows_triton(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: t
 
 def report_rows(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: torch.Tensor, vocab_size: int,
                 out_3M: torch.Tensor | None = None) -> torch.Tensor:
-    """What is reported of one token a row. All arguments lie on one device; nothing is read back, so a CUDA graph may
-    hold the call.
+    """Report log-probability, rank and confidence of one token a row. All arguments lie on one device and nothing is
+    read back, so a CUDA graph may hold the call.
 
     ``logits_MV`` fp32, bf16 or fp16 [M, at least ``vocab_size``]; columns from ``vocab_size`` on do not exist.
-    ``token_M`` ids of any dtype (as ``sample_rows`` returns them, say). ``most_M`` int: the k of a row's confidence, at
-    most ``MOST``; beyond ``vocab_size``: of all; 0: none. ``out_3M``: where to write.
+    ``token_M``: ids of any dtype (for example as ``sample_rows`` returns them). ``most_M`` int: the k of a row's
+    confidence, at most ``MOST``; beyond ``vocab_size``: all tokens; 0: none. ``out_3M``: the memory for the result.
 
-    Returns fp32 [3, M]: log-probability (natural), rank (1: none is larger), confidence (0 where k is). A row that
-    holds NaN or infinity, or nothing but -inf, has numbers that mean nothing. """
+    Returns fp32 [3, M]: log-probability (natural), rank (1: no logit is larger), confidence (0 where k is 0). The
+    numbers of a row that holds NaN or infinity, or nothing but -inf, are meaningless.
+    """
     report = report_rows_triton if use_triton(logits_MV) else report_rows_ref
     return report(logits_MV, token_M, most_M, vocab_size, out_3M)

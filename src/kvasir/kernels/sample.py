@@ -45,7 +45,7 @@ def order_keys(x_RV: torch.Tensor) -> torch.Tensor:
 
 
 def ordered_values(keys: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that ``order_keys`` were made of."""
+    """The fp32 values that ``order_keys`` encoded."""
     ordered = (keys >> 32).to(torch.int32)
     return (ordered ^ ((ordered >> 31) & _LOW)).view(torch.float32)
 
@@ -69,7 +69,7 @@ def keep_top(x_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, m
 def sample_rows_ref(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor,
                     min_p_M: torch.Tensor,
                     stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """``sample_rows`` in plain torch: sorts, and reads the host for what the batch asks of it."""
+    """``sample_rows`` in plain torch. It sorts, and the host reads the batch's settings."""
     x_MV = logits_MV[:, :vocab_size].float()
     best_M, tokens_M = x_MV.max(-1)
     largest_M = best_M if vocab_size == logits_MV.shape[1] else logits_MV.float().amax(-1)
@@ -100,6 +100,7 @@ def _ordered(x):
 
 @jit
 def _value(ordered):
+    """The fp32 value of an ordered int32."""
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -160,9 +161,9 @@ def _reaches(tops_row, packed, chunk, best, temperature, low):
 def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, packs, row_stride, vocab_size, num_chunks,
          C2: tl.constexpr, B: tl.constexpr, P: tl.constexpr, K: tl.constexpr, INTERPRET: tl.constexpr,
          PDL: tl.constexpr):
-    """One program: one row. Writes the row's draw as if it were greedy, and in ``scratch`` int64 [4, M]: the key of the
-    last token that the filters keep (or -1 when there is nothing left to draw), the bits of the largest logit, and
-    zeros for ``_draw``."""
+    """One program: one row. It writes the row's draw as if it were greedy, and in ``scratch`` int64 [4, M] the key of
+    the last token that the filters keep (-1 when nothing is left to draw), the bits of the largest logit, and zeros for
+    ``_draw``."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

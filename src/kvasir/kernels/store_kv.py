@@ -20,6 +20,7 @@ MAX_BLOCK = 2048  # elements of a row that one program copies
 
 def store_kv_ref(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor,
                  slots_T: torch.Tensor) -> None:
+    """``store_kv`` in plain torch."""
     if slots_T.numel() and int(slots_T.min()) < 0:
         keep = slots_T >= 0
         k_TGD, v_TGD, slots_T = k_TGD[keep], v_TGD[keep], slots_T[keep]
@@ -30,8 +31,7 @@ def store_kv_ref(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor,
 
 
 def row_view(pages_NGPD: torch.Tensor) -> torch.Tensor:
-    """The pages as a matrix [rows, D] over the same memory, whose row ``row_index`` says is where a head of a token
-    goes."""
+    """The pages as a matrix [rows, D] over the same memory. ``row_index`` gives the row of a token's head."""
     count, heads, size, dim = pages_NGPD.shape
     return pages_NGPD.as_strided((((count - 1) * pages_NGPD.stride(0)) // dim + heads * size, dim), (dim, 1))
 
@@ -63,6 +63,7 @@ def _store_kv(k, v, k_pages, v_pages, slots, k_row, k_head, v_row, v_head, page_
 
 def store_kv_triton(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor,
                     slots_T: torch.Tensor) -> None:
+    """``store_kv`` on a GPU."""
     rows, heads, dim = k_TGD.shape
     pages, _, size, _ = k_NGPD.shape
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \

@@ -1,1 +1,1 @@
-"""Kernels in C for decode steps on a CPU: compiled where they are used first, run in one call a step."""
+"""Kernels in C for decode steps on a CPU: compiled at first use, and run in one call a step."""

@@ -1,9 +1,10 @@
 """A list of operations for the C kernels, over fixed memory: built once, run in one call a step.
 
-The classes that mirror structures of the C sources have the names and the fields of those.
+The classes that mirror structures of the C sources have the same names and fields.
 
 Legend: T rows, S spans, A words of ancestor bits, M wanted rows, K inputs, N outputs, H query heads, G KV heads, D head
-dim, W pages, P slots per page. """
+dim, W pages, P slots per page.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from kvasir import tuned
 from kvasir.kernels.decode_rows import Kept
 
 LINE = 16  # floats of a cache line; head dims are multiples of it
-ROWS = 32  # up to here every thread prepares a product's rows for itself
-NEAR_FLOATS = 192 << 10  # of input rows that stay in a core's own cache
+ROWS = 32  # rows of a product up to which every thread prepares all of them for itself
+NEAR_FLOATS = 192 << 10  # floats of input rows that stay in a core's own cache
 MAX_DIM = 512
-META = 4  # bytes beside a row of codes
+META = 4  # bytes of scale and bias that go with a row of codes
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
 CACHES = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # layouts of pages, by the name that their codec gives to kernels
 TILES_FROM = tuned.MATRIX_TILE_ROWS.value  # rows
-DRAW_BLOCK = 64  # tokens
-UNDRAWN = -1
+DRAW_BLOCK = 64  # tokens that are scored at a time
+UNDRAWN = -1  # the token of a row that the host must draw
 BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile takes
 
 
@@ -45,7 +46,7 @@ class Cache(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
-    """What every operation begins with."""
+    """The fields that every operation begins with."""
 
     KIND = -1
     _fields_ = [("kind", c_int64)]
@@ -114,8 +115,8 @@ class Packed:
 
 
 def pack(library: ctypes.CDLL, weight_NK: torch.Tensor, gated: bool = False) -> Packed:
-    """``weight_NK``: fp32 on a CPU. As bf16 where every element is one, else in fp32. A panel's two blocks are
-    neighbours, or gate and up of the same outputs; a block holds, for each input (bf16: pair of inputs), its outputs'
+    """Pack ``weight_NK`` (fp32 on a CPU): as bf16 where that loses nothing, otherwise as fp32. A panel's two blocks are
+    neighbours, or gate and up of the same outputs. A block holds, for each input (bf16: pair of inputs), its outputs'
     weights."""
     assert weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu", "fp32 weights on a CPU"
     parts, lanes = 2 if gated else 1, library.kvasir_lanes()
@@ -134,7 +135,7 @@ def pack(library: ctypes.CDLL, weight_NK: torch.Tensor, gated: bool = False) -> 
 
 
 class Program:
-    """Operations and what they hold on to. ``run`` does one step."""
+    """Operations and the memory that they use. ``run`` does one step."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -149,7 +150,7 @@ class Program:
         return len(self._ops)
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        """fp32 memory that lives as long as the program, and is taken when it is touched first."""
+        """fp32 memory that lives as long as the program. The system provides it when it is first touched."""
         found = torch.from_numpy(np.zeros(shape, np.float32))
         self._held.append(found)
         return found
@@ -180,8 +181,9 @@ class Program:
                norm: tuple[torch.Tensor, float] | None = None, activation: str | None = None, add: bool = False,
                wanted: bool = False,
                scale: float = 1.0, softcap: float | None = None) -> None:
-        """y = f(norm(x) W^T + bias), or y += of it with ``add``. ``norm``: scale [K] and eps of an RMS norm. f: with
-        ``activation``, that of the gate times up; else times ``scale``, and capped. ``wanted``: M rows instead of T."""
+        """Append y = f(norm(x) W^T + bias), or y += f(...) with ``add``. ``norm``: scale [K] and eps of an RMS norm. f:
+        with ``activation``, activation(gate) times up; else times ``scale``, and capped. ``wanted``: M rows instead of
+        T."""
         assert packed.gated == (activation is not None), "a gated weight and its activation"
         self._width = max(self._width, -(-packed.num_inputs // BF16_INPUTS) * BF16_INPUTS)
         self._add(Linear, x=self._dense(x_TK), y=self._dense(y_TN), weights=self._address(packed.data, torch.int32),
@@ -194,7 +196,7 @@ class Program:
 
     def norm(self, x_TE: torch.Tensor, y_TE: torch.Tensor, norm: tuple[torch.Tensor, float], *, add: bool = False,
              wanted: bool = False) -> None:
-        """y = norm(x), or y += of it. ``wanted``: M rows instead of T."""
+        """Append y = norm(x), or y += norm(x). ``wanted``: M rows instead of T."""
         self._add(Norm, x=self._dense(x_TE), y=self._dense(y_TE), weight=self._dense(norm[0]), eps=norm[1],
                   width=x_TE.shape[1], add=add,
                   wanted=wanted)
@@ -202,8 +204,8 @@ class Program:
     def heads(self, heads_TXD: torch.Tensor, planes: Planes, angles_PD: torch.Tensor, num_heads: int, num_kv_heads: int,
               *,
               norm: tuple[torch.Tensor, float] | None = None, writes: bool = True) -> None:
-        """Norm (scale [X, D]) and rotate queries, in place, and keys; write keys and values into their slots.
-        ``angles_PD``: cosines and sines by position. Without ``writes`` there are queries only."""
+        """Append norm (scale [X, D]) and rotation of queries, in place, and keys; keys and values are written into
+        their slots. ``angles_PD``: cosines and sines by position. Without ``writes`` there are queries only."""
         self._add(Heads, heads=self._dense(heads_TXD), norm=None if norm is None else self._dense(norm[0]),
                   eps=0.0 if norm is None else norm[1], num_heads=num_heads, num_kv_heads=num_kv_heads,
                   dim=heads_TXD.shape[2], writes=writes,
@@ -235,8 +237,9 @@ class Program:
                   page_slots=decodes.page_slots)
 
     def draw(self, kept: Kept, decodes: Decodes, logits_MV: torch.Tensor, num_tokens: int) -> None:
-        """Tokens of the wanted rows of ``decodes``, as ``kernels.sample`` defines them, by the numbers in ``kept``:
-        into both. UNDRAWN where the host must draw: rounding might decide, or something is wrong with the logits."""
+        """Append the draw of tokens for the wanted rows of ``decodes``, as ``kernels.sample`` defines it, with the
+        numbers in ``kept``; tokens go into both. UNDRAWN marks rows that the host must draw: rounding might decide, or
+        the logits are invalid."""
         numbers = {name: self._address(getattr(kept, name),
                                        torch.int32 if name in ("token", "top_k", "stream") else torch.float32)
                    for name in ("token", "top_k", "temperature", "top_p", "min_p", "stream")}
@@ -262,7 +265,7 @@ class Program:
     # ------------------------------------------------------------------------------------------------------------- run
 
     def run(self, step: StepInputs | Decodes, first: int = 0, stop: int | None = None) -> None:
-        """Operations ``first`` .. ``stop`` (default: all) on one step's rows."""
+        """Run operations ``first`` .. ``stop`` (None: all) on one step's rows."""
         if self._array is None:
             self._array = (c_void_p * len(self._ops))(*map(ctypes.addressof, self._ops))
             self._threads = torch.get_num_threads()
@@ -279,9 +282,9 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Where a layer keeps keys and values [N, G, P, W], and whose page tables and slots it uses. ``layout``: plain
-    fp32, or codes, with a scale (and bias) a row in ``*_meta``. ``turn_*``: of a rotation of blocks ``order``, the
-    factors [D]: signs over the root of it."""
+    """The planes of a layer's keys and values [N, G, P, W], and the group whose page tables and slots it uses.
+    ``layout``: plain fp32, or codes, with a scale (and bias) a row in ``*_meta``. ``turn_*``: factors [D] of a rotation
+    in blocks of ``order``: signs over the root of it."""
 
     k_NGPW: torch.Tensor
     v_NGPW: torch.Tensor
@@ -319,9 +322,8 @@ class StepInputs:
 
 
 class Decodes:
-    """The inputs of steps of one row a sequence, in memory that stays: at most B rows of G page tables, W pages each.
-    What changes from step to step is ``rows`` and ``positions``; ``open_rows`` makes the rest of it, ``draw`` the
-    ``tokens``."""
+    """The inputs of steps of one row a sequence, in fixed memory: at most B rows of G page tables, W pages each. Only
+    ``rows`` and ``positions`` change from step to step; ``open_rows`` derives the rest, and ``draw`` the ``tokens``."""
 
     def __init__(self, max_rows: int, num_groups: int, num_pages: int, page_slots: int) -> None:
         self.page_slots = page_slots
@@ -339,18 +341,18 @@ class Decodes:
         self._rows, self._positions, self._tokens = self.rows.numpy(), self.positions.numpy(), self.tokens.numpy()
 
     def set(self, rows: list[int], positions: list[int]) -> None:
-        """What the next step decodes."""
+        """Set the rows and positions of the next step."""
         count = len(rows)
         self._rows[:count], self._positions[:count] = rows, positions
         self.args.num_rows = self.args.num_spans = count
 
     def want(self, first: int, stop: int) -> None:
-        """Whose logits are computed next."""
+        """Select the rows whose logits are computed next."""
         self.args.num_wanted = stop - first
         self.args.wanted = self._first_wanted + 8 * first
 
     def drawn(self, first: int, stop: int) -> list[int]:
-        """The tokens of those rows."""
+        """The tokens drawn for rows ``first`` .. ``stop``."""
         return self._tokens[first:stop].tolist()
 
 
