@@ -64,7 +64,8 @@ def test_a_missing_triton_is_a_reason(monkeypatch):
     "dtype, share", [(torch.bfloat16, 4), (torch.bfloat16, 1), (torch.bfloat16, 16), (torch.float32, 2)]
 )
 def test_kinds_meet_every_kernel(dtype, share, codec, monkeypatch):
-    """Tiles of every size and long spans, each near its beginning and far into its keys, where tiles are cut into parts."""
+    """Tiles of every size and long spans, each near its beginning and far into its keys, where tiles are cut into
+    parts."""
     monkeypatch.setattr(paged, "multiprocessors", lambda device: 132)
     spec = AttentionSpec(8 * share, 8, 128, 0.1)
     backend = load("kvasir.attention.backends", "triton", AttentionBackend)

@@ -52,7 +52,8 @@ def test_products_placed_by_hand(monkeypatch):
 
 @pytest.mark.parametrize("num_rows, width, gated", hopper_gemv.MEASURED)
 def test_products_placed_by_hand_fit(num_rows, width, gated):
-    """Into the 227 KiB of shared memory that a program can have, with a KiB for barriers and what the result passes through."""
+    """Into the 227 KiB of shared memory that a program can have, with a KiB for barriers and what the result passes
+    through."""
     ring = hopper_gemv.MEASURED[num_rows, width, gated]
     blocks, left = divmod(width, ring.block_k * ring.splits)
     assert (

@@ -50,15 +50,15 @@ class AttentionBackend(Technique):
     """Computes the attention of a step's rows. The round-trip rule holds: the K/V of this step's rows are already in
     the pages when ``run`` is called."""
 
-    # another order of summation than the reference's, even where it gives every row the same bits in any batch
+    # Whether results have the reference's bits. A backend with another order of summation has not, even if a row
+    # has the same bits in any batch.
     exact = False
     affects_kv = False
-    codec_kernels: ClassVar[frozenset[str]] = frozenset(
-        {"plain"}
-    )  # layouts it reads directly; queries then come in the cache's basis
-    # 0: for ``auto`` only where none with a rank can serve; among those as quick as each other it takes the highest
+    # Layouts that it reads directly. Queries then come in the cache's basis.
+    codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})
+    # Preference of ``auto``: of equally fast backends it takes the highest rank; rank 0 only where no other can serve.
     rank = 0
-    # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
+    # Whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``.
     graphs = False
 
     def why_not(self, site: Site) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the GPU backends share: our own kernels over the pages, and a place for a faster kernel for long spans.
+"""The common base of the GPU backends: our own kernels over the pages, and a place for a faster one for long spans.
 
 Single rows, long spans and the rest (drafts, trees, short chunks, layers with a window) take a kernel each: at most
 three kinds of launch a layer. No launch reads anything back, and nothing is searched at start-up. A step of single rows

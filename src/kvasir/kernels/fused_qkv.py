@@ -1,4 +1,4 @@
-"""From the fused projection to attention in one kernel: QK norm, RoPE, and K/V into their pages.
+"""One kernel from the fused projection to attention: QK norm, RoPE, and K/V into their pages.
 
 Separately these are a norm, a gather of angles, a rotation in three calls and a scatter, each over all the heads.
 Angles are read from the RoPE table by the row's position. Everything between load and store is fp32, so a value is

@@ -208,7 +208,7 @@ def grid() -> Iterator[Case]:
     for (num_rows, width, gated), ring in MEASURED.items():
         for rows in (MIN_ROWS, 33, 64):
             yield Case(rows, num_rows // (1 + gated), width, ring, gated, residual=not gated)
-    # whole, and with slots that are filled anew
+    # whole, and with slots that are filled again
     for ring in (Ring(x_blocks=3), Ring(16, 64, 5, 3), Ring(64, 128, 2, 8), Ring(32, 256, 2, 2)):
         for gated in (False, True):
             yield Case(20, 96, 1024, ring, gated)

@@ -1,4 +1,4 @@
-"""From the fused projection to a quantised cache in one kernel: QK norm, RoPE, rotation, grid, packing, scatter.
+"""One kernel from the fused projection to a quantised cache: QK norm, RoPE, rotation, grid, packing, scatter.
 
 The kernel does what ``fused_qkv`` does. Then keys (and values, when asked) are multiplied by an orthonormal matrix
 diag(signs) H, with H block-diagonal Sylvester-Hadamard, and put on each row's own grid: codes with an fp16 (scale,

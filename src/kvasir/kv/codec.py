@@ -64,9 +64,8 @@ class Codec(Technique):
     exact = False
     affects_kv = True
     kernel: ClassVar[str] = ""
-    page_slots: ClassVar[int] = (
-        16  # by default; small pages are shared more often, and less of the last one is read in vain
-    )
+    # Slots of a page by default. Small pages are shared more often, and less of the last one is read in vain.
+    page_slots: ClassVar[int] = 16
     fuses = False  # whether ``write_fused`` exists
 
     @abstractmethod

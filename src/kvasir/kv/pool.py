@@ -58,9 +58,8 @@ class KVPool:
         sizes = [self.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
         self.pages = [_zeros(n, size, torch.device(device)) for n, size in zip(num_pages, sizes)]
         self._dtype = dtype
-        self._slot_words: dict[
-            int, tuple[torch.Tensor, torch.Tensor, torch.dtype]
-        ] = {}  # by group, made when first asked for
+        # By group, made when first asked for.
+        self._slot_words: dict[int, tuple[torch.Tensor, torch.Tensor, torch.dtype]] = {}
         self._layers = {
             layer: self._view(i, at, dtype) for i, group in enumerate(groups) for at, layer in enumerate(group.layers)
         }
@@ -88,9 +87,8 @@ class KVPool:
             mine = [c for c in copies if c.group == group]
             words = self.pages[group].view(torch.int64)
             pairs = torch.tensor([[c.source for c in mine], [c.target for c in mine]], pin_memory=words.is_cuda)
-            source, target = pairs.to(
-                words.device, non_blocking=True
-            )  # from pinned memory, so that the copy does not wait for a step in flight
+            # From pinned memory, so that the copy does not wait for a step in flight.
+            source, target = pairs.to(words.device, non_blocking=True)
             words.index_copy_(0, target, words.index_select(0, source))
 
     def move_slots(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -117,10 +115,8 @@ class KVPool:
     def _words_of_a_slot(self, group: CacheGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
         """The places of slot 0's words in a page of ``group``, each word's distance from slot to slot, and the word
         type: the widest in which every row of every plane is a whole number of words."""
-        planes, sizes = (
-            self.codec.planes(group.head_dim, dtype),
-            _plane_bytes(group, self.codec, self.page_slots, dtype),
-        )
+        planes = self.codec.planes(group.head_dim, dtype)
+        sizes = _plane_bytes(group, self.codec, self.page_slots, dtype)
         rows = [p.width * p.dtype.itemsize for p in planes]  # bytes of a slot of one head
         unit = next(
             u for u in (torch.int64, torch.int32, torch.int16, torch.uint8) if not any(r % u.itemsize for r in rows)

@@ -1,4 +1,4 @@
-"""What the quantising codecs share: rotations, and a codec made of ``encode`` and ``decode``.
+"""The common base of the quantising codecs: rotations, and a codec made of ``encode`` and ``decode``.
 
 A row is one token's key or value of one head. Rows are encoded alone, and need no row after them (the round-trip rule).
 

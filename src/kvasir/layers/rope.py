@@ -72,9 +72,8 @@ class RopeTable:
     def __init__(self, spec: RopeSpec, num_positions: int, device: torch.device) -> None:
         # Made on the CPU, so that every device has the same bits.
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies(spec))
-        self.table = (
-            torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor).to(device)
-        )  # [num_positions, D] fp32
+        table = torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor)
+        self.table = table.to(device)  # [num_positions, D] fp32
 
     def rows(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines [T, 1, 1, D/2] and sines [T, 1, 2, D/2] in fp32 for rows at these positions, as

@@ -1,4 +1,4 @@
-"""Where a model's weights live, and the places that stored tensors fill."""
+"""The device and dtype of a model's weights, and the places that stored tensors fill."""
 
 from __future__ import annotations
 

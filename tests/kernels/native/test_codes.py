@@ -63,7 +63,8 @@ def pool_of(spec: str, groups: int, dim: int, pages: int = 40, page_slots: int =
 
 
 def rows_of_every_size(count: int, *shape: int) -> torch.Tensor:
-    """Ordinary numbers; then tiny and huge ones, outliers, offsets, equal elements, halves of a step, zeros of both signs."""
+    """Ordinary numbers; then tiny and huge ones, outliers, offsets, equal elements, halves of a step, zeros of both
+    signs."""
     x = torch.randn(count, *shape)
     sizes = torch.logspace(-9, 6, count // 2)
     x[: count // 2] *= sizes.view(-1, *[1] * len(shape))
@@ -101,7 +102,8 @@ def test_a_row_that_is_no_number_reads_as_none(spec):
 @pytest.mark.parametrize("spec", CODECS)
 @pytest.mark.parametrize("normed", [True, False])
 def test_norm_and_angles_come_before_the_grid(spec, normed):
-    """In C they round differently, in the last bit: a code differs where that falls on a border, rarely, and by one step."""
+    """In C they round differently, in the last bit: a code differs where that falls on a border, rarely, and by one
+    step."""
     torch.manual_seed(1)
     heads, groups, dim, rows = 4, 2, 128, 190
     mine, reference, table = (
@@ -180,8 +182,8 @@ def plain_of(world):
 
 
 def hold(world):
-    """At most twice the error of plain torch; the bits of a plain cache that holds what the codes stand for; and a row's bits
-    are its own."""
+    """At most twice the error of plain torch; the bits of a plain cache that holds what the codes stand for; and a
+    row's bits are its own."""
     out, (want, _) = attended(world), truth(world)
     backend = TorchBackend()
     backend.prepare(world.site())

@@ -1,5 +1,5 @@
-"""Each C operation against plain torch: sizes that fill no panel, every number of rows, both formats of weights, with and
-without matrix tiles."""
+"""Each C operation against plain torch: sizes that fill no panel, every number of rows, both formats of weights, with
+and without matrix tiles."""
 
 import pytest
 import torch
@@ -74,7 +74,8 @@ def test_products_are_as_exact_as_in_fp32(rows, narrow, tiles):
 
 
 def test_numbers_of_every_size_keep_their_24_bits():
-    """Products in tiles take fp32 rows in three parts of eight bits: one weight of one shows what is left of a number."""
+    """Products in tiles take fp32 rows in three parts of eight bits: one weight of one shows what is left of a
+    number."""
     x = torch.cat([torch.randn(16, 32) * 10.0**e for e in (-20, -3, 0, 5, 30)], 1)
     for tiles in TILES:
         assert torch.equal(product(x, torch.eye(160), tiles), x)

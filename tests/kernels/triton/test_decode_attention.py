@@ -64,7 +64,7 @@ def _find(context, spans, out, count, wave, budget, COUNT_PAD: tl.constexpr):
         ([1088] * 128, 66, 1088),
         ([1088] * 127 + [32768], 66, 2464),
     ],
-)  # more than one wave: whole but for the long one
+)
 def test_how_long_a_chunk_is(keys, wave, want, device):
     context = torch.tensor([k - 1 for k in keys], dtype=torch.int32, device=device)
     out = torch.zeros(1, dtype=torch.int32, device=device)

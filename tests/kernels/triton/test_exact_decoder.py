@@ -48,7 +48,8 @@ class World:
     def logits(
         self, chunks: tuple[int, ...], before: tuple[int, ...] = (), after: tuple[int, ...] = ()
     ) -> torch.Tensor:
-        """Of every row of the text [LENGTH, V], computed in ``chunks``, each step beside new prompts of these lengths."""
+        """Of every row of the text [LENGTH, V], computed in ``chunks``, each step beside new prompts of these
+        lengths."""
         pool = KVPool(
             self.spec.cache_groups(),
             PlainCodec(),

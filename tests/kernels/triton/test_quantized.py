@@ -47,9 +47,9 @@ def test_write(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("order", [0, 64])
 def test_the_grid_is_made_of_rows_in_their_own_dtype(order, dtype, device):
-    """The scale and bias of nearly every row are those of the reference's grid, whose rows have the heads' dtype after the
-    rotation. Mutations that this kills: keys are rounded to bf16 before they are quantised (fp32 rows); a rotated key is not
-    rounded to the rows' dtype (fp16 rows)."""
+    """The scale and bias of nearly every row are those of the reference's grid, whose rows have the heads' dtype after
+    the rotation. Mutations that this kills: keys are rounded to bf16 before they are quantised (fp32 rows); a rotated
+    key is not rounded to the rows' dtype (fp16 rows)."""
     heads = torch.randn(48, 4, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     table = torch.cat((torch.ones(48, 32), torch.zeros(48, 32)), 1).to(device)  # no angle: a key stays as it is
     ops = HeadOps(2, table, torch.arange(48, device=device))
@@ -198,7 +198,8 @@ def test_queries_are_turned_into_the_caches_basis_where_nothing_fuses(device):
 
 @pytest.mark.parametrize("codec", ["int4_bdr", "int4_bdr:order=16,rotate_v=true"])
 def test_a_decoder_over_codes_is_the_one_over_what_they_stand_for(codec, device, monkeypatch):
-    """Fused write, decode over codes, gathered chunks, windows and a shared cache, against the plain path of the same codec."""
+    """Fused write, decode over codes, gathered chunks, windows and a shared cache, against the plain path of the same
+    codec."""
     layers = (DEEP, WINDOWED, replace(DEEP, cache_of=0))
     model = Decoder(
         ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=layers, final_norm=NormSpec()),

@@ -26,9 +26,8 @@ def prepared(world, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_agrees_with_scalar_loops(kind, device, monkeypatch):
-    monkeypatch.setattr(
-        dense_attention, "MIN_ROWS", 30
-    )  # the last span is a long one, where the kernel for those can serve
+    # The last span is a long one, where the kernel for those can serve.
+    monkeypatch.setattr(dense_attention, "MIN_ROWS", 30)
     world = make_world([(40, 1), (33, 5), (0, 20)], device=device, **KINDS[kind])
     chosen = prepared(world, device)
     chosen.plan(world.batch)

@@ -67,7 +67,7 @@ class TorchBackend(AttentionBackend):
     # ---------------------------------------------------------------------------------------------------- normal mode
 
     def pin(self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, held: dict) -> None:
-        """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled anew for each step: read the
+        """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled again for each step: read the
         pages that ``held`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
         pages = batch.tables[0]
         batch.scratch["parts", 0, spec.window, dtype] = [

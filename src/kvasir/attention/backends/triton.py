@@ -48,15 +48,10 @@ class TritonBackend(PagedBackend):
     def prepare(self, site: Site) -> None:
         super().prepare(site)
         if site.codec_kernel != "plain":
-            self.depths = (
-                0,
-                DEEP,
-                5 * DEEP // 4,
-                9 * DEEP // 4,
-            )  # parts of a short span's keys are merged 16, 32 or 64 at a time
-        self.graphs = (
-            site.codec_kernel == "plain" or not site.exact
-        )  # exact rows over codes are gathered by a plan of the step's contexts
+            # The parts of a short span's keys are merged 16, 32 or 64 at a time.
+            self.depths = 0, DEEP, 5 * DEEP // 4, 9 * DEEP // 4
+        # Exact rows over codes are gathered by a plan that depends on the step's contexts.
+        self.graphs = site.codec_kernel == "plain" or not site.exact
 
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:
         return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)

@@ -26,9 +26,8 @@ class FFN:
     def __init__(self, spec: MoESpec, hidden_size: int, place: Placement) -> None:
         self.spec = spec
         self.exact = place.exact
-        self.fuses = (
-            place.fused and not place.exact
-        )  # ``forward`` takes the norm before it and the residual add after it
+        # Whether ``forward`` takes the norm before it and the residual add after it.
+        self.fuses = place.fused and not place.exact
         self.activation = ACTIVATIONS[spec.activation]
         self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=False, place=place)
         self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)

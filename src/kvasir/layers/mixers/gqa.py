@@ -59,9 +59,8 @@ class Mixer:
         spec, num_rows = self.spec, x_TE.shape[0]
         heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
-        in_basis = (
-            codec.fuses and codec.kernel in backend.codec_kernels
-        )  # the backend takes queries in the cache's basis
+        # Whether the backend takes queries in the cache's basis.
+        in_basis = codec.fuses and codec.kernel in backend.codec_kernels
         if self.fused and fits(heads_TXD) and (in_basis or not self.writes):
             norm_of = None if self.qk_norm is None else self.qk_norm.parameters
             ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, norm_of, self.exact)
