@@ -1,4 +1,4 @@
-"""What the Triton backend refuses, and that a capable site is accepted."""
+"""The Triton backend refuses what it cannot serve, and accepts a capable site."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_kinds_meet_every_kernel(dtype, share, codec, monkeypatch):
     ],
 )
 def test_blocks_of_many_rows(rows, share, at_once, block):
-    """As they were quickest on an H200, with 8 KV heads."""
+    """The blocks are those that were fastest on an H200, with 8 KV heads."""
     shape = decode_attention.Shape.of(128, torch.bfloat16, rows, share, rows * 8 / 132)
     assert (shape.block_n, shape.at_once) == (block, at_once)
     assert decode_attention.Shape.of(64, torch.bfloat16, rows, share, rows * 8 / 132).block_n == 64, (

@@ -67,7 +67,7 @@ def attend_low(q, k, v, scale, seen=None, softcap=None, sinks=None):
 
 
 def blank(world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a kernel writes: NaN, so that what it leaves out shows."""
+    """Memory for a kernel's result: NaN, so that unwritten elements show."""
     out = torch.full_like(world.q, torch.nan)
     return out, torch.full(out.shape[:2], torch.nan, dtype=torch.float32, device=out.device)
 
@@ -112,8 +112,8 @@ def rows_of(world: World) -> tuple[torch.Tensor, ...]:
 
 
 def check_together(case: paged.Case, dtype: torch.dtype, device: str, min_keys: int = 32) -> dict[str, float]:
-    """The rows of the case's spans, told apart on the device alone. ``min_keys``: of a chunk, so that there are
-    several."""
+    """Check the rows of the case's spans, of which the host knows nothing. ``min_keys``: least keys of a chunk, so that
+    there are several."""
     world = world_of(case, dtype, device)
     spec, planes, rows = world.spec, world.cache.planes, rows_of(world)
     out, lse = blank(world)

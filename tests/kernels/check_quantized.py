@@ -202,8 +202,8 @@ def quantized_world(case: quantized_attention.Case, dtype: torch.dtype, device: 
 def check_quantized_attention(
     case: quantized_attention.Case, dtype: torch.dtype, device: str, together: bool = False
 ) -> float:
-    """Rows of spans and trees (``together``: told apart on the device) over what the codes stand for, against the paged
-    reference in fp64."""
+    """Check rows of spans and trees over codes against the paged reference in fp64 over the decoded codes.
+    ``together``: the host knows nothing about the spans."""
     world, pool = quantized_world(case, dtype, device)
     spec, batch = world.spec, world.batch
     spans = [s for s, length in enumerate(batch.lengths) if length]

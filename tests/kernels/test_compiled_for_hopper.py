@@ -1,8 +1,9 @@
-"""What the compiler makes of the attention kernels for Hopper, without a GPU: loads that are pipelined, nothing
+"""The code that the compiler makes of the attention kernels for Hopper, without a GPU: loads are pipelined, nothing is
 spilled.
 
-Which loads Triton pipelines hangs on how a loop is written, and nothing but the time on a GPU would show that it
-stopped."""
+Which loads Triton pipelines depends on how a loop is written. Only the time on a GPU would show otherwise that it
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -358,9 +359,9 @@ def test_dense(dim):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_by_hand(dim):
-    """In both loops of both consumers all exponentials of a block are taken while the product of the values is under
-    way. Registers change hands, and a consumer tells of every block that it has read, of keys and of values, but for
-    the last one of values."""
+    """In both loops of both consumers all exponentials of a block are taken while the product with the values is under
+    way. Registers change hands, and a consumer releases every block that it has read, of keys and of values, except the
+    last one of values."""
     shape = HopperShape.of()
     found = compiled(
         "hopper_attention",

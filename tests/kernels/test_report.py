@@ -1,4 +1,4 @@
-"""``report_rows`` at the size of real vocabularies, beside torch in fp64."""
+"""``report_rows`` at the size of real vocabularies, compared with torch in fp64."""
 
 from __future__ import annotations
 

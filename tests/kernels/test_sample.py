@@ -1,4 +1,4 @@
-"""``sample_rows`` beside the sampler it stands in for, and beside the exact distribution."""
+"""``sample_rows`` compared with the sampler that it replaces, and with the exact distribution."""
 
 from __future__ import annotations
 

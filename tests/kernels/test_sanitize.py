@@ -111,7 +111,8 @@ def test_summaries_are_added_up():
 
 
 def test_every_own_kernel_has_tests_that_are_run():
-    """By name, in the folder or in the checks that it calls; what other kernels import is run with them."""
+    """Every kernel's name occurs in the folder or in the checks that it calls. Kernels that others import are run with
+    those."""
     folder = KERNELS.parents[2] / "tests" / "kernels"
     text = "\n".join(f.read_text() for f in [*folder.glob("check*.py"), *(folder / "triton").glob("test_*.py")])
     own = {f.stem: f.read_text() for f in KERNELS.glob("*.py") if "\n@jit" in f.read_text()}

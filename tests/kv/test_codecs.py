@@ -154,7 +154,8 @@ def test_scale_search_never_loses_and_gains_a_quarter_on_gaussian_blocks():
 
 TEXT = (
     "One morning the miller's daughter found a key in the flour. It fitted no door of the house, so she put it into "
-    "her pocket and\nwalked to the village, where the baker, the smith and the old teacher each said that it was theirs. "
+    "her pocket and\nwalked to the village, where the baker, the smith and the old teacher each said that it was "
+    "theirs. "
     '"Then tell me what it opens," she said.\n'
     "The baker said a chest, the smith said a gate, and the teacher said nothing, but smiled and held out his hand. "
     "She gave it to him."
@@ -229,7 +230,7 @@ def test_a_grid_is_made_of_rows_in_the_models_dtype(spec, dtype):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_encoding_what_was_decoded_changes_nothing_much(spec):
-    """What a copy that decodes and encodes would do. Unrotated codecs find the same grid again."""
+    """A copy that decodes and encodes would do this. Unrotated codecs find the same grid again."""
     k = gaussian(20, 2, 64)
     once = round_trip(spec, k)[0]
     assert relative_error(round_trip(spec, once)[0], once) < (1e-3 if "bdr" not in spec else 0.02)
@@ -274,7 +275,7 @@ def test_head_dims_that_do_not_pack_are_refused(spec, dim):
 
 @pytest.mark.parametrize("spec", [*SPECS, "plain"])
 def test_poison_shows_in_every_element(spec):
-    """What the engine's poison mode leans on: nothing of a freed page can be read unseen."""
+    """The engine's poison mode relies on this: no read of a freed page goes unseen."""
     pool = KVPool([CacheGroup("full", (0,), 2, 64)], codec_of(spec), [3], 16, "cpu", torch.float32)
     pool.poison(0, [1])
     k, v = pool.codec.read(pool.layer(0), torch.tensor([1, 2]))

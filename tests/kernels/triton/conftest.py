@@ -55,8 +55,8 @@ if _triton.INTERPRETED:
             self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
 
     def get_type_or_field(self, name):
-        """A tuple's type is made where it is first asked for: every tensor has a tuple, its shape, whose type nobody
-        asks for."""
+        """Make a tuple's type when it is first asked for: every tensor has a tuple, its shape, whose type is never
+        used."""
         if name != "type":
             return get_field(self, name)
         self.type = core._type_for_tuple_values(self.values)

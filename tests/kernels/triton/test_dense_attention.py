@@ -26,7 +26,7 @@ def test_tiles_of_other_shapes(device):
 
 @pytest.mark.parametrize("shape", [dense.Shape.of(64), None], ids=str)
 def test_maxima_that_grow(shape, device):
-    """By more than 2 ** 8 from block to block, in some rows."""
+    """Maxima grow by more than 2 ** 8 from block to block, in some rows."""
 
     def loud(*args, **named):
         world = make_world(*args, **named)
@@ -53,7 +53,7 @@ def test_by_hand(case, dtype, device):
 
 @pytest.mark.parametrize("case", list(dense.ragged()), ids=str)
 def test_ragged(case, device):
-    """What the kernels placed by hand are held to."""
+    """Check the kernels placed by hand."""
     if _triton.INTERPRETED and (case.spans[0][0] > 1000 or len(case.spans) > 8):
         pytest.skip("takes the interpreter long")
     check_dense_attention(case, torch.float16, device, shape=dense.Shape.of(64))

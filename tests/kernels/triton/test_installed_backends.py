@@ -1,4 +1,4 @@
-"""Optional packages themselves, where they are installed beside a GPU: test_optional_backends.py has stand-ins for
+"""The optional packages themselves, where they and a GPU are present; test_optional_backends.py has stand-ins for
 them."""
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def test_the_grid_is_made_of_rows_in_their_own_dtype(order, dtype, device):
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
 def test_an_exact_row_does_not_look_at_its_company(format, device):
-    """In bits. Otherwise few rows are written by smaller programs, whose sums run in another order."""
+    """A row's bits are the same in any batch. Without exact mode few rows are written by smaller programs, whose sums
+    run in another order."""
     if format == "fp8" and device == "cpu":
         pytest.skip("the interpreter loses a carry when it rounds to fp8; the GPU runs this")
     rows = 1000 if device == "cuda" else quantized_qkv.FEW + 4
@@ -79,7 +80,7 @@ def test_an_exact_row_does_not_look_at_its_company(format, device):
 
 
 def test_few_rows_are_written_otherwise_where_nothing_has_to_be_exact(device):
-    """Else the test above could not fail."""
+    """This shows that the test above can fail."""
     if device == "cpu":
         pytest.skip("the interpreter sums in one order")
     few, step = [], quantized_qkv.FEW
@@ -100,7 +101,7 @@ def test_decode(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("place, case", list(enumerate(quantized_attention.grid())), ids=str)
 def test_rows_and_trees(place, case, dtype, device):
-    """In the interpreter the precisions take turns, but for what differs by format."""
+    """In the interpreter the precisions take turns, except for cases that differ by format."""
     if (
         device == "cpu"
         and place >= 2 * len(quantized_qkv.FORMATS)

@@ -51,8 +51,8 @@ def test_a_bound_from_chunks_that_takes_in_too_many(device, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 def test_a_cut_one_token_off_would_show(kind, device):
-    """With the noise of a row made to favour the last kept token and the first dropped one, both sides of the cut are
-    seen."""
+    """The noise of a row is made to favour the last kept token and the first dropped one, so that both sides of the cut
+    are seen."""
     draw = torch.Generator().manual_seed(5)
     vocab_size, rows = 40, 20
     x = logits(kind, 1, vocab_size, draw).repeat(rows, 1)

@@ -2,8 +2,8 @@
 
 #define UNROLL16 _Pragma("GCC unroll 16")
 
-/* A projection's heads: norm and rotate queries and keys, and into the cache's basis; keys and values into their
- * slots. */
+/* Norm and rotate a projection's queries and keys, turn them into the cache's basis, and write keys and values into
+ * their slots. */
 static void heads(const Heads *op, const Step *step) {
     int64_t rotated = op->num_heads + (op->writes ? op->num_kv_heads : 0),
         all = rotated + (op->writes ? op->num_kv_heads : 0);
@@ -60,14 +60,13 @@ static void heads(const Heads *op, const Step *step) {
     }
 }
 
-/* One query head of one row: the positions that it sees, and what has come of them so far: the largest score, and sums
- * weighted by exp(score - best). */
+/* One query head of one row: the positions that it sees, and the state of its softmax so far: the largest score, and
+ * sums weighted by exp(score - best). */
 typedef struct {
     const float *q; float *y; int64_t head, first, stop; float best, total; vec out[MAX_DIM / LANES];
 } Query;
 
-/* CHUNK positions from a multiple of CHUNK on, of which keys low .. high - 1 are there; pointers to others repeat
- * these. */
+/* CHUNK positions from a multiple of CHUNK on. Keys low .. high - 1 exist; pointers to others repeat these. */
 /* values lie ``apart`` behind keys */
 typedef struct { const float *key[CHUNK]; int64_t begin, low, high, apart; int fresh; } Keys;
 
@@ -78,7 +77,7 @@ INLINE void fetch(const float *at, int64_t dim) {
 
 #define AHEAD_KEYS 16
 
-/* The first to read keys lets the values, and the keys 16 further, come meanwhile. */
+/* The first query to read keys prefetches the values, and the keys 16 further. */
 INLINE void fetch_ahead(const Keys *keys, int64_t j, int64_t count, int64_t dim) {
     for (int64_t i = j; keys->fresh && i < j + count; i++) {
         fetch(keys->key[i] + keys->apart, dim);
@@ -120,7 +119,7 @@ INLINE int64_t high_of(const Query *query, const Keys *keys) {
     return query->stop - keys->begin < keys->high ? query->stop - keys->begin : keys->high;
 }
 
-/* Scores from .. to of a chunk become weights, zero but for low .. high. Returns what earlier sums fade by. */
+/* Turn scores from .. to of a chunk into weights, zero outside low .. high. Returns the factor of earlier sums. */
 static float weigh(Query *query, int64_t low, int64_t high, int64_t from, int64_t to, float weight[CHUNK]) {
     vec peak = splat(-INFINITY), lane = LANE_NUMBERS, mass = splat(0);
     for (int64_t j = from / LANES * LANES; j < to; j += LANES) {
@@ -190,7 +189,7 @@ INLINE void any_of(int n, const Query *query, const Keys *keys, int64_t *low, in
     }
 }
 
-/* Two or four queries at once: what is read serves all. Every sum has the order that it has with one. */
+/* Two or four queries at once share what is read. Every sum has the order that it has with one query. */
 INLINE void weigh_some(const int n, const Attend *op, Query *query, const Keys *keys, float (*weight)[CHUNK],
                        float *fade) {
     const int some = LANES / n;
@@ -255,8 +254,8 @@ INLINE void add_some(const int n, const Attend *op, Query *query, const Keys *ke
 }
 #endif
 
-/* What a tree's row sees of its own span, slots ``context`` to ``stop``: those of its ancestors (bits) that stand in
- * its window, from depth ``first`` on. */
+/* The slots ``context`` to ``stop`` of its own span that a tree's row sees: those of its ancestors (bits) in its
+ * window, from depth ``first`` on. */
 typedef struct { const int64_t *bits, *positions; int64_t context, first, stop; } Tree;
 
 INLINE int is_seen(const Tree *tree, int64_t slot) {
@@ -264,9 +263,9 @@ INLINE int is_seen(const Tree *tree, int64_t slot) {
     return i < 0 || ((tree->bits[i / 64] >> i % 64) & 1 && tree->positions[i] >= tree->first);
 }
 
-/* ``count`` queries of one KV head: their rows, or heads of one row, or both. ``place``: of the head's first slot in a
- * page. ``mine``: of this thread; a chunk of a quantised cache becomes numbers there, keys and then values, which stay
- * in the first cache: each is made once for all queries, and then read as a plain cache is. */
+/* Attention of ``count`` queries of one KV head: several rows, several heads of one row, or both. ``place``: place of
+ * the head's first slot in a page. ``mine``: this thread's memory. A chunk of a quantised cache is decoded there, keys
+ * and then values, once for all queries; it stays in the first-level cache and is read like a plain cache. */
 static void attend_queries(const Attend *op, Query *query, int64_t count, const int32_t *pages, int64_t place,
                            const Tree *tree, float *mine) {
     const Cache *cache = &op->cache;
@@ -285,7 +284,7 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
     for (int64_t begin = first / CHUNK * CHUNK; begin < stop; begin += CHUNK) {
         int64_t j = begin > first ? 0 : first - begin, end = stop - begin < CHUNK ? stop - begin : CHUNK;
         keys.begin = begin, keys.low = j;
-        /* a tree's row counts its ancestors only, and so has the bits that it has without the others */
+        /* a tree's row counts its ancestors only, so its bits are the same without the other rows */
         for (; j < end && (!tree || slot < tree->stop); slot++) {
             if (!tree || is_seen(tree, slot)) {
                 const char *at = cache->k + pages[page] * cache->page_stride + (place + offset) * cache->row;
@@ -347,10 +346,10 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
     }
 }
 
-/* Threads take rows of one span that follow each other, with query heads that share a KV head. */
+/* Each thread takes consecutive rows of one span, with query heads that share a KV head. */
 static void attend(const Attend *op, const Step *step, const Team *team) {
     int64_t shared = op->num_heads / op->num_kv_heads, base = 0, span = 0, item = take(team);
-    /* Heads that share keys stay together, unless there is too little work for all threads then. */
+    /* Heads that share keys stay together, unless that leaves too little work for all threads. */
     int64_t at_once = step->num_rows * op->num_kv_heads < omp_get_num_threads() ? 1
                       : shared < HEADS_AT_ONCE ? shared : HEADS_AT_ONCE;
     int64_t parts = (shared + at_once - 1) / at_once, per_block = op->num_kv_heads * parts;

@@ -1,7 +1,7 @@
 /* ------------------------------------------------------------------------------------------------------------ codes */
 
-/* Rows of a quantised cache: what kernels/quantize.py and kv/codecs/fp8.py do to a row, bit by bit, from the same fp32
- * numbers. Sums and products that must not become one rounding are kept apart by KEEP_APART. */
+/* Rows of a quantised cache, with the same bits from the same fp32 numbers as kernels/quantize.py and kv/codecs/fp8.py.
+ * KEEP_APART keeps a compiler from fusing sums and products that must be rounded separately. */
 
 #define KEEP_APART(at) __asm__ volatile("" ::"r"(at) : "memory")
 #define FP16_TINY 0x1p-14f
@@ -99,7 +99,7 @@ static void turn(float *x, const float *factors, int64_t dim, int64_t order) {
     butterflies(x, dim, order);
 }
 
-/* x R^T, but for the order of roundings. */
+/* x R^T, up to the order of roundings. */
 static void turn_back(float *x, const float *factors, int64_t dim, int64_t order) {
     butterflies(x, dim, order);
     for (int64_t i = 0; i < dim; i += LANES)
@@ -127,7 +127,7 @@ static void encode_floats(const float *x, int64_t dim, uint8_t *codes, float *me
     }
 }
 
-/* One row, in the cache's basis, on a grid of its own: codes, and scale and bias. */
+/* Encode one row, in the cache's basis, on its own grid: codes, and scale and bias. */
 static void encode(int64_t format, const float *x, int64_t dim, char *at, char *meta) {
     if (format == FP8) {
         encode_floats(x, dim, (uint8_t *)at, (float *)meta);
@@ -161,7 +161,7 @@ static void encode(int64_t format, const float *x, int64_t dim, char *at, char *
         ((uint8_t *)at)[i] = codes[i] | codes[i + dim / 2] << 4;
 }
 
-/* Where the codes of a chunk's rows are, ``apart`` bytes behind ``at``, and what goes with them, ``meta_apart`` behind
+/* Places of a chunk's rows: values' codes lie ``apart`` bytes behind ``at``, and their scales ``meta_apart`` behind
  * ``meta``. */
 typedef struct { const char *at[CHUNK], *meta[CHUNK]; } Places;
 typedef struct { const Places *places; int64_t apart, meta_apart; } Coded;
@@ -181,7 +181,7 @@ INLINE vec from_e4m3(const uint8_t *p) {
 #endif
 }
 
-/* Rows low .. high - 1 into x [CHUNK, D], while those of ``next``, which are decoded next, come nearer. */
+/* Decode rows low .. high - 1 into x [CHUNK, D], and prefetch those of ``next``, which are decoded next. */
 static void decode(int64_t format, Coded from, Coded next, int64_t low, int64_t high, int64_t dim, float *x) {
     float scales[CHUNK], biases[CHUNK];
     uint32_t metas[CHUNK];

@@ -17,8 +17,8 @@ static int omp_get_thread_num(void) { return 0; }
 static int omp_get_num_threads(void) { return 1; }
 #endif
 
-/* LANES: floats of one register. What takes several is kept in memory between any two operations, by gcc at least.
- * TILE: rows that share a loaded weight; two registers of sums each, and what goes into them, are all there are. */
+/* LANES: floats of one register. gcc keeps vectors of several registers in memory between any two operations. TILE:
+ * rows that share a loaded weight; with two registers of sums for each, all registers are in use. */
 #if defined(__AVX512F__)
 #define LANES 16
 #define TILE 8
@@ -37,7 +37,8 @@ static int omp_get_num_threads(void) { return 1; }
 #define HEADS_AT_ONCE 8
 #define QUERIES 32 /* of one KV head that read a chunk of keys together */
 #define MAX_DIM 512
-#define ROWS 32   /* up to here every thread prepares a product's rows for itself: less than a barrier costs */
+/* rows up to which every thread prepares all of a product's rows itself, which costs less than a barrier */
+#define ROWS 32
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -116,8 +117,8 @@ INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 INLINE vec bigger(vec a, vec b) { return choose(a > b, a, b); }
 
-/* a b + c, rounded once where the machine can. Left to itself a compiler fuses some sums and not others, and a row has
- * other bits then in another batch: gcc unfuses chains that it takes for slow on some processors. */
+/* a b + c, rounded once where the machine can. Left alone a compiler fuses some sums and not others, and a row's bits
+ * then depend on its batch: on some processors gcc unfuses chains that it considers slow. */
 INLINE vec fused(vec a, vec b, vec c) {
 #if LANES == 16
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -202,7 +203,7 @@ INLINE vec activate(int64_t kind, vec x) {
     return x;
 }
 
-/* What a thread works with: ``mine`` is its own, ``next`` the team's: the first item that nobody has taken. */
+/* A thread's memory ``mine``, and the team's counter ``next``: the first item that no thread has taken. */
 typedef struct { float *mine; int64_t *next; } Team;
 
 INLINE int64_t take(const Team *team) { return __atomic_fetch_add(team->next, 1, __ATOMIC_RELAXED); }

@@ -1,6 +1,6 @@
 /* -------------------------------------------------------------------------------------------- both ends of a decode */
 
-/* What a step's rows start from, out of what is kept of every sequence's row (kernels/decode_rows.py). */
+/* The inputs of a step's rows, from the state kept for every sequence (kernels/decode_rows.py). */
 static void open_rows(const Open *op, const Step *step) {
     int64_t first, stop;
     share(step->num_rows, &first, &stop);
@@ -55,7 +55,7 @@ static void philox(uint64_t stream, uint32_t position, uint32_t quad, uvec words
 }
 
 /* A draw is made here only where rounding cannot change it: noise and weights differ from torch's by a few units in the
- * last place, which is less than a tenth of these bounds. Else the row is left to the host. */
+ * last place, less than a tenth of these bounds. Otherwise the host draws the row. */
 #define CLOSE 5e-5f       /* between two scores */
 #define CLOSE_MASS 1e-5   /* between a mass and a share of the total, relative to the total */
 #define CLOSE_FLOOR 1e-6f /* between a log-weight and that of min-p, relative */
@@ -115,8 +115,8 @@ static int64_t ahead(const Drawn *row, float y, int64_t at, double *mass) {
     return found;
 }
 
-/* The sum of the weights of the first ``top_k`` tokens: those above the largest value that so many reach, and as many
- * of it as it takes. */
+/* The sum of the weights of the first ``top_k`` tokens: those above the largest value that ``top_k`` tokens reach, and
+ * as many tokens of that value as are missing. */
 static double mass_of(const Drawn *row, int64_t top_k) {
     double mass;
     if (top_k >= row->count) {
@@ -144,8 +144,8 @@ static double mass_of(const Drawn *row, int64_t top_k) {
     return mass + (top_k - above) * (double)expf(value);
 }
 
-/* The token of the best score among those that the filters keep; -1: the host must say. What comes behind a token that
- * is not kept is not kept either, so each one found to be none of them narrows the choice. */
+/* The token with the best score among those that the filters keep; -1: the host must decide. Tokens after a dropped one
+ * are dropped, too, so each dropped token narrows the choice. */
 static int64_t draw_hot(const Drawn *row, int64_t top_k, double top_p, float floor) {
     float behind = -INFINITY;
     int64_t behind_at = row->count;

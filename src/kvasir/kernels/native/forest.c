@@ -1,7 +1,6 @@
-/* Draft trees of a step, all at once: what their nodes are worth, which are kept, and what is learnt of those that were
- * verified.
+/* Draft trees of a step, all at once: the worth of their nodes, the nodes to keep, and learning from verified trees.
  *
- * It does what kvasir/speculation/controller.py does tree by tree, which says what and why, to the same bits: sums run
+ * It computes what kvasir/speculation/controller.py computes tree by tree, and explains, with the same bits: sums run
  * in the same order, and nothing is fused where that could change a rounding (volatile). Tree i has the nodes from
  * ends[i - 1] to ends[i]; its parents are numbered within it, -1 for the anchor, and stand before their children.
  *
@@ -56,8 +55,8 @@ static void sort(Ranked *items, Ranked *scratch, int64_t count) {
     if (from != items) memcpy(items, from, (size_t)count * sizeof *items);
 }
 
-/* The nodes by falling chance to be reached and right: ``order``; ``expected`` [nodes + 1]: ``first`` and the chances
- * of the best n nodes. Returns -1 without memory. */
+/* Rank the nodes by the chance to be reached and right, largest first: ``order``. ``expected`` [nodes + 1]: ``first``
+ * plus the chances of the best n nodes. Returns -1 if there is no memory. */
 int64_t kvasir_forest_rank(int64_t num, const int32_t *ends, const int32_t *parents, const int32_t *depths,
                            const double *est,
                            const double *bins, double first, int32_t *order, double *expected) {
@@ -81,8 +80,9 @@ int64_t kvasir_forest_rank(int64_t num, const int32_t *ends, const int32_t *pare
     return 0;
 }
 
-/* The trees of the nodes order[:count]: one that keeps all nodes as it is, a chain's leading part, else a walk from the
- * anchor with the likeliest child of each node first. ``out_ends``: as ``ends``. Returns -1 without memory. */
+/* Keep the nodes order[:count]. A tree that keeps all nodes stays as it is; of a chain the leading part stays; any
+ * other tree is walked from the anchor, the likeliest child of each node first. ``out_ends``: as ``ends``. Returns -1
+ * if there is no memory. */
 int64_t kvasir_forest_keep(int64_t num, const int32_t *ends, const int32_t *tokens, const int32_t *parents,
                            const int32_t *depths,
                            const double *est, const int32_t *order, int64_t count, int32_t *out_ends,
@@ -127,9 +127,10 @@ int64_t kvasir_forest_keep(int64_t num, const int32_t *ends, const int32_t *toke
     return total;
 }
 
-/* Trees were verified: tree which[k] was right at its nodes on the path that ends at path_ends[k] of ``rows``;
- * rows[first] is the anchor's row, and a node's row less that one is its number and 1. Every child of a node on the
- * path was tried. ``by_depth``: [tried, accepted], has room for all depths. Returns the nodes of these trees. */
+/* Learn from verified trees. Tree which[k] was right at the nodes on the path that ends at path_ends[k] of ``rows``.
+ * rows[first] is the anchor's row; a node's row minus the anchor's is its number plus 1. Every child of a node on the
+ * path was tried. ``by_depth``: [tried, accepted], with room for all depths. Returns the number of nodes of these
+ * trees. */
 int64_t kvasir_forest_learn(int64_t num, const int32_t *which, const int32_t *rows, const int32_t *path_ends,
                             const int32_t *ends,
                             const int32_t *parents, const int32_t *depths, const double *est, double *bins,

@@ -65,7 +65,8 @@ PRODUCT(8)
 #define ALL(name) {(Product)name##1, (Product)name##2, (Product)name##3, (Product)name##4}
 #endif
 
-/* One row times two panels: a sum waits for the one before it, and the two of a panel are too few to hide that. */
+/* One row times two panels: each sum waits for the one before it, and the two sums of one panel are too few to hide
+ * that. */
 static void pair_bf16(const float *x, const void *panels, int64_t inputs, vec out[2][TILE]) {
     const uint32_t *w = panels;
     vec y[4] = {0};
@@ -146,7 +147,7 @@ static void split(const float *x, int64_t inputs, int64_t r, float *into) {
     }
 }
 
-/* The leading parts have sums of their own: a sum waits for the one before it, and small ones lose less. */
+/* The leading parts have sums of their own: a sum waits for the one before it, and small sums lose less to rounding. */
 static void product_tiles(const float *x, const char *w, int64_t inputs, int fresh, float out[4][TILE_ROWS][LANES]) {
     const char *w2 = w + inputs * LANES * 2, *part = (const char *)x;
     tile_zero(0);
@@ -239,7 +240,7 @@ static void panels_of(const Linear *op, const float *x, int64_t stride, int64_t 
 }
 
 #ifdef TILES
-/* The same for rows that are split: 16 of them are 24 * inputs floats. */
+/* ``panels_of`` for split rows: 16 of them are 24 * inputs floats. */
 static void panels_of_tiles(const Linear *op, const float *parts, int64_t inputs, int64_t row, int64_t count,
                             int64_t first, int64_t stop) {
     float out[4][TILE_ROWS][LANES] __attribute__((aligned(64)));
@@ -256,7 +257,7 @@ static void panels_of_tiles(const Linear *op, const float *parts, int64_t inputs
 }
 #endif
 
-/* How a product takes its rows: as they lie, or normed and padded, or as parts for tiles. */
+/* The form in which a product takes its rows: as stored, normed and padded, or as parts for tiles. */
 typedef struct { int64_t padded, copied, tiles; } Shape;
 
 static const float *prepare(const Linear *op, const Shape *shape, int64_t row, float *into) { /* one row, padded */
@@ -271,7 +272,7 @@ static const float *prepare(const Linear *op, const Shape *shape, int64_t row, f
     return into;
 }
 
-/* ``count`` rows from ``row`` on, behind a row of scratch at ``mine``. */
+/* Prepare ``count`` rows from ``row`` on, after a row of scratch at ``mine``. */
 static const float *prepare_rows(const Linear *op, const Shape *shape, int64_t row, int64_t count, float *mine) {
     float *to = mine + shape->padded;
     for (int64_t r = 0; r < count; r++) {
@@ -300,8 +301,8 @@ static void panels(const Linear *op, const Shape *shape, const float *x, int64_t
     panels_of(op, x, shape->padded, shape->padded, row, count, first, stop);
 }
 
-/* Few rows: threads share the panels, and each prepares all rows. Many: they take blocks of rows, and parts of the
- * panels where blocks are few, as they come: a block stays in a core's own cache while panels pass by. */
+/* With few rows, threads share the panels, and each prepares all rows. With many, each takes the next block of rows,
+ * and where blocks are few part of the panels: a block stays in a core's own cache while panels pass by. */
 static void linear(const Linear *op, int64_t rows, const Team *team, int64_t tiles_from) {
     int64_t blocks = (op->num_outputs + LANES - 1) / LANES, num_panels = op->activation ? blocks : (blocks + 1) / 2,
         first, stop;
