@@ -22,8 +22,8 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu,
-                                                                  "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
 KINDS = {F.silu: 0, F.gelu: 1, _gelu_tanh: 2}  # numbers by which ``activate`` knows them
 
 
@@ -66,8 +66,7 @@ def gated_triton(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], tor
     if y.numel():
         early = pdl(gate_up.device)
         _gated[(rows, cdiv(width, BLOCK))](gate_up, y, gate_up.stride(0), F=width, KIND=KINDS[activation], BLOCK=BLOCK,
-                                           PDL=early,
-                                           num_warps=4, launch_pdl=early)
+                                           PDL=early, num_warps=4, launch_pdl=early)
     return y
 
 

@@ -163,11 +163,9 @@ def _decode_attention(
 
 def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                             context_S: torch.Tensor, row_start_S: torch.Tensor, rows: Rows, scale: float,
-                            out_THD: torch.Tensor, *,
-                            window: int | None = None, softcap: float | None = None,
-                            sinks_H: torch.Tensor | None = None,
-                            lse_TH: torch.Tensor | None = None, shape: Shape | None = None,
-                            launches: Launches | None = None) -> None:
+                            out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
+                            sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
+                            shape: Shape | None = None, launches: Launches | None = None) -> None:
     """Compute ``paged_attention_ref`` for the spans of ``rows`` into their rows of ``out`` and ``lse`` (fp32).
 
     The host reads nothing back, and the launch depends on the number of rows only. ``k_NGPD``/``v_NGPD``: pages with a

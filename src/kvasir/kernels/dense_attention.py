@@ -172,8 +172,8 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
 
 
 def gather_pages(k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor, context_S: torch.Tensor,
-                 row_start_S: torch.Tensor,
-                 long: LongSpans, first_group: int, num_groups: int, k: torch.Tensor, v: torch.Tensor) -> None:
+                 row_start_S: torch.Tensor, long: LongSpans, first_group: int, num_groups: int, k: torch.Tensor,
+                 v: torch.Tensor) -> None:
     """Copy some KV heads of the long spans into ``k``, ``v`` [num_groups * slots, D]."""
     long.launches(
         _gather_pages, (long.blocks, num_groups, long.spans.shape[0]),
@@ -184,10 +184,9 @@ def gather_pages(k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Ten
 
 def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, long: LongSpans, scale: float,
-                           out_THD: torch.Tensor, *,
-                           softcap: float | None = None, sinks_H: torch.Tensor | None = None,
-                           lse_TH: torch.Tensor | None = None,
-                           scratch_bytes: int = SCRATCH_BYTES, gather: Gather | None = None) -> None:
+                           out_THD: torch.Tensor, *, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                           lse_TH: torch.Tensor | None = None, scratch_bytes: int = SCRATCH_BYTES,
+                           gather: Gather | None = None) -> None:
     """Compute ``paged_attention_ref`` for the spans of ``long`` into their rows of ``out`` and ``lse`` (fp32).
 
     ``gather`` fills the scratch where pages do not have the rows' dtype. A plan with a ``HopperShape`` runs
@@ -220,8 +219,7 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
             gather_pages(k_NGPD, v_NGPD, table_SW, context_S, row_start_S, long, group, at_once, k, v)
         if hopper:
             attend_gathered(q_THD, k, v, out_THD, lse_TH, context_S, row_start_S, long.items, long.slots, share, group,
-                            at_once, scale, shape,
-                            long.launches)
+                            at_once, scale, shape, long.launches)
             continue
         long.launches(
             _dense_attention, (long.items.shape[0], at_once, 1),

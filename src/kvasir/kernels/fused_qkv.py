@@ -42,8 +42,7 @@ class HeadOps:
 
 
 def fused_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Tensor | None = None,
-                        v_NGPD: torch.Tensor | None = None,
-                        slots_T: torch.Tensor | None = None) -> torch.Tensor:
+                        v_NGPD: torch.Tensor | None = None, slots_T: torch.Tensor | None = None) -> torch.Tensor:
     """Rotated queries [T, H, D]; rotated keys and values go to their slots (int64, -1: nowhere). Without pages: X =
     H."""
     groups = 0 if k_NGPD is None else k_NGPD.shape[1]
@@ -109,8 +108,7 @@ def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positio
 
 
 def fused_qkv(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Tensor | None = None,
-              v_NGPD: torch.Tensor | None = None,
-              slots_T: torch.Tensor | None = None) -> torch.Tensor:
+              v_NGPD: torch.Tensor | None = None, slots_T: torch.Tensor | None = None) -> torch.Tensor:
     """The kernel for ``fused_qkv_reference``, where ``fits`` says so. Pages are of the rows' dtype."""
     rows, total, dim = heads_TXD.shape
     heads, groups = ops.num_heads, 0 if k_NGPD is None else k_NGPD.shape[1]

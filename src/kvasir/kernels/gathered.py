@@ -49,11 +49,9 @@ def plan_gathered(starts: list[int], lengths: list[int], chosen: list[int], tile
 
 
 def gathered_attention(q_THD: torch.Tensor, kv_heads: int, page_slots: int, gather: Gather, context_S: torch.Tensor,
-                       row_start_S: torch.Tensor,
-                       chosen: GatheredSpans, scale: float, out_THD: torch.Tensor, *, window: int | None = None,
-                       softcap: float | None = None,
-                       sinks_H: torch.Tensor | None = None, ancestors_TA: torch.Tensor | None = None,
-                       positions_T: torch.Tensor | None = None,
+                       row_start_S: torch.Tensor, chosen: GatheredSpans, scale: float, out_THD: torch.Tensor, *,
+                       window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                       ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
                        lse_TH: torch.Tensor | None = None, scratch_bytes: int = SCRATCH_BYTES) -> None:
     """Run ``paged_attention_triton`` over the chosen spans' pages as ``gather`` decodes them."""
     _, heads, dim = q_THD.shape
@@ -72,5 +70,4 @@ def gathered_attention(q_THD: torch.Tensor, kv_heads: int, page_slots: int, gath
         paged_attention_triton(q_THD[:, mine], *as_pages, chosen.table_SW, context_S, row_start_S, chosen.tiles, scale,
                                out_THD[:, mine],
                                window=window, softcap=softcap, sinks_H=None if sinks_H is None else sinks_H[mine],
-                               ancestors_TA=ancestors_TA,
-                               positions_T=positions_T, lse_TH=lse_TH)
+                               ancestors_TA=ancestors_TA, positions_T=positions_T, lse_TH=lse_TH)

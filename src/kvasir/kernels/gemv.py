@@ -307,8 +307,7 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
     if splits > 1:
         _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0),
-                                           OUT=outputs, K=width,
-                                           SPLITS=splits, BLOCK=JOIN, **fused)
+                                           OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN, **fused)
     return y_TO
 
 

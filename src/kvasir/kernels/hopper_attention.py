@@ -226,10 +226,9 @@ def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_
 
 
 def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_THD: torch.Tensor,
-                    lse_TH: torch.Tensor | None,
-                    context_S: torch.Tensor, row_start_S: torch.Tensor, items: torch.Tensor, slots: int, share: int,
-                    first_group: int,
-                    num_groups: int, scale: float, shape: HopperShape, launches: Launches) -> None:
+                    lse_TH: torch.Tensor | None, context_S: torch.Tensor, row_start_S: torch.Tensor,
+                    items: torch.Tensor, slots: int, share: int, first_group: int, num_groups: int, scale: float,
+                    shape: HopperShape, launches: Launches) -> None:
     """The tiles ``items`` of some KV heads, over their gathered keys and values [num_groups * slots, D]."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

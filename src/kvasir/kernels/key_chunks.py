@@ -121,8 +121,7 @@ def _merge_tiles(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, cuts_ptr, 
     parts = tl.load(cuts_ptr + 2 * (row - local) + 1)
     if parts > 1:
         merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row.to(tl.int64), group,
-                     local * R, columns, out_row,
-                     H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
+                     local * R, columns, out_row, H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
 
 
 @jit

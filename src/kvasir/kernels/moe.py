@@ -36,8 +36,7 @@ from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
 
 
 def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
-                  top_k: int,
-                  renormalize: bool, activation: str = "silu") -> torch.Tensor:
+                  top_k: int, renormalize: bool, activation: str = "silu") -> torch.Tensor:
     """One pair after the other, in x's dtype, with the sum in the weights' dtype: [T, E] in x's dtype."""
     weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
     out_TE = torch.zeros(x_TE.shape, dtype=weights_TK.dtype, device=x_TE.device)
@@ -276,9 +275,8 @@ def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool
 
 
 def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
-               top_k: int,
-               renormalize: bool, activation: str = "silu", fixed: bool = False, tiling: Tiling | None = None,
-               residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+               top_k: int, renormalize: bool, activation: str = "silu", fixed: bool = False,
+               tiling: Tiling | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``moe_reference`` with sums in fp32: [T, E] in x's dtype; the host reads nothing back.
 
     ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on the row and its
@@ -317,8 +315,7 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
 
 
 def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
-                   top_k: int,
-                   renormalize: bool, arrived: torch.Tensor, activation: str = "silu", *,
+                   top_k: int, renormalize: bool, arrived: torch.Tensor, activation: str = "silu", *,
                    norm: tuple[torch.Tensor, float] | None = None,
                    residual_1E: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``moe_reference`` for a single row, its router's logits included; each weight that is needed is read

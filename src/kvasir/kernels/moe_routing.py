@@ -218,8 +218,7 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
                         RENORMALIZE=renormalize, num_warps=max(1, x_pad // 512), **early)
     if pairs <= FEW_PAIRS:
         _sort[(cdiv(pairs, PART) + 1,)](ids, order, tiles, num_tiles, pairs, X_PAD=x_pad, BLOCK_P=PART, CHUNK=BLOCK,
-                                        BLOCK_M=block_m, num_warps=4,
-                                        **early)
+                                        BLOCK_M=block_m, num_warps=4, **early)
         return Routing(weights, ids, order, tiles, num_tiles)
     blocks = cdiv(pairs, BLOCK)
     ranks, counts = ints(pairs), ints(blocks, num_experts)

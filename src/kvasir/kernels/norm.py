@@ -126,8 +126,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, eps_1: torch.Ten
 
 
 def add_rms_norm(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: float,
-                 post: tuple[torch.Tensor, float] | None = None,
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
+                 post: tuple[torch.Tensor, float] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel for ``add_rms_norm_reference``, where ``fits`` says so. h is overwritten with the sum."""
     return _launch(x, h, weight, eps, post), h
 

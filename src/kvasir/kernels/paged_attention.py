@@ -64,8 +64,8 @@ def visible(start: int, length: int, first: int, window: int | None = None, ance
     if ancestors_LA is None:
         seen = keys <= rows[:, None]
     else:
-        seen = torch.cat([torch.ones(length, start - first, dtype=torch.bool, device=device), tree_bits(ancestors_LA)],
-                         1)
+        context = torch.ones(length, start - first, dtype=torch.bool, device=device)
+        seen = torch.cat([context, tree_bits(ancestors_LA)], 1)
         rows = positions_L
         keys = torch.cat([keys[:start - first], positions_L])
     if window is not None:
@@ -149,8 +149,7 @@ def _paged_attention(
     if ROWS > 0:
         group, tile = tl.program_id(0), tl.program_id(1)
         span, first, parts, chunk = find_tile_chunk(tile, context_ptr, place_ptr, length_ptr, count, wave, budget,
-                                                    window, ROWS, BLOCK_N,
-                                                    COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
+                                                    window, ROWS, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
         if span >= count:
             return
         if tile == first:  # of every KV head alike
@@ -257,12 +256,10 @@ def _paged_attention(
     if ROWS > 0:
         if parts == 1:
             _finish(out_ptr, lse_ptr, sinks_ptr, 0, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top,
-                    total, acc,
-                    H, R, D, SINKS, False, WANT_LSE)
+                    total, acc, H, R, D, SINKS, False, WANT_LSE)
         else:
             _finish(part_ptr, part_lse_ptr, sinks_ptr, tile, group, 0, 1, tile_m, m, d, row, head, live, inside,
-                    out_row, top, total, acc,
-                    H, R, D, SINKS, True, WANT_LSE)
+                    out_row, top, total, acc, H, R, D, SINKS, True, WANT_LSE)
     else:
         _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside,
                 out_row, top, total, acc,
@@ -383,8 +380,7 @@ def block_of(length: int, share: int, dtype: torch.dtype) -> int:
 
 
 def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
-               device: torch.device | str,
-               spans: list[int] | None = None) -> list[Tiles]:
+               device: torch.device | str, spans: list[int] | None = None) -> list[Tiles]:
     """Cut ``spans`` of a step (None: all) into tiles, on the host: those that fit a small tile separately from those
     that fill large ones."""
     share = heads // kv_heads
@@ -433,10 +429,9 @@ def _num_splits(programs: int, keys: int, device: torch.device) -> int:
 def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: list[Tiles], scale: float,
                            out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
-                           sinks_H: torch.Tensor | None = None,
-                           ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
-                           lse_TH: torch.Tensor | None = None, num_splits: int | None = None,
-                           launches: Launches | None = None) -> None:
+                           sinks_H: torch.Tensor | None = None, ancestors_TA: torch.Tensor | None = None,
+                           positions_T: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
+                           num_splits: int | None = None, launches: Launches | None = None) -> None:
     """Compute ``paged_attention_ref`` for the tiles of ``plan_tiles`` into their rows of ``out`` and ``lse`` (fp32).
 
     ``k_NGPD``/``v_NGPD``: pages with a power of two of slots, strided by page and head. Head dims up to 256.
@@ -484,8 +479,7 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
             if split:
                 run(merge_splits, (items.shape[0], groups, tile_m),
                     target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits,
-                    tile_m, window or 0,
-                    SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
+                    tile_m, window or 0, SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
 
 
 # ------------------------------------------------------------------------- rows of a captured step that verifies drafts
@@ -521,10 +515,8 @@ def chunks_of(shape: Any, groups: int, device: torch.device) -> tuple[int, int]:
 
 
 def together_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor,
-                 at_T: torch.Tensor,
-                 place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor, positions_T: torch.Tensor,
-                 scale: float, *,
-                 window: int | None = None, softcap: float | None = None,
+                 at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor,
+                 positions_T: torch.Tensor, scale: float, *, window: int | None = None, softcap: float | None = None,
                  sinks_H: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``paged_attention_ref`` of the spans that these rows belong to."""
     firsts, starts, lengths = spans_of(at_T, place_T, length_T)
@@ -542,8 +534,7 @@ def spans_of(at_T: torch.Tensor, place_T: torch.Tensor,
 
 
 def merge_tiles(part: torch.Tensor, part_lse: torch.Tensor, cuts: torch.Tensor, place_T: torch.Tensor, rows: int,
-                dim: int,
-                sinks_H: torch.Tensor | None, out_THD: torch.Tensor, lse_TH: torch.Tensor | None) -> None:
+                dim: int, sinks_H: torch.Tensor | None, out_THD: torch.Tensor, lse_TH: torch.Tensor | None) -> None:
     """Merge the chunks of every tile of ``rows`` rows: ``part`` [C, G, columns, D] fp32, ``part_lse`` [C, G, columns]
     in base 2."""
     count, heads, _ = out_THD.shape
@@ -558,13 +549,10 @@ def merge_tiles(part: torch.Tensor, part_lse: torch.Tensor, cuts: torch.Tensor, 
 
 
 def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor,
-                          at_T: torch.Tensor,
-                          place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor,
-                          positions_T: torch.Tensor, most: int,
-                          scale: float, out_THD: torch.Tensor, *, window: int | None = None,
-                          softcap: float | None = None,
-                          sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
-                          shape: TogetherShape | None = None) -> None:
+                          at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor,
+                          positions_T: torch.Tensor, most: int, scale: float, out_THD: torch.Tensor, *,
+                          window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                          lse_TH: torch.Tensor | None = None, shape: TogetherShape | None = None) -> None:
     """Compute ``together_ref``: consecutive spans of at most ``most`` rows. The host knows nothing else about them, so
     a CUDA graph can hold the launch.
 

@@ -103,8 +103,7 @@ def _quantized_attention(
     group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS > 0:
         span, first, parts, chunk = find_tile_chunk(tile, context_ptr, place_ptr, length_ptr, count, wave, budget,
-                                                    window, ROWS, BLOCK_N,
-                                                    COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
+                                                    window, ROWS, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
         if span >= count:
             return
         if tile == first:
@@ -244,15 +243,13 @@ def _quantized_attention(
                         True)
         else:
             _store_tile(out_ptr, lse_ptr, row * out_row + head * D, row * H + head, lse * 0.6931471805599453, acc0,
-                        acc1, acc2, acc3, w, live,
-                        D, W, BITS, WANT_LSE)
+                        acc1, acc2, acc3, w, live, D, W, BITS, WANT_LSE)
     elif SPLIT:
         at_part = ((tile.to(tl.int64) * num_splits + split) * (H // R) + group) * tile_m + m
         _store_tile(out_ptr, lse_ptr, at_part * D, at_part, lse, acc0, acc1, acc2, acc3, w, live, D, W, BITS, True)
     else:
         _store_tile(out_ptr, lse_ptr, row * out_row + head * D, row * H + head, lse * 0.6931471805599453, acc0, acc1,
-                    acc2, acc3, w, live,
-                    D, W, BITS, WANT_LSE)
+                    acc2, acc3, w, live, D, W, BITS, WANT_LSE)
 
 
 @jit
@@ -266,11 +263,9 @@ def _store_tile(out_ptr, lse_ptr, at, at_lse, lse, acc0, acc1, acc2, acc3, w, li
 
 
 def quantized_attention_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format,
-                               table_SW: torch.Tensor,
-                               context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: Tiles, scale: float,
-                               out_THD: torch.Tensor, *,
-                               window: int | None = None, softcap: float | None = None,
-                               sinks_H: torch.Tensor | None = None,
+                               table_SW: torch.Tensor, context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: Tiles,
+                               scale: float, out_THD: torch.Tensor, *, window: int | None = None,
+                               softcap: float | None = None, sinks_H: torch.Tensor | None = None,
                                ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
                                lse_TH: torch.Tensor | None = None, shape: Shape | None = None,
                                num_splits: int | None = None) -> None:
@@ -322,13 +317,10 @@ def quantized_attention_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.T
 
 
 def quantized_together_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format,
-                              table_TW: torch.Tensor,
-                              at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor,
-                              ancestors_TA: torch.Tensor,
-                              positions_T: torch.Tensor, most: int, scale: float, out_THD: torch.Tensor, *,
-                              window: int | None = None,
-                              softcap: float | None = None, sinks_H: torch.Tensor | None = None,
-                              lse_TH: torch.Tensor | None = None,
+                              table_TW: torch.Tensor, at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor,
+                              ancestors_TA: torch.Tensor, positions_T: torch.Tensor, most: int, scale: float,
+                              out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
+                              sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
                               shape: Shape | None = None) -> None:
     """``paged_together_triton`` over what ``planes`` stand for, for queries and values in the cache's basis."""
     count, heads, dim = q_THD.shape

@@ -317,11 +317,9 @@ def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int, share: int
 
 
 def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format,
-                            table_SW: torch.Tensor,
-                            context_S: torch.Tensor, row_start_S: torch.Tensor, rows: Rows, scale: float,
-                            out_THD: torch.Tensor, *,
-                            window: int | None = None, softcap: float | None = None,
-                            sinks_H: torch.Tensor | None = None,
+                            table_SW: torch.Tensor, context_S: torch.Tensor, row_start_S: torch.Tensor, rows: Rows,
+                            scale: float, out_THD: torch.Tensor, *, window: int | None = None,
+                            softcap: float | None = None, sinks_H: torch.Tensor | None = None,
                             lse_TH: torch.Tensor | None = None, shape: Shape | None = None) -> None:
     """Compute ``paged_attention_ref`` over decoded ``planes``, for queries and values in the cache's basis; otherwise
     as ``decode_attention_triton``. ``planes``: as ``quantized_qkv`` writes them."""
@@ -417,10 +415,8 @@ def _byte(codes, BITS: tl.constexpr):
 
 
 def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GLD: torch.Tensor, v_GLD: torch.Tensor,
-                        table_SW: torch.Tensor,
-                        context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int,
-                        block: int, first_group: int,
-                        window: int | None = None) -> None:
+                        table_SW: torch.Tensor, context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor,
+                        blocks: int, block: int, first_group: int, window: int | None = None) -> None:
     """Decode ``spans`` [m, 2] int32 (span, its first slot in the result) in the cache's basis: dense [G, slots, D], for
     as many KV heads from ``first_group`` on as ``k`` and ``v`` have.
 

@@ -268,8 +268,7 @@ def _of_head_sum(x):
 
 
 def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, torch.Tensor], slots_T: torch.Tensor,
-                  format: Format,
-                  basis: Basis | None = None) -> torch.Tensor:
+                  format: Format, basis: Basis | None = None) -> torch.Tensor:
     """Queries [T, H, D] in the cache's basis. Keys and values go to their slots (int64, -1: nowhere) of ``planes``
     ``k``, ``v`` [N, G, P, bytes] and ``k_meta``, ``v_meta`` [N, G, P, 2] fp16 (fp8: [N, G, P, 1] fp32), encoded as
     ``kernels.quantize`` does."""

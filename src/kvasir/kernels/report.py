@@ -127,8 +127,7 @@ def _merge_parts(logits, tokens, most, tops, parts, out, row_stride, out_stride,
 
 
 def report_rows_triton(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: torch.Tensor, vocab_size: int,
-                       out_3M: torch.Tensor | None = None, *,
-                       block: int = CHUNK) -> torch.Tensor:
+                       out_3M: torch.Tensor | None = None, *, block: int = CHUNK) -> torch.Tensor:
     """``report_rows`` on the GPU (or in Triton's interpreter). ``block``: power of two, columns of a chunk."""
     rows, width = logits_MV.shape
     assert 0 < vocab_size <= width < 1 << 24, "ranks are exact in fp32 below 2^24"
@@ -148,8 +147,7 @@ def report_rows_triton(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: t
     _merge_parts[(rows,)](logits_MV, token_M, most_M, tops, parts, out_3M, logits_MV.stride(0), out_3M.stride(0),
                           vocab_size, programs, chunks,
                           P2=next_power_of_2(programs), C2=max(MOST, next_power_of_2(chunks)), K=MOST, B=block,
-                          PDL=early, num_warps=MERGE_WARPS,
-                          launch_pdl=early)
+                          PDL=early, num_warps=MERGE_WARPS, launch_pdl=early)
     return out_3M
 
 

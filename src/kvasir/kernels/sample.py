@@ -67,8 +67,8 @@ def keep_top(x_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, m
 
 
 def sample_rows_ref(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor,
-                    min_p_M: torch.Tensor,
-                    stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int) -> torch.Tensor:
+                    min_p_M: torch.Tensor, stream_M: torch.Tensor, position_M: torch.Tensor,
+                    vocab_size: int) -> torch.Tensor:
     """``sample_rows`` in plain torch. It sorts, and the host reads the batch's settings."""
     x_MV = logits_MV[:, :vocab_size].float()
     best_M, tokens_M = x_MV.max(-1)
@@ -325,9 +325,8 @@ def _draw(logits, tops, temperatures, streams, positions, draws, scratch, row_st
 
 
 def sample_rows_triton(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor,
-                       top_p_M: torch.Tensor,
-                       min_p_M: torch.Tensor, stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int, *,
-                       block: int = CHUNK) -> torch.Tensor:
+                       top_p_M: torch.Tensor, min_p_M: torch.Tensor, stream_M: torch.Tensor, position_M: torch.Tensor,
+                       vocab_size: int, *, block: int = CHUNK) -> torch.Tensor:
     """``sample_rows`` on the GPU (or in Triton's interpreter). ``block``: power of two, columns of a chunk."""
     rows, width = logits_MV.shape
     assert 0 < vocab_size <= width < 1 << 24, "ids are exact in fp32 below 2^24"
@@ -357,8 +356,8 @@ def sample_rows_triton(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top
 
 
 def sample_rows(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor,
-                min_p_M: torch.Tensor,
-                stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int) -> torch.Tensor:
+                min_p_M: torch.Tensor, stream_M: torch.Tensor, position_M: torch.Tensor,
+                vocab_size: int) -> torch.Tensor:
     """Draw one token a row. All arguments lie on one device; nothing is read back, so a CUDA graph may hold the call.
 
     ``logits_MV`` fp32, bf16 or fp16 [M, at least ``vocab_size``]; columns from ``vocab_size`` on are never drawn.

@@ -48,7 +48,7 @@ class World:
     def logits(
         self, chunks: tuple[int, ...], before: tuple[int, ...] = (), after: tuple[int, ...] = ()
     ) -> torch.Tensor:
-        """Logits of every row of the text [LENGTH, V], computed in ``chunks``, in steps with new prompts of these lengths."""
+        """Logits of every row of the text [LENGTH, V], computed in ``chunks``; steps also hold new prompts."""
         pool = KVPool(
             self.spec.cache_groups(),
             PlainCodec(),

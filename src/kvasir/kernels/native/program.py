@@ -179,8 +179,7 @@ class Program:
 
     def linear(self, x_TK: torch.Tensor, packed: Packed, y_TN: torch.Tensor, *, bias_N: torch.Tensor | None = None,
                norm: tuple[torch.Tensor, float] | None = None, activation: str | None = None, add: bool = False,
-               wanted: bool = False,
-               scale: float = 1.0, softcap: float | None = None) -> None:
+               wanted: bool = False, scale: float = 1.0, softcap: float | None = None) -> None:
         """Append y = f(norm(x) W^T + bias), or y += f(...) with ``add``. ``norm``: scale [K] and eps of an RMS norm. f:
         with ``activation``, activation(gate) times up; else times ``scale``, and capped. ``wanted``: M rows instead of
         T."""
@@ -202,8 +201,7 @@ class Program:
                   wanted=wanted)
 
     def heads(self, heads_TXD: torch.Tensor, planes: Planes, angles_PD: torch.Tensor, num_heads: int, num_kv_heads: int,
-              *,
-              norm: tuple[torch.Tensor, float] | None = None, writes: bool = True) -> None:
+              *, norm: tuple[torch.Tensor, float] | None = None, writes: bool = True) -> None:
         """Append norm (scale [X, D]) and rotation of queries, in place, and keys; keys and values are written into
         their slots. ``angles_PD``: cosines and sines by position. Without ``writes`` there are queries only."""
         self._add(Heads, heads=self._dense(heads_TXD), norm=None if norm is None else self._dense(norm[0]),
@@ -212,8 +210,8 @@ class Program:
                   angles=self._dense(angles_PD), cache=self._cache(planes, heads_TXD.shape[2]))
 
     def attend(self, heads_TXD: torch.Tensor, y_TE: torch.Tensor, planes: Planes, num_heads: int, num_kv_heads: int, *,
-               scale: float,
-               window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None) -> None:
+               scale: float, window: int | None = None, softcap: float | None = None,
+               sinks_H: torch.Tensor | None = None) -> None:
         """Causal attention of the first H heads of each row over its span's pages."""
         _, per_row, dim = heads_TXD.shape
         assert dim % LINE == 0 and dim <= MAX_DIM, f"head dim {dim}"
