@@ -2,7 +2,8 @@
 
 Kernels write ``@jit`` and ``tl``. Where none can run, Triton is not imported (that takes a tenth of a second) and
 ``jit`` leaves the function alone. With ``TRITON_INTERPRET=1`` in the environment before this module is imported
-(Triton's own switch, used by the kernel tests), kernels run on the CPU, one program after the other. """
+(Triton's own switch, used by the kernel tests), kernels run on the CPU, one program after the other.
+"""
 
 from __future__ import annotations
 

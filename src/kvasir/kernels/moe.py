@@ -68,7 +68,8 @@ def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, 
     """One tile of pairs, BLOCK_N outputs of its expert. w is [X, N, D], or [X, 2N, D] if GATED (gate first).
 
     GATED: rows are gathered from a [T, D], and out [P, N] is in sorted order. Else a [P, D] is in sorted order and out
-    [P, N] in the order of pairs. """
+    [P, N] in the order of pairs.
+    """
     tile = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -270,7 +271,8 @@ def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool
 
     fp32 products are not for the tensor cores: they fill registers, which hold small tiles only. In 16 bits the
     weights' bytes are the bound up to some 190 pairs an expert on an H200. ``fixed``: exact mode, one tiling for every
-    step. """
+    step.
+    """
     return tuned.look_up(TILINGS, dtype=name_of(dtype), pairs=FIXED_PAIRS if fixed else num_pairs / num_experts)
 
 

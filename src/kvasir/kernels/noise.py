@@ -107,7 +107,8 @@ def gumbel(streams_M: torch.Tensor, positions_M: torch.Tensor, vocab_size: int) 
     """Standard Gumbel noise [M, V] fp32, about -3.2 .. 22.9.
 
     ``streams_M``: the u64 noise stream of each row, as int64. ``positions_M`` int64: position of the predicting row
-    (the index of the last known token), below 2^32. Row m depends on ``streams_M[m]`` and ``positions_M[m]`` alone. """
+    (the index of the last known token), below 2^32. Row m depends on ``streams_M[m]`` and ``positions_M[m]`` alone.
+    """
     if use_triton(streams_M):
         return gumbel_triton(streams_M, positions_M, vocab_size)
     return gumbel_reference(streams_M, positions_M, vocab_size)

@@ -310,7 +310,8 @@ def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int, share: int
 
     ``dim``: a power of two. ``share``: query heads of a KV head. Programs of one warp need no barrier and keep their
     scores in registers: 8 of them fit on a multiprocessor, each with three blocks of 4 or 8 KiB in flight. Few rows are
-    cut into few chunks, so that there is less to merge. """
+    cut into few chunks, so that there is less to merge.
+    """
     words = dim // 4 if format == "int4" else dim // 2
     return Shape(*tuned.look_up(tuned.QUANTIZED_DECODE.value, dtype=name_of(dtype), rows=rows, words=words,
                                 share=share))

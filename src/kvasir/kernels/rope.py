@@ -12,7 +12,8 @@ def rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """Returns a new [T, H, D] tensor in x's dtype.
 
     ``cos`` [T, 1, 1, D/2] and ``sin`` [T, 1, 2, D/2] are fp32, the sine with the sign of each half: see
-    ``layers.rope``. """
+    ``layers.rope``.
+    """
     rows, heads, dim = x_THD.shape
     halves = x_THD.view(rows, heads, 2, dim // 2)
     return (halves * cos).add_(halves.flip(2) * sin).to(x_THD.dtype).view(rows, heads, dim)

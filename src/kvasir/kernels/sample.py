@@ -55,7 +55,8 @@ def keep_top(x_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, m
 
     ``x_RV`` fp32 are log-weights whose row maximum is 0; ``top_k_R`` int64 in [1, V]; ``top_p_R`` float64, ``inf``
     where off; ``most``: the largest ``top_k_R`` (known to the host, so that nothing is read back). top-p keeps the
-    shortest run of tokens, in order, whose mass reaches p; the first is always kept. """
+    shortest run of tokens, in order, whose mass reaches p; the first is always kept.
+    """
     keys = order_keys(x_RV)
     ranked = keys.topk(most).values if most < x_RV.shape[-1] else keys.sort(dim=-1, descending=True).values
     within = torch.arange(ranked.shape[-1], device=x_RV.device) < top_k_R[:, None]
@@ -367,6 +368,7 @@ def sample_rows(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: t
     draws.
 
     Returns fp32 [3, M]: token id, largest of all columns (NaN if any is), largest of the first ``vocab_size``. A row
-    whose largest is NaN or infinite has some id below ``vocab_size`` that means nothing. """
+    whose largest is NaN or infinite has some id below ``vocab_size`` that means nothing.
+    """
     draw = sample_rows_triton if use_triton(logits_MV) else sample_rows_ref
     return draw(logits_MV, temperature_M, top_k_M, top_p_M, min_p_M, stream_M, position_M, vocab_size)

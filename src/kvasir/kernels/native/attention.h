@@ -66,8 +66,8 @@ typedef struct {
     const float *q; float *y; int64_t head, first, stop; float best, total; vec out[MAX_DIM / LANES];
 } Query;
 
-/* CHUNK positions from a multiple of CHUNK on. Keys low .. high - 1 exist; pointers to others repeat these. */
-/* values lie ``apart`` behind keys */
+/* CHUNK positions from a multiple of CHUNK on. Keys low .. high - 1 exist; pointers to others repeat these. Values lie
+ * ``apart`` behind keys. */
 typedef struct { const float *key[CHUNK]; int64_t begin, low, high, apart; int fresh; } Keys;
 
 INLINE void fetch(const float *at, int64_t dim) {

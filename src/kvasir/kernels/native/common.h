@@ -68,16 +68,16 @@ typedef struct { /* y = act(norm(x) W^T + bias) * scale, capped; or y += of it *
     double eps; int64_t format, num_inputs, num_outputs, activation, add, wanted; double scale, softcap;
 } Linear;
 
-/* y (+)= norm(x) */
+/* y = norm(x), or y += norm(x) */
 typedef struct {
     int64_t kind; const float *x; float *y; const float *weight; double eps; int64_t width, add, wanted;
 } Norm;
 
-/* strides in bytes; a row: one token's key or value of one head. ``turn``: factors of the rotation of keys, of
- * values */
+/* Pages of a cache. Strides are in bytes; a row is one token's key or value of one head. ``turn_k``, ``turn_v``:
+ * factors of the rotation of keys and of values. */
 typedef struct {
     int64_t page_stride, page_slots, group, format, row; char *k, *v, *k_meta, *v_meta; const float *turn_k, *turn_v;
-        int64_t order;
+    int64_t order;
 } Cache;
 
 typedef struct { /* norm, rotate and write: queries in place, keys and values into their pages */
@@ -93,14 +93,13 @@ typedef struct {
 typedef struct { int64_t kind; const float *x; float *y; int64_t width; } Gather;
 
 typedef struct { /* ids, context, tables and slots of decodes, from what is kept of their rows [num_kept] */
-    int64_t kind; const int64_t *rows; int64_t *ids; int32_t *context; const int32_t *token, *tables; int64_t num_kept,
-        num_groups, page_slots;
+    int64_t kind; const int64_t *rows; int64_t *ids; int32_t *context; const int32_t *token, *tables;
+    int64_t num_kept, num_groups, page_slots;
 } Open;
 
 typedef struct { /* the tokens of logits [M, width], of which the first ``count`` columns are tokens */
     int64_t kind; const float *logits; int64_t width, count; const int64_t *rows; int64_t *tokens; int32_t *token;
-        const int32_t *top_k;
-    const float *temperature, *top_p, *min_p; const int32_t *stream; /* low and high words */
+    const int32_t *top_k; const float *temperature, *top_p, *min_p; const int32_t *stream; /* low and high words */
 } Draw;
 
 /* ---------------------------------------------------------------------------------------------------------- vectors */
