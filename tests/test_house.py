@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from its own layer and from those before it.
 LAYERS = [
     ["types", "errors", "logs"],
-    ["config", "technique"],
+    ["config", "technique", "tuned"],
     ["client"],
     ["kernels"],
     ["layers", "attention", "kv"],

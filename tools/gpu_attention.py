@@ -359,7 +359,7 @@ def prefill_arms(name: str, spans: list[tuple[int, int]]) -> list[dict]:
                 1,
             ),
         )
-    long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", dense.Shape())
+    long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", dense.Shape.of(DIM))
     k, v = torch.empty(2, GROUPS * long.slots, DIM, device="cuda", dtype=torch.bfloat16)
     add(
         "the copy alone",

@@ -368,7 +368,7 @@ def table(name: str, graph: torch.cuda.CUDAGraph) -> dict:
 
 PREFILLS = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "8k at 24k": [(24576, 8192)]}
 TRIAL_SECONDS = 75
-DENSE, BY_HAND = dense.Shape(), HopperShape()
+DENSE, BY_HAND = dense.Shape.of(128), HopperShape.of()
 
 
 def plan_dense(batch, shape: dense.Shape | HopperShape) -> dense.LongSpans:

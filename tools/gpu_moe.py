@@ -37,7 +37,7 @@ MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "d
 WORKERS = 14
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SWEEP = {
-    1: [moe.STREAM],
+    1: [moe.TILINGS[1][1]],
     8: [
         Tiling(Tile(16, n, d, warps, stages), Tile(16, 2 * n, down_d, warps, stages))
         for n, d, down_d, warps, stages in (
@@ -61,7 +61,7 @@ SWEEP = {
         Tiling(Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)),
         Tiling(Tile(64, 32, 128, 4, 4), Tile(64, 64, 128, 4, 4)),
         Tiling(Tile(64, 128, 64, 8, 3), Tile(64, 256, 64, 8, 3)),
-        moe.LARGE,
+        moe.TILINGS[-1][1],
     ],
     8192: [
         Tiling(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4)),

@@ -68,9 +68,9 @@ def make_world(
     content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
     codec: Codec | None = None,
 ) -> World:
-    """``spans``: (start, length) each. Pages are shuffled, pages that fell out of the window are dropped (table entry 0),
-    and every slot that no span owns is NaN, page 0 included. ``content``: q [length, H, D] and k, v [2, start + length, G, D]
-    of spans that are not to be random."""
+    """``spans``: (start, length) each. Pages are shuffled, pages that fell out of the window are dropped (table entry
+    0), and every slot that no span owns is NaN, page 0 included. ``content``: q [length, H, D] and k, v [2, start +
+    length, G, D] of spans that are not to be random."""
     draw = torch.Generator().manual_seed(seed)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window, softcap, sinks)
     group = CacheGroup("g", (0, 1), kv_heads, dim, window)

@@ -24,7 +24,7 @@ class Text:
     def rows(
         self, start: int, length: int, before: tuple = (), after: tuple = (), **how
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of rows start .. start + length, beside other spans."""
+        """Output and log-sum-exp of rows start .. start + length, computed together with other spans."""
         place = len(before)
         content = {place: (self.q[start : start + length], self.kv[:, : start + length])}
         world = make_world([*before, (start, length), *after], content=content, **{**self.kind, **how})

@@ -60,7 +60,7 @@ def test_agrees_with_scalar_loops(spans, kind, exact):
 @pytest.mark.parametrize("exact", [False, True], ids=["normal", "exact"])
 @pytest.mark.parametrize("kind", ["plain", "window", "all"])
 def test_tree_rows_see_their_ancestors(kind, exact):
-    """A bushy tree, a chain as a tree, causal spans beside them, and a tree of more than 64 rows."""
+    """A bushy tree, a chain as a tree, causal spans in the same step, and a tree of more than 64 rows."""
     trees = {1: [-1, 0, 0, 1, 1, 2, 5], 3: [-1, 0, 1]}
     for spans, forest in (
         ([(40, 1), (31, 7), (0, 9), (5, 3)], trees),

@@ -1,4 +1,4 @@
-"""What the Triton backend refuses, and that a capable site is accepted."""
+"""The Triton backend refuses what it cannot serve, and accepts a capable site."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_a_missing_triton_is_a_reason(monkeypatch):
     "dtype, share", [(torch.bfloat16, 4), (torch.bfloat16, 1), (torch.bfloat16, 16), (torch.float32, 2)]
 )
 def test_kinds_meet_every_kernel(dtype, share, codec, monkeypatch):
-    """Tiles of every size and long spans, each near its beginning and far into its keys, where tiles are cut into parts."""
+    """Tiles of every size and long spans, each near its beginning and far into its keys, where tiles are cut into
+    parts."""
     monkeypatch.setattr(paged, "multiprocessors", lambda device: 132)
     spec = AttentionSpec(8 * share, 8, 128, 0.1)
     backend = load("kvasir.attention.backends", "triton", AttentionBackend)
@@ -128,7 +129,7 @@ def test_kinds_meet_every_kernel(dtype, share, codec, monkeypatch):
     ],
 )
 def test_blocks_of_many_rows(rows, share, at_once, block):
-    """As they were quickest on an H200, with 8 KV heads."""
+    """The blocks are those that were fastest on an H200, with 8 KV heads."""
     shape = decode_attention.Shape.of(128, torch.bfloat16, rows, share, rows * 8 / 132)
     assert (shape.block_n, shape.at_once) == (block, at_once)
     assert decode_attention.Shape.of(64, torch.bfloat16, rows, share, rows * 8 / 132).block_n == 64, (
@@ -138,7 +139,7 @@ def test_blocks_of_many_rows(rows, share, at_once, block):
 
 def test_what_goes_to_the_device_together_is_aligned():
     for count in range(1, 9):
-        long = plan_long([0] * count, [300] * count, list(range(count)), 4, "cpu", Shape())
+        long = plan_long([0] * count, [300] * count, list(range(count)), 4, "cpu", Shape.of(128))
         assert (long.spans.data_ptr() - long.items.data_ptr()) % 16 == 0, (
             "a kernel would be compiled for each kind of address"
         )

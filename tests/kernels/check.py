@@ -1,4 +1,5 @@
-"""Kernel against reference by the 2 x rule: the error against fp64 is at most twice that of plain torch in the same precision."""
+"""Kernel against reference by the 2 x rule: the error against fp64 is at most twice that of plain torch in the same
+precision."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def attend_low(q, k, v, scale, seen=None, softcap=None, sinks=None):
 
 
 def blank(world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a kernel writes: NaN, so that what it leaves out shows."""
+    """Memory for a kernel's result: NaN, so that unwritten elements show."""
     out = torch.full_like(world.q, torch.nan)
     return out, torch.full(out.shape[:2], torch.nan, dtype=torch.float32, device=out.device)
 
@@ -98,7 +99,8 @@ def check_paged_attention(case: paged.Case, dtype: torch.dtype, device: str) -> 
 
 
 def rows_of(world: World) -> tuple[torch.Tensor, ...]:
-    """A world's spans as a captured step has them: table [T, W], at, place, length [T], ancestors [T, 1] (of chains, too), positions."""
+    """A world's spans as a captured step has them: table [T, W], at, place, length [T], ancestors [T, 1] (of chains,
+    too), positions."""
     batch, device = world.batch, world.q.device
     lengths = torch.tensor(batch.lengths, device=device)
     place = torch.cat([torch.arange(n) for n in batch.lengths]).to(device)
@@ -110,7 +112,8 @@ def rows_of(world: World) -> tuple[torch.Tensor, ...]:
 
 
 def check_together(case: paged.Case, dtype: torch.dtype, device: str, min_keys: int = 32) -> dict[str, float]:
-    """The rows of the case's spans, told apart on the device alone. ``min_keys``: of a chunk, so that there are several."""
+    """Check the rows of the case's spans, of which the host knows nothing. ``min_keys``: least keys of a chunk, so that
+    there are several."""
     world = world_of(case, dtype, device)
     spec, planes, rows = world.spec, world.cache.planes, rows_of(world)
     out, lse = blank(world)
@@ -250,10 +253,11 @@ def check_store_kv(case: store.Case, dtype: torch.dtype, device: str) -> None:
     draw = torch.Generator().manual_seed(case.rows)
     pages = 3 + case.rows
     qkv = torch.randn(case.rows, 3 * case.heads, case.dim, generator=draw).to(dtype).to(device)
+    # Strided, as a fused projection hands them out.
     k, v = (
         qkv[:, case.heads : 2 * case.heads],
         qkv[:, 2 * case.heads :],
-    )  # strided, as a fused projection hands them out
+    )
     slots = torch.randperm(pages * case.page_slots, generator=draw)[: case.rows]
     if case.skip:
         slots[:: case.skip] = -1

@@ -1,4 +1,5 @@
-"""The fused kernels against their references by the 2 x rule: see ``check.py``. Reference in fp64, and in the kernel's precision."""
+"""The fused kernels against their references by the 2 x rule: see ``check.py``. Reference in fp64, and in the kernel's
+precision."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from kvasir.kernels.activation import ACTIVATIONS
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
 
+# Of the largest value: where plain torch happens to be exact.
 FLOOR = {
     torch.float32: 4e-6,
     torch.float16: 5e-4,
     torch.bfloat16: 4e-3,
-}  # of the largest value: where plain torch happens to be exact
+}
 TRUNCATED = 4  # Triton's interpreter cuts fp32 off to bf16 instead of rounding, up to twice in a kernel
 
 
@@ -29,7 +31,8 @@ class Draw:
 
 
 def hold(case: object, got: torch.Tensor, plain: torch.Tensor, want: torch.Tensor) -> float:
-    """The worst error of ``got`` against fp64 ``want``, relative to the largest value; at most twice that of ``plain``."""
+    """The worst error of ``got`` against fp64 ``want``, relative to the largest value; at most twice that of
+    ``plain``."""
     assert got.shape == want.shape and got.dtype == plain.dtype, (case, got.shape, want.shape, got.dtype)
     if not want.numel():
         return 0.0

@@ -1,4 +1,5 @@
-"""The mixture of experts and the batch-invariant product against their references by the 2 x rule, routing against a plain sort."""
+"""The mixture of experts and the batch-invariant product against their references by the 2 x rule, routing against a
+plain sort."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def check_routing(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_
 
 
 def check_moe(case: moe.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """Errors of the kernels and of plain torch, the worse of those without and with a residual; raises AssertionError where the
-    kernels are worse than allowed."""
+    """Errors of the kernels and of plain torch, the worse of those without and with a residual; raises AssertionError
+    where the kernels are worse than allowed."""
     drawn = draw_case(case, dtype, device)
     options = case.top_k, case.renormalize, case.activation
     residual = torch.randn(drawn[0].shape, generator=torch.Generator().manual_seed(1000)).to(dtype).to(device)
@@ -78,8 +79,9 @@ def check_row(
     renormalize: bool,
     activation: str,
 ) -> None:
-    """The single row's kernels, by themselves, after a norm, before a residual add, and between both as in a decoder, where x is the
-    residual; with a router that gives these logits up to rounding, twice over: ``arrived`` is zero again."""
+    """The single row's kernels, by themselves, after a norm, before a residual add, and between both as in a decoder,
+    where x is the residual; with a router that gives these logits up to rounding, twice over: ``arrived`` is zero
+    again."""
     arrived = torch.zeros(1, dtype=torch.int32, device=x.device)
     scale = (1 + residual[0].float() / 8).to(x.dtype)  # any numbers but ones
     for norm, joined in ((None, None), ((scale, 0.25), None), (None, residual), ((scale.float(), 0.25), x)):

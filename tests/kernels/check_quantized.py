@@ -1,5 +1,5 @@
-"""The quantising kernels against ``kernels.quantize``: rows within the grid's step of the rotated reference, and nothing else
-written. Codes themselves may differ where a rounding error falls on the border of two."""
+"""The quantising kernels against ``kernels.quantize``: rows within the grid's step of the rotated reference, and
+nothing else written. Codes themselves may differ where a rounding error falls on the border of two."""
 
 from __future__ import annotations
 
@@ -68,12 +68,13 @@ def check_quantized_qkv(case: quantized_qkv.Case, dtype: torch.dtype, device: st
         step = scale if case.format != "fp8" else want.abs() / 8 + scale
         error = ((found - want).abs() - rough * want.abs().amax(-1, keepdim=True)) / step
         worst = max(worst, float(error.max()))
+        # The nearest point of the grid, whose fp16 ends may cut a little off.
         assert worst <= 0.52, (
             case,
             dtype,
             side,
             worst,
-        )  # the nearest point of the grid, whose fp16 ends may cut a little off
+        )
     pool.pages[0][page.unique()] = before[page.unique()]
     assert torch.equal(pool.pages[0], before), "other pages were touched"
     return worst
@@ -201,7 +202,8 @@ def quantized_world(case: quantized_attention.Case, dtype: torch.dtype, device: 
 def check_quantized_attention(
     case: quantized_attention.Case, dtype: torch.dtype, device: str, together: bool = False
 ) -> float:
-    """Rows of spans and trees (``together``: told apart on the device) over what the codes stand for, against the paged reference in fp64."""
+    """Check rows of spans and trees over codes against the paged reference in fp64 over the decoded codes.
+    ``together``: the host knows nothing about the spans."""
     world, pool = quantized_world(case, dtype, device)
     spec, batch = world.spec, world.batch
     spans = [s for s, length in enumerate(batch.lengths) if length]

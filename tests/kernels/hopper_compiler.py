@@ -15,7 +15,8 @@ from typing import Any
 
 @functools.cache
 def _prepared() -> ModuleType:
-    """Triton, after which our kernels can be imported. In a process of its own: kvasir leaves them out where there is no GPU."""
+    """Triton, after which our kernels can be imported. In a process of its own: kvasir leaves them out where there is
+    no GPU."""
     os.environ.pop("TRITON_INTERPRET", None)
     import triton
     import triton.language
@@ -88,9 +89,8 @@ def compile_for_hopper(
             subprocess.run([tools / tool, option, path], capture_output=True, text=True, check=True).stdout
             for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
         )
-    waits = "".join(
-        name[-1] for name in re.findall("HGMMA|DEPBAR.LE gsb0, 0x[01]|MUFU.EX2", code)
-    )  # for all products, or for all but the last: 0, 1
+    # For all products, or for all but the last: 0, 1.
+    waits = "".join(name[-1] for name in re.findall("HGMMA|DEPBAR.LE gsb0, 0x[01]|MUFU.EX2", code))
     ptx = done.asm["ptx"]
     return {
         "shared": done.metadata.shared,

@@ -1,4 +1,4 @@
-"""Kernels and their launchers are compiled beside each other and before anybody waits, and without a launch."""
+"""Kernels and their launchers are compiled in parallel, ahead of their first launch, and without a launch."""
 
 from __future__ import annotations
 

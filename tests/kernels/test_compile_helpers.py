@@ -165,7 +165,8 @@ def test_none_outlives_a_start_that_is_killed(asked, tmp_path):
         else ""
     )
     code = (
-        "import threading, time\nfrom tests.kernels.test_compile_helpers import Helpers, rest, work\nhelpers = Helpers(2, rest, work)\n"
+        "import threading, time\nfrom tests.kernels.test_compile_helpers import Helpers, rest, work\n"
+        "helpers = Helpers(2, rest, work)\n"
         f"{job}\nprint(helpers._pid, flush=True)\ntime.sleep(600)"
     )
     process = subprocess.Popen(

@@ -1,6 +1,8 @@
-"""What the compiler makes of the attention kernels for Hopper, without a GPU: loads that are pipelined, nothing spilled.
+"""The code that the compiler makes of the attention kernels for Hopper, without a GPU: loads are pipelined, nothing is
+spilled.
 
-Which loads Triton pipelines hangs on how a loop is written, and nothing but the time on a GPU would show that it stopped.
+Which loads Triton pipelines depends on how a loop is written. Only the time on a GPU would show otherwise that it
+stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ BLOCK = 64 * 128 * 2 * 2  # bytes of the keys and values of one block
 
 @functools.cache
 def compiler() -> ProcessPoolExecutor:
-    """One process for all kernels of this worker: most of what a process of its own would take is importing torch and Triton."""
+    """One process for all kernels of this worker: most of what a process of its own would take is importing torch and
+    Triton."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
@@ -51,8 +54,8 @@ def compiled(module: str, kernel: str, options: dict, constants: dict, pointers:
 
 @pytest.mark.parametrize("rows, share", [(16, 4), (64, 4), (256, 2)])
 def test_decode(rows, share):
-    """192 KiB on their way where there are few rows, 128 where there are many, in as many programs as are counted on to fit on a
-    multiprocessor."""
+    """192 KiB on their way where there are few rows, 128 where there are many, in as many programs as are counted on to
+    fit on a multiprocessor."""
     shape = decode_attention.Shape.of(128, torch.bfloat16, rows, share, rows * 8 / 132)
     found = compiled(
         "decode_attention",
@@ -163,8 +166,8 @@ def test_merging_tiles():
     ],
 )
 def test_quantized_decode(format, dim, share, rows):
-    """Codes and their scales are fetched two blocks ahead, and 4-bit codes become numbers by one logical operation each, for
-    every product once. Rows of 80 are no multiples of 16 bytes."""
+    """Codes and their scales are fetched two blocks ahead, and 4-bit codes become numbers by one logical operation
+    each, for every product once. Rows of 80 are no multiples of 16 bytes."""
     shape, bits = shape_of(format, dim, torch.bfloat16, rows, share), {"int4": 4, "int8": 8, "fp8": 0}[format]
     words, pad = dim // 4 if bits == 4 else dim // 2, 1 << (dim - 1).bit_length()
     words_pad = 1 << (words - 1).bit_length()
@@ -294,7 +297,8 @@ def test_quantized_together(format):
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
 def test_quantized_write(format):
-    """The rotation's stages add within a thread: only the grid's ends are handed from lane to lane, two of each four times."""
+    """The rotation's stages add within a thread: only the grid's ends are handed from lane to lane, two of each four
+    times."""
     bits = {"int4": 4, "int8": 8, "fp8": 0}[format]
     pages, meta = ("u8", "fp16") if bits else ("fp8e4nv", "fp32")
     basis = Rotation(128, 128, True).basis(torch.bfloat16, torch.device("cpu"), False) if bits == 4 else None
@@ -355,9 +359,10 @@ def test_dense(dim):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_by_hand(dim):
-    """In both loops of both consumers all exponentials of a block are taken while the product of the values is under way. Registers
-    change hands, and a consumer tells of every block that it has read, of keys and of values, but for the last one of values."""
-    shape = HopperShape()
+    """In both loops of both consumers all exponentials of a block are taken while the product with the values is under
+    way. Registers change hands, and a consumer releases every block that it has read, of keys and of values, except the
+    last one of values."""
+    shape = HopperShape.of()
     found = compiled(
         "hopper_attention",
         "_hopper_attention",
@@ -392,8 +397,9 @@ def test_routing_waits_for_no_other_warp():
 
 @pytest.mark.parametrize("num_rows, width, gated", hopper_gemv.MEASURED)
 def test_products_of_few_rows_by_hand(num_rows, width, gated):
-    """All of W that a program has room for is asked for before it waits for the kernel before it; a barrier of all warps is for a block, not
-    for 64 inputs, and nothing waits for a product but the last, where every block has a slot."""
+    """All of W that a program has room for is asked for before it waits for the kernel before it; a barrier of all
+    warps is for a block, not for 64 inputs, and nothing waits for a product but the last, where every block has a
+    slot."""
     ring = hopper_gemv.MEASURED[num_rows, width, gated]
     blocks, parts = width // (ring.block_k * ring.splits), 1 + gated
     found = compiled(
@@ -425,7 +431,8 @@ def test_products_of_few_rows_by_hand(num_rows, width, gated):
 
 
 def test_the_ends_of_a_decode_step():
-    """The launch form of a GPU, which the interpreter leaves out: the early start of the last kernel, tokens of drafts."""
+    """The launch form of a GPU, which the interpreter leaves out: the early start of the last kernel, tokens of
+    drafts."""
     words = {
         name: "i32"
         for name in (

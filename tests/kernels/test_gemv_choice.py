@@ -1,4 +1,4 @@
-"""Which products of a few rows leave the BLAS. Needs no Triton."""
+"""The choice of products of few rows that do not go to the BLAS. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_products_placed_by_hand(monkeypatch):
 
 @pytest.mark.parametrize("num_rows, width, gated", hopper_gemv.MEASURED)
 def test_products_placed_by_hand_fit(num_rows, width, gated):
-    """Into the 227 KiB of shared memory that a program can have, with a KiB for barriers and what the result passes through."""
+    """The rings fit into the 227 KiB of shared memory that a program can have, with a KiB for barriers and for the
+    result."""
     ring = hopper_gemv.MEASURED[num_rows, width, gated]
     blocks, left = divmod(width, ring.block_k * ring.splits)
     assert (

@@ -1,4 +1,5 @@
-"""Runs ``tests/kernels/triton`` in Triton's interpreter, which must be chosen before Triton is imported: in a new process.
+"""Runs ``tests/kernels/triton`` in Triton's interpreter, which must be chosen before Triton is imported: in a new
+process.
 
 To work on a kernel: ``TRITON_INTERPRET=1 python -m pytest tests/kernels/triton``.
 """

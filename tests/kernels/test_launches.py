@@ -9,7 +9,7 @@ from kvasir.kernels._triton import Launches
 
 
 class Kernel:
-    """What Triton's are to a launcher. ``compiles``: whether a launch returns the compiled kernel, as on a GPU."""
+    """Stands in for a Triton kernel. ``compiles``: whether a launch returns the compiled kernel, as on a GPU."""
 
     def __init__(self, compiles: bool = True) -> None:
         def function(x, y, size, BLOCK, EVEN, ROWS=0):

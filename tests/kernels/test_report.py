@@ -1,4 +1,4 @@
-"""``report_rows`` at the size of real vocabularies, beside torch in fp64."""
+"""``report_rows`` at the size of real vocabularies, compared with torch in fp64."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def test_as_by_hand(kind, vocab_size, width, device):
     tokens[0], most = x[0, :vocab_size].argmax(), torch.tensor([20, 0, 2], dtype=torch.int32)
     x[:, vocab_size:] = 60.0
     found = report_rows(x.to(device), tokens.to(device), most.to(device), vocab_size).cpu()
-    close(
-        found, exact(x[:, :vocab_size], tokens, most), 1e-5 if device == "cuda" else 1e-4
-    )  # torch adds 150k terms in fp32, eight at a time
+    # Torch adds 150k terms in fp32, eight at a time.
+    close(found, exact(x[:, :vocab_size], tokens, most), 1e-5 if device == "cuda" else 1e-4)
     with pytest.raises(AssertionError):  # the columns beyond would show
         close(
             report_rows(x.to(device), tokens.to(device), most.to(device), width).cpu(),

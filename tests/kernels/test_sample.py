@@ -1,4 +1,4 @@
-"""``sample_rows`` beside the sampler it stands in for, and beside the exact distribution."""
+"""``sample_rows`` compared with the sampler that it replaces, and with the exact distribution."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ON_GPU = pytest.param(
 
 
 def by_the_sampler(x, given, vocab_size, device):
-    """Draws [3, M]: ids by ``Sampler``, each row a request with its parameters; the largest of all columns and of the vocabulary."""
+    """Draws [3, M]: ids by ``Sampler``, each row a request with its parameters; the largest of all columns and of the
+    vocabulary."""
     temperature, top_k, top_p, min_p, stream, position = given
     sampler = Sampler(x.shape[1], vocab_size, len(x), device, ())
     spans = []
@@ -99,7 +100,8 @@ def exact(temperature=1.0, keep=range(V)):
     return p / p.sum()
 
 
-# Kept, by hand: the order is 0, 1, 2, 7, 9, 3, 11, 4, ...; masses of the first four 0.37, 0.22, 0.22, 0.14 of their sum.
+# Kept, by hand: the order is 0, 1, 2, 7, 9, 3, 11, 4, ...; masses of the first four 0.37, 0.22, 0.22, 0.14 of their
+# sum.
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize(
     "given, temperature, keep",

@@ -1,4 +1,5 @@
-"""tools/gpu_sanitize.py without a GPU: a stand-in for the sanitizer over tests in the interpreter, and what it must not overlook."""
+"""tools/gpu_sanitize.py without a GPU: a stand-in for the sanitizer over tests in the interpreter, and what it must not
+overlook."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ STAND_IN = """#!/bin/sh
 shift 6
 "$@"; status=$?
 case "$*" in
-  *keys_differ*) [ -n "$FOUND" ] && { printf "========= Invalid __global__ read of size 4 bytes\\n========= ERROR SUMMARY: 2 errors\\n"; exit 99; } ;;
+  *keys_differ*) [ -n "$FOUND" ] && {
+    printf "========= Invalid __global__ read of size 4 bytes\\n========= ERROR SUMMARY: 2 errors\\n"; exit 99; } ;;
 esac
 echo "========= ERROR SUMMARY: 0 errors"
 exit $status
@@ -25,7 +27,8 @@ exit $status
 
 @pytest.fixture
 def sanitize(tmp_path, monkeypatch):
-    """Runs the tool over made-up tests of a folder of their own. Returns its exit status, the metrics of each file, and its report."""
+    """Runs the tool over made-up tests of a folder of their own. Returns its exit status, the metrics of each file, and
+    its report."""
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_a.py").write_text(
@@ -100,12 +103,16 @@ def test_first_parts_go_first():
 
 
 def test_summaries_are_added_up():
-    log = "1 failed, 22 passed, 3 skipped in 9.21s\n========= ERROR SUMMARY: 3 errors\n========= RACECHECK SUMMARY: 4 hazards displayed (4 errors)\n"
+    log = (
+        "1 failed, 22 passed, 3 skipped in 9.21s\n========= ERROR SUMMARY: 3 errors\n"
+        "========= RACECHECK SUMMARY: 4 hazards displayed (4 errors)\n"
+    )
     assert tool.read(log) == {"errors": 7, "passed": 22, "skipped": 3, "failed": 1} and tool.read("killed") == {}
 
 
 def test_every_own_kernel_has_tests_that_are_run():
-    """By name, in the folder or in the checks that it calls; what other kernels import is run with them."""
+    """Every kernel's name occurs in the folder or in the checks that it calls. Kernels that others import are run with
+    those."""
     folder = KERNELS.parents[2] / "tests" / "kernels"
     text = "\n".join(f.read_text() for f in [*folder.glob("check*.py"), *(folder / "triton").glob("test_*.py")])
     own = {f.stem: f.read_text() for f in KERNELS.glob("*.py") if "\n@jit" in f.read_text()}

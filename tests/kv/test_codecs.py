@@ -87,7 +87,7 @@ def test_the_largest_order():
     assert [largest_order(d) for d in (64, 80, 96, 112, 128, 256)] == [64, 16, 32, 16, 128, 256]
 
 
-# -------------------------------------------------------------------------------------------------------------- integers
+# ------------------------------------------------------------------------------------------------------------- integers
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -124,7 +124,7 @@ def test_four_bits_of_gaussian_rows_lose_one_percent():
     assert relative_error(round_trip("int4", x)[0], x) == pytest.approx(0.0100, rel=0.02)
 
 
-# ---------------------------------------------------------------------------------------------------------------- floats
+# --------------------------------------------------------------------------------------------------------------- floats
 
 
 def test_e2m1_is_the_nearest_number_and_even_on_a_tie():
@@ -152,9 +152,14 @@ def test_scale_search_never_loses_and_gains_a_quarter_on_gaussian_blocks():
     assert relative_error(searched, x) <= 0.74 * relative_error(largest, x)
 
 
-TEXT = """One morning the miller's daughter found a key in the flour. It fitted no door of the house, so she put it into her pocket and
-walked to the village, where the baker, the smith and the old teacher each said that it was theirs. "Then tell me what it opens," she said.
-The baker said a chest, the smith said a gate, and the teacher said nothing, but smiled and held out his hand. She gave it to him."""
+TEXT = (
+    "One morning the miller's daughter found a key in the flour. It fitted no door of the house, so she put it into "
+    "her pocket and\nwalked to the village, where the baker, the smith and the old teacher each said that it was "
+    "theirs. "
+    '"Then tell me what it opens," she said.\n'
+    "The baker said a chest, the smith said a gate, and the teacher said nothing, but smiled and held out his hand. "
+    "She gave it to him."
+)
 
 
 def test_scale_search_gains_a_fifth_on_unrotated_keys_and_values_of_base():
@@ -179,7 +184,7 @@ def test_fp8_saturates_nothing():
     assert bool(found.isfinite().all()) and relative_error(found, x) < 1e-3
 
 
-# ----------------------------------------------------------------------------------------------------------------- codecs
+# --------------------------------------------------------------------------------------------------------------- codecs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -199,9 +204,33 @@ def test_a_rows_bytes_do_not_depend_on_its_batch(spec):
         assert all(torch.equal(a[0], w[row]) for a, w in zip(alone, whole))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_grid_is_made_of_rows_in_the_models_dtype(spec, dtype):
+    """Keys and values reach the grid in the model's dtype, after the rotation. Mutations that this kills: keys are
+    rounded to bf16 before they are quantised (an fp32 model); a rotated key is not rounded to the model's dtype (a bf16
+    model)."""
+    x, slots = gaussian(40, 2, 64).to(dtype), torch.arange(40)
+    pool = KVPool([CacheGroup("full", (0,), 2, 64)], codec_of(spec), [3], 16, "cpu", dtype)
+    cache = pool.layer(0)
+    cache.codec.write(cache, x, x, slots)
+    for side in ("k", "v"):
+        rotation = cache.codec.rotation(side, 64)
+        turned = x.float() if rotation is None else rotation.apply(x)
+        mutant = turned if dtype == torch.bfloat16 else turned.bfloat16().float()
+        expected, mutated = (cache.codec.encode(row) for row in (turned.to(dtype), mutant))
+        for suffix, plane in expected.items():
+            stored = cache.planes[side + suffix][slots // 16, :, slots % 16]
+            assert torch.equal(stored.view(torch.uint8), plane.view(torch.uint8)), f"{side}{suffix}"
+        if dtype == torch.float32 or rotation is not None:
+            assert any(not torch.equal(plane, mutated[suffix]) for suffix, plane in expected.items()), (
+                "or nothing is shown"
+            )
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_encoding_what_was_decoded_changes_nothing_much(spec):
-    """What a copy that decodes and encodes would do. Unrotated codecs find the same grid again."""
+    """A copy that decodes and encodes would do this. Unrotated codecs find the same grid again."""
     k = gaussian(20, 2, 64)
     once = round_trip(spec, k)[0]
     assert relative_error(round_trip(spec, once)[0], once) < (1e-3 if "bdr" not in spec else 0.02)
@@ -246,7 +275,7 @@ def test_head_dims_that_do_not_pack_are_refused(spec, dim):
 
 @pytest.mark.parametrize("spec", [*SPECS, "plain"])
 def test_poison_shows_in_every_element(spec):
-    """What the engine's poison mode leans on: nothing of a freed page can be read unseen."""
+    """The engine's poison mode relies on this: no read of a freed page goes unseen."""
     pool = KVPool([CacheGroup("full", (0,), 2, 64)], codec_of(spec), [3], 16, "cpu", torch.float32)
     pool.poison(0, [1])
     k, v = pool.codec.read(pool.layer(0), torch.tensor([1, 2]))

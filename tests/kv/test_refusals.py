@@ -1,4 +1,4 @@
-"""What a codec cannot do is refused at start-up, with the reason and the nearest choice that works."""
+"""A codec refuses what it cannot do at start-up, with the reason and the nearest choice that works."""
 
 from __future__ import annotations
 

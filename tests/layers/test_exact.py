@@ -1,4 +1,5 @@
-"""Exact mode: the bits of a row do not depend on how many rows there are, on its place among them, or on what they hold."""
+"""Exact mode: the bits of a row do not depend on how many rows there are, on its place among them, or on what they
+hold."""
 
 import pytest
 import torch

@@ -22,8 +22,8 @@ BACKENDS = "kvasir.attention.backends"
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer's attention is. ``scale`` multiplies q.k; ``softcap`` c means c * tanh(s / c); ``window`` w means a
-    row sees the last w positions, itself included; ``sinks``: the layer has one learned logit per query head."""
+    """The attention of one layer. ``scale`` multiplies q.k; ``softcap`` c means c * tanh(s / c); with a ``window`` of w
+    a row sees the last w positions, itself included; ``sinks``: the layer has one learned logit per query head."""
 
     num_heads: int
     num_kv_heads: int
@@ -36,7 +36,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a backend is asked to run: everything its capability check may need."""
+    """The place where a backend is asked to run: everything that its capability check may need."""
 
     device: str
     dtype: torch.dtype
@@ -47,15 +47,19 @@ class Site:
 
 
 class AttentionBackend(Technique):
-    """The round-trip rule holds: K/V of this step's rows are already in the pages when ``run`` is called."""
+    """Computes the attention of a step's rows. The round-trip rule holds: the K/V of this step's rows are already in
+    the pages when ``run`` is called."""
 
-    exact = False  # another order of summation than the reference's, even where it gives every row the same bits in any batch
+    # Whether results have the reference's bits. A backend with another order of summation has not, even if a row
+    # has the same bits in any batch.
+    exact = False
     affects_kv = False
-    codec_kernels: ClassVar[frozenset[str]] = frozenset(
-        {"plain"}
-    )  # layouts it reads directly; queries then come in the cache's basis
-    rank = 0  # 0: for ``auto`` only where none with a rank can serve; among those as quick as each other it takes the highest
-    graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
+    # Layouts that it reads directly. Queries then come in the cache's basis.
+    codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})
+    # Preference of ``auto``: of equally fast backends it takes the highest rank; rank 0 only where no other can serve.
+    rank = 0
+    # Whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``.
+    graphs = False
 
     def why_not(self, site: Site) -> list[str]:
         """Reasons why this backend cannot serve ``site``; empty means it can."""
@@ -66,24 +70,25 @@ class AttentionBackend(Technique):
         return ""
 
     def prepare(self, site: Site) -> None:
-        """Once, after the choice: the place this backend will run at (``site.exact`` asks for batch-invariant rows)."""
+        """Set the backend up for ``site``, once, after it was chosen. ``site.exact`` asks for batch-invariant rows."""
         self.site = site
 
     def scratch_bytes(self, length: int) -> int:
-        """Device memory that one span at the end of ``length`` positions takes beside what it returns."""
+        """Device memory, in bytes, that a span ending at position ``length`` takes in addition to its result."""
         return 0
 
     def together(self) -> tuple[int, ...]:
-        """Rows a span, in rising order, that steps with ``StepBatch.together`` are built for here. None: such steps cannot be run."""
+        """Row counts of a span, in rising order, for which steps with ``StepBatch.together`` are built. Empty: the
+        backend cannot run such steps."""
         return ()
 
     def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
-        """Steps, as spans (positions before, rows), that take every kernel which this backend compiles for layers like this one. Whoever
-        meets one first waits for the compiler; compiled ahead, nobody does."""
+        """Steps that together take every kernel that this backend compiles for layers like ``spec``. A step is a list
+        of spans (positions before, rows). They are compiled ahead, so that no request waits for the compiler."""
         return []
 
     def plan(self, batch: StepBatch) -> None:
-        """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
+        """Derive what every layer needs into ``batch.scratch``. Called once a step, before the layers."""
 
     @abstractmethod
     def run(
@@ -97,10 +102,10 @@ class AttentionBackend(Technique):
         return_lse: bool = False,
         out_THD: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention of every row over its own sequence: [T, H, D] (and the natural log-sum-exp [T, H] fp32). ``out_THD``: where
-        the result goes, if not to new memory.
+        """Causal attention of every row over its own sequence: [T, H, D], and with ``return_lse`` the natural
+        log-sum-exp [T, H] fp32. ``out_THD``: the memory for the result; None: new memory.
 
-        Row i of span s sees positions <= context[s] + i, bottom-right causal; with ``batch.ancestors`` a tree row sees
-        the context and its ancestors. ``cache.group`` picks the page table.
+        Row i of span s sees positions <= context[s] + i, bottom-right causal; with ``batch.ancestors`` a row of a tree
+        sees the context and its ancestors. ``cache.group`` picks the page table.
         """
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""Long spans for the kernels of optional packages: one contiguous step of their own, cut out of the batch.
+"""Long spans for the kernels of optional packages, cut out of the batch as one contiguous step of their own.
 
-Single rows and the rest stay with our own kernels, which a CUDA graph can hold.
+Single rows and all other spans stay with our own kernels, which a CUDA graph can hold.
 
 Legend: T rows, S spans, B long spans, L their rows, H query heads, W pages of a table.
 """
@@ -18,8 +18,9 @@ from kvasir.types import StepBatch
 
 @dataclass(slots=True)
 class CutOut:
-    """``rows``: of the step, [L] or a slice. On the device: ``spans`` [B] int64, ``row_start`` [B + 1] and ``ends`` [B] int32.
-    On the host: ``spans_host``, ``lengths_host``, ``ends_host``. ``state``: what the package planned."""
+    """The long spans of a step. ``rows``: indices [L] of their rows in the step, or a slice. On the device: ``spans``
+    [B] int64, ``row_start`` [B + 1] and ``ends`` [B] int32. On the host: ``spans_host``, ``lengths_host``,
+    ``ends_host``. ``longest``: rows of the longest span. ``state``: whatever the package planned."""
 
     rows: slice | torch.Tensor
     spans: torch.Tensor
@@ -33,6 +34,7 @@ class CutOut:
 
 
 def cut_out(batch: StepBatch, spans: list[int]) -> CutOut:
+    """Cut ``spans`` out of ``batch``; two small copies to the device."""
     first = [0, *accumulate(batch.lengths)]
     lengths = [batch.lengths[s] for s in spans]
     row_start = [0, *accumulate(lengths)]

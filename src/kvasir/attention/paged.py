@@ -1,10 +1,12 @@
-"""Own kernels over the pages, with a place for a faster one for long spans: what the backends for GPUs have in common.
+"""The common base of the GPU backends: our own kernels over the pages, and a place for a faster one for long spans.
 
-Single rows, long spans and the rest (drafts, trees, short chunks, layers with a window) take a kernel each: at most three
-kinds of launch a layer, none of which reads back or searches at start-up. A step of single rows is planned from their
-number alone, without a copy to the device, so that a CUDA graph of it may be replayed with other contexts. Lossy against
-the reference only by rounding. Exact mode: one kernel and one shape of tile for all, so that a row's bits depend on its
-sequence and position alone (but for the rows of draft trees).
+Single rows, long spans and the rest (drafts, trees, short chunks, layers with a window) take a kernel each: at most
+three kinds of launch a layer. No launch reads anything back, and nothing is searched at start-up. A step of single rows
+is planned from their number alone, without a copy to the device, so that a CUDA graph of it can be replayed with other
+contexts. Results differ from the reference by rounding only.
+
+Exact mode uses one kernel and one tile shape for all spans, so that a row's bits depend on its sequence and position
+alone. Rows of draft trees are the exception.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ from kvasir.kernels.quantized_attention import plan_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch, Together
 
-DEEP = 4096  # positions: so many keys are read in parts
+DEEP = 4096  # positions from which on the keys of a span are read in several parts
 
 
 @dataclass(slots=True)
 class Step:
-    """What the layers of one head layout launch: single rows, long spans, tiles of the rest; of short spans over codes."""
+    """The launches of one head layout in a step: single ``rows``, ``long`` spans, ``tiles`` of the rest, ``short``
+    spans over codes, and spans ``together`` in a captured step that verifies drafts."""
 
     rows: Rows | None
     long: Any
@@ -59,6 +62,9 @@ class Step:
 
 
 class PagedBackend(AttentionBackend):
+    """Base of the GPU backends. A backend with its own kernel for long spans overrides ``takes_long``, ``plan_long``
+    and ``run_long``."""
+
     graphs = True
     depths: tuple[int, ...] = (0, DEEP)  # positions from which on keys are read in other ways
 
@@ -87,7 +93,7 @@ class PagedBackend(AttentionBackend):
         self._tiles: dict[tuple[int, int, int], list[Tiles]] = {}
 
     def scratch_bytes(self, length: int) -> int:
-        """Dense keys and values of as many KV heads as fit, one at least."""
+        """Bytes of dense keys and values for as many KV heads as fit into the scratch, at least one."""
         whole = max(
             (2 * length * s.head_dim * self.site.dtype.itemsize * s.num_kv_heads for s in self.site.specs), default=0
         )
@@ -99,15 +105,16 @@ class PagedBackend(AttentionBackend):
             batch.scratch[key] = self._plan(batch, spec)
 
     def together(self) -> tuple[int, ...]:
-        """Spans whose rows all fit a small tile, and larger ones. Not in exact mode, whose tiles are another kernel's."""
+        """Two sizes: spans whose rows all fit a small tile, and spans of up to ``TREE_ROWS``. None in exact mode, whose
+        tiles belong to another kernel."""
         if self.site.exact:
             return ()
         small = min(rows_of_small(s.num_heads // s.num_kv_heads) for s in self.site.specs)
         return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
 
     def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
-        """Tiles of every size on every way that spans take and long spans, with their keys in one part and in several; and numbers of single
-        rows."""
+        """Tiles of every size for every kind of short span, and long spans, each with keys in one part and in several;
+        then counts of single rows."""
         share = spec.num_heads // spec.num_kv_heads
         short = list(itertools.takewhile(lambda n: not worth_it(n, share), itertools.count(2)))
         first = {(self.takes_short(spec, n), block_of(n, share, self.site.dtype)): n for n in reversed(short)}
@@ -146,14 +153,14 @@ class PagedBackend(AttentionBackend):
         """Whether a span of several rows reads its keys with the kernel for codes."""
         return False
 
-    # What a backend with a kernel of its own for long spans replaces. They have no window and no tree.
+    # A backend with its own kernel for long spans overrides the next three. Long spans have no window and no tree.
 
     def takes_long(self, spec: AttentionSpec, length: int) -> bool:
         """Whether a span of ``length`` rows goes to ``run_long``."""
         return can_serve(self.site.dtype, spec.head_dim) and worth_it(length, spec.num_heads // spec.num_kv_heads)
 
     def plan_long(self, batch: StepBatch, spec: AttentionSpec, spans: list[int]) -> Any:
-        """Once a step: what ``run_long`` needs to know of these spans."""
+        """Plan ``spans`` for ``run_long``, once a step."""
         share, device = spec.num_heads // spec.num_kv_heads, batch.input_ids.device
         shape = shape_for(self.site.dtype, spec.head_dim, share, device, softcap=spec.softcap, sinks=spec.sinks)
         return plan_long(batch.starts, batch.lengths, spans, share, device, shape)
@@ -169,8 +176,8 @@ class PagedBackend(AttentionBackend):
         sinks_H: torch.Tensor | None,
         lse_TH: torch.Tensor | None,
     ) -> None:
-        """Write the long spans' rows of ``out`` and ``lse``. ``common``: q [T, H, D], keys and values [N, G, P, D], table [S, W],
-        context [S], row_start [S + 1]."""
+        """Write the long spans' rows of ``out`` and ``lse``. ``common``: q [T, H, D], keys and values [N, G, P, D],
+        table [S, W], context [S], row_start [S + 1]."""
         dense_attention_triton(*common, plan, spec.scale, out_THD, softcap=softcap, sinks_H=sinks_H, lse_TH=lse_TH)
 
     def _exact_tiles(self, lengths: list[int], spec: AttentionSpec, device: torch.device) -> list[Tiles]:
@@ -182,7 +189,7 @@ class PagedBackend(AttentionBackend):
         return self._tiles[key]
 
     def _single_rows(self, count: int, kv_heads: int, device: torch.device) -> Rows:
-        """Spans 0 .. count and their counters. Kept, since graphs hold their addresses."""
+        """Spans 0 .. count and their counters. They are kept, since graphs hold their addresses."""
         if (count, kv_heads) not in self._rows:
             self._rows[count, kv_heads] = Rows(
                 torch.arange(count, dtype=torch.int32, device=device),
@@ -249,6 +256,7 @@ class PagedBackend(AttentionBackend):
 
 
 def key_of(spec: AttentionSpec) -> tuple:
+    """Key of the plan that layers like ``spec`` share."""
     return (
         "triton",
         spec.num_heads,

@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvasir import tuned
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, Step
 from kvasir.engine.step_time import TILE_ROWS, Roofline, StepShape, StepTimeModel, step_budget
 from kvasir.types import Span
 
-MIXED_STEP = 12.5  # times the read of all weights: as long as prompts may make a step that others decode in, where there is no target
-SHORT_STEP = 7.0  # so many where SEVERAL_DECODES do, while SHORT_STEPS of them get through the prompts that wait
-SHORT_STEPS = 3
-SEVERAL_DECODES = range(
-    12, 40
-)  # fewer matter less than the prompts in a step; where more run, long steps are too many to be spared the p99
+# Short steps: see ``kvasir.tuned``, which says what these bound and how they were measured.
+MIXED_STEP, SHORT_STEP, SHORT_STEPS = tuned.MIXED_STEP.value, tuned.SHORT_STEP.value, tuned.SHORT_STEPS.value
+SEVERAL_DECODES = tuned.SEVERAL_DECODES.value
 BACKLOG = 8  # steps that it may take to compute all prompts that wait: where more do, large steps get more of them done
 ALIKE_SHARE = 8  # of decode steps that are a replay, or one native call, one in so many is learnt from: there are many, and the host is in a hurry
 

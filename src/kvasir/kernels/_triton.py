@@ -1,8 +1,8 @@
 """The one place that imports Triton, so that every kernel file imports without it and without a GPU.
 
-Kernels write ``@jit`` and ``tl``. Where none can run, Triton is not imported (that takes a tenth of a second) and ``jit``
-leaves the function alone. With ``TRITON_INTERPRET=1`` in the environment before this module is imported (Triton's own
-switch, used by the kernel tests), kernels run on the CPU, one program after the other.
+Kernels write ``@jit`` and ``tl``. Where none can run, Triton is not imported (that takes a tenth of a second) and
+``jit`` leaves the function alone. With ``TRITON_INTERPRET=1`` in the environment before this module is imported
+(Triton's own switch, used by the kernel tests), kernels run on the CPU, one program after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if AVAILABLE and (INTERPRETED or torch.cuda.is_available()):
     from triton.language.extra import libdevice
 else:
     triton = tl = libdevice = None
-if triton is not None and not INTERPRETED and triton.__version__.startswith("3.6."):  # Gluon's names still change from version to version
+# Gluon's names still change from version to version
+if triton is not None and not INTERPRETED and triton.__version__.startswith("3.6."):
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
@@ -39,7 +40,8 @@ def jit(fn: Callable | None = None, **options: Any) -> Any:
 
 
 def gluon_jit(fn: Callable | None = None, **options: Any) -> Any:
-    """``gluon.jit``, for kernels that place warps, layouts and barriers by hand, or the function itself where no such kernel can run."""
+    """``gluon.jit``, for kernels that place warps, layouts and barriers by hand, or the function itself where no such
+    kernel can run."""
     if gluon is None:
         return fn if fn is not None else lambda f: f
     return gluon.jit(fn, **options)
@@ -52,23 +54,27 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def pdl(device: torch.device) -> bool:
-    """Whether kernels are launched with programmatic dependence: a kernel then starts, and fetches what no other kernel
-    writes, while the one before it still runs, and waits for its end (``gdc_wait``) before it touches anything else.
-    Needs compute capability 9.0."""
+    """Whether kernels are launched with programmatic dependence (needs compute capability 9.0).
+
+    Such a kernel starts while the one before it still runs, and fetches what no other kernel writes. It waits for that
+    one's end (``gdc_wait``) before it touches anything else.
+    """
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def by_hand(device: torch.device) -> bool:
-    """Whether kernels run whose warps and barriers are placed by hand for Hopper."""
+    """Whether kernels can run whose warps and barriers are placed by hand for Hopper."""
     return gluon is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class Launches:
-    """Launches that the layers of a step repeat: the same kernels and grids, with the same numbers, on other tensors of the same layout.
+    """Launches that the layers of a step repeat: the same kernels and grids, with the same numbers, on other tensors of
+    the same layout. One object serves one step.
 
-    Triton binds and specialises all arguments anew each time, which takes the host several times the launch itself. Here a kernel's first
-    launch does, and the later ones, whose tensors must be aligned as that one's were, go to the compiled kernel. For one step.
+    Triton binds and specialises all arguments at every launch, which takes the host several times as long as the launch
+    itself. Here only a kernel's first launch does; later ones, whose tensors must be aligned like the first one's, go
+    to the compiled kernel directly.
     """
 
     def __init__(self) -> None:
@@ -88,13 +94,15 @@ class Launches:
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
-    """By itself, as Triton does it."""
+    """Launch a kernel the way Triton does it."""
     kernel[grid](*args, **named)
 
 
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()

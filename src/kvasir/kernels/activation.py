@@ -22,8 +22,9 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
-KINDS = {F.silu: 0, F.gelu: 1, _gelu_tanh: 2}  # what ``activate`` calls them
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+KINDS = {F.silu: 0, F.gelu: 1, _gelu_tanh: 2}  # numbers by which ``activate`` knows them
 
 
 def gated_reference(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -35,7 +36,7 @@ def gated_reference(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], 
 
 @jit
 def activate(gate, up, KIND: tl.constexpr):
-    """fp32 blocks of any shape; ``KIND`` as in ``KINDS``."""
+    """Apply activation ``KIND`` (see ``KINDS``) to fp32 blocks of any shape."""
     if KIND == 0:
         return gate / (1.0 + tl.exp(-gate)) * up
     elif KIND == 1:
@@ -58,21 +59,23 @@ def _gated(gate_up_ptr, y_ptr, in_row, F: tl.constexpr, KIND: tl.constexpr, BLOC
 
 
 def gated_triton(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The kernel for ``gated_reference``."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "dense rows"
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         early = pdl(gate_up.device)
-        _gated[(rows, cdiv(width, BLOCK))](gate_up, y, gate_up.stride(0), F=width, KIND=KINDS[activation], BLOCK=BLOCK, PDL=early,
-                                           num_warps=4, launch_pdl=early)
+        _gated[(rows, cdiv(width, BLOCK))](gate_up, y, gate_up.stride(0), F=width, KIND=KINDS[activation], BLOCK=BLOCK,
+                                           PDL=early, num_warps=4, launch_pdl=early)
     return y
 
 
-def gated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], exact: bool = False) -> torch.Tensor:
+def gated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor],
+          exact: bool = False) -> torch.Tensor:
     """gate_up [T, 2F] (gate first) -> [T, F], same dtype.
 
-    ``exact``: a row's bits do not depend on its batch. On a CPU the vectorised and the scalar exp differ in the last bit,
-    and where one ends and the other begins depends on the tensor's size and on the threads; so rows go one by one.
+    ``exact``: a row's bits do not depend on its batch. On a CPU the vectorised and the scalar exp differ in the last
+    bit, and where one ends and the other begins depends on the tensor's size and on the threads; so rows go one by one.
     """
     if use_triton(gate_up) and activation in KINDS and gate_up.dim() == 2 and gate_up.stride(1) == 1:
         return gated_triton(gate_up, activation)  # element by element, so exact as well

@@ -1,8 +1,9 @@
-"""Compiling while nobody waits: kernels met within ``compiling`` are compiled beside each other, those of ``rehearsing`` before they run.
+"""Compiling kernels while nobody waits: several at once within ``compiling``, and before they run within
+``rehearsing``.
 
-Compiling is not all that Triton 3.6 takes time for at a first start: it hashes all of itself to name what it caches, and has a C compiler build
-a launcher for every signature where a kernel is first launched. ``compiling`` mends both, for the process; Tritons without these names stay as
-they are.
+Compiling is not all that Triton 3.6 takes time for at a first start. It hashes all of itself to name what it caches,
+and has a C compiler build a launcher for every signature where a kernel is first launched. ``compiling`` avoids both,
+for the process. Versions of Triton without these names stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvasir.kernels._triton import INTERPRETED, triton
 from kvasir.kernels.compile_helpers import Helpers, job_of
 from kvasir.logs import log
 
-LIBRARY_END = 1 << 20  # bytes
+LIBRARY_END = 1 << 20  # bytes of a library that are hashed at either end
 FEW_CORES, MANY_HELPERS = 4, 16
 
 _helpers: ContextVar[Helpers | None] = ContextVar("helpers", default=None)
@@ -32,8 +33,9 @@ _helpers: ContextVar[Helpers | None] = ContextVar("helpers", default=None)
 
 @contextlib.contextmanager
 def helping() -> Iterator[None]:
-    """What is compiled within, ``compiling``, is compiled by other processes (``compile_helpers``). For a process of an engine's own: it
-    forks, which must come before it has a context on the device, and which no library does to a program that uses it."""
+    """Compile what is met within ``compiling`` in other processes (``compile_helpers``). It is for an engine's own
+    process: it forks, which must happen before there is a context on the device, and which a library must not do to a
+    program that uses it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if triton is None or INTERPRETED or cores < FEW_CORES or not hasattr(triton, "AsyncCompileMode"):
         yield
@@ -53,7 +55,7 @@ def helping() -> Iterator[None]:
 
 
 def _prepare() -> None:
-    """What helpers need, and the start before its first kernel: names in Triton's cache as the start's are, and the library that loads
+    """Prepare helpers, and the start before its first kernel: cache names like the start's, and the library that loads
     kernels, which a C compiler builds."""
     quicken()
     fingerprint()
@@ -63,8 +65,9 @@ def _prepare() -> None:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Kernels met within are compiled beside each other, on all cores: a launch waits for its own only, and the end for all. What cannot
-    be compiled says so where it is launched. Tritons that cannot do this compile one after the other, as ever."""
+    """Compile the kernels met within at the same time, on all cores. A launch waits for its own kernel only, and the
+    end waits for all. A kernel that cannot be compiled reports it where it is launched. Versions of Triton that cannot
+    do this compile one kernel after the other."""
     several = quicken()
     if not hasattr(triton, "AsyncCompileMode"):
         yield
@@ -77,7 +80,8 @@ def compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[None]:
-    """No kernel that this thread launches within runs; those not compiled yet are. What they would have written is not."""
+    """Compile the kernels that this thread launches within, without running them. Nothing is written to their
+    outputs."""
     run, mine = triton.JITFunction.run, threading.get_ident()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
@@ -94,7 +98,8 @@ def rehearsing() -> Iterator[None]:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Each compiles a kernel, or has a helper do it, and then its launcher, a quarter of a second for every signature."""
+    """Threads that each compile a kernel, or have a helper do it, and then its launcher, which takes a quarter of a
+    second for every signature."""
 
     def __init__(self, workers: int, helpers: Helpers | None) -> None:
         super().__init__(workers)
@@ -109,16 +114,18 @@ class _Compilers(ThreadPoolExecutor):
                 job = job_of(compile_kernel)
                 if job is not None:
                     self._helpers.do(job)
-            except Exception as error:  # of another Triton, or of a kernel that cannot be sent: then it is compiled here
+            # of another Triton, or of a kernel that cannot be sent: then it is compiled here
+            except Exception as error:
                 log.debug("not compiled in a process of its own: %s: %s", type(error).__name__, error)
         kernel = compile_kernel()  # found in Triton's cache where a helper was
         with contextlib.suppress(Exception):  # then it is made, or says why not, where it is launched
-            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # found in Triton's cache from then on
+            # found in Triton's cache from then on
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
         return kernel
 
 
 def quicken() -> bool:
-    """Have Triton name what it caches by ``fingerprint``. Returns whether several threads may load launchers."""
+    """Make Triton name what it caches by ``fingerprint``. Returns whether several threads may load launchers."""
     runtime = getattr(triton, "runtime", None)
     cache, build = getattr(runtime, "cache", None), getattr(runtime, "build", None)
     if hasattr(cache, "triton_key"):
@@ -130,8 +137,9 @@ def quicken() -> bool:
 
 
 class EachItsOwn:
-    """``load(name, path)`` of extension modules, for several threads. Triton's launchers all have one name, and whoever loads one of them
-    again gets a module that all such loads share: before its function is read, it may be another launcher's. Here it is read at once."""
+    """``load(name, path)`` of extension modules, for several threads. All of Triton's launchers have one name, and
+    loading one again returns a module that all such loads share: before its function is read, it may be another
+    launcher's. Here the function is read at once."""
 
     def __init__(self, load: Callable[[str, str], Any]) -> None:
         self._load, self._loading = load, threading.Lock()
@@ -143,11 +151,12 @@ class EachItsOwn:
 
 @functools.cache
 def fingerprint() -> str:
-    """Of this Triton: its sources, and of its libraries the sizes and both ends (a linker's build id is in the first). Triton's own reads a
-    library of 400 MB to its end, in every process: 0.8 s of a start."""
+    """Identify this Triton by its sources, and by the sizes and both ends of its libraries (a linker's build id is in
+    the first part). Triton's own hash reads a library of 400 MB to its end, in every process: 0.8 s of a start."""
     root, digest = Path(triton.__file__).parent, hashlib.sha256()
     folders = [root / part for part in ("_C", "backends", "compiler", "experimental", "language", "runtime")]
-    found = (Path(folder) / name for part in folders for folder, _, names in os.walk(part, followlinks=True) for name in names)
+    found = (Path(folder) / name for part in folders for folder, _,
+             names in os.walk(part, followlinks=True) for name in names)
     for path in sorted(path for path in found if path.suffix in (".py", ".so") and path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(root)} {size} ".encode())

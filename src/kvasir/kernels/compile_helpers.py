@@ -1,10 +1,11 @@
-"""Processes that compile kernels. One process compiles few at a time, however many threads it has: much of what Triton does holds Python's
-lock, and of sixteen threads most wait for it (a kernel of 0.08 s of work was compiled after 2.5 s).
+"""Processes that compile kernels. One process compiles few at a time, however many threads it has: much of Triton's
+work holds Python's lock, and of sixteen threads most wait for it (a kernel of 0.08 s of work was compiled after 2.5 s).
 
-They are forked where a start begins, before it has a context on the device, and never touch the device. One is forked at first and waits;
-it forks the others when the first kernel is not in Triton's cache, so that a start which finds all of them there pays for one fork.
-What they compile they leave in that cache. Whatever goes wrong with them, the start compiles itself, as it would without them.
-(``multiprocessing``'s fork server would import torch again, three seconds; its pools fork when they get their first job, beside a context.)
+The processes are forked where a start begins, before it has a context on the device, and never touch the device. At
+first one is forked, and waits. It forks the others when the first kernel is not in Triton's cache, so that a start
+which finds all of them there pays for one fork. Their results go to that cache. If a helper fails, the start compiles
+the kernel itself. (``multiprocessing``'s fork server would import torch again, which takes three seconds; its pools
+fork when they get their first job, when there is a context.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, NoReturn
 from kvasir.kernels._triton import triton
 from kvasir.logs import log
 
-PATIENCE_SECONDS = 120.0  # for one kernel; the slowest so far takes three
+PATIENCE_SECONDS = 120.0  # seconds to wait for one kernel; the slowest so far takes three
 FAREWELL_SECONDS = 2.0
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None  # found before any fork
 PR_SET_PDEATHSIG = 1
@@ -36,14 +37,14 @@ Work = Callable[[bytes], None]
 
 
 class Helpers:
-    """``count`` processes. ``prepare``: what the first of them does at once, for all. ``work``: what each does with a job."""
+    """``count`` processes. ``prepare``: run once by the first of them, for all. ``work``: run by each on a job."""
 
     def __init__(self, count: int, prepare: Callable[[], None], work: Work | None = None) -> None:
         (self._wake, wake), *pairs = (Pipe() for _ in range(count + 1))
         self._ends = [mine for mine, _ in pairs]
         with warnings.catch_warnings():
-            # Python 3.12 warns wherever there are threads. Here it is the one that waits for the client's messages, and holds no lock that a
-            # child takes.
+            # Python 3.12 warns wherever there are threads. Here it is the one that waits for the client's messages, and
+            # holds no lock that a child takes.
             warnings.simplefilter("ignore", DeprecationWarning)
             parent, self._pid = os.getpid(), os.fork()
         if not self._pid:
@@ -59,7 +60,7 @@ class Helpers:
         self._awake, self._waking = False, threading.Lock()
 
     def do(self, job: bytes) -> bool:
-        """Wait until one of them has done ``job``. False: it could not, or died over it. Any thread may call."""
+        """Wait until one of them has done ``job``. False: it could not, or died over it. Any thread may call this."""
         with self._waking:
             if not self._awake:
                 self._awake = True
@@ -84,12 +85,15 @@ class Helpers:
         return not error
 
     def close(self) -> None:
-        """Idle ones end by themselves, and the first of them reaps the others; what still compiles is killed."""
+        """End the processes. Idle ones end by themselves, and the first of them reaps the others; one that still
+        compiles is killed."""
         for end in (self._wake, *self._ends):
             end.close()
         until = time.monotonic() + FAREWELL_SECONDS * self._awake
-        with contextlib.suppress(ChildProcessError):  # whoever started this process may have had it ignore its children's ends
-            while os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < until:
+        # whoever started this process may have had it ignore its children's ends
+        with contextlib.suppress(ChildProcessError):
+            while os.waitid(os.P_PID, self._pid,
+                            os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < until:
                 time.sleep(0.002)
         with contextlib.suppress(OSError):
             os.killpg(self._pid, signal.SIGKILL)
@@ -98,8 +102,8 @@ class Helpers:
 
 
 def _end_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends (on Linux, the thread that forked it, here the main one): who compiles does not
-    look at the pipes, where the others see that the start is gone."""
+    """Have the system kill this process when its parent ends (on Linux, the thread that forked it, here the main one).
+    A process that compiles does not look at the pipes, where the others notice that the start is gone."""
     if PRCTL is not None:
         PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -107,7 +111,8 @@ def _end_with(parent: int) -> None:
 
 
 def _stand_by(wake: Connection, ends: list[Connection], prepare: Callable[[], None], work: Work) -> NoReturn:
-    """The process that was forked first. It ends when the start has ended, or is gone: no other process holds the start's ends of the pipes."""
+    """The process that was forked first. It ends when the start has ended, or is gone: no other process holds the
+    start's ends of the pipes."""
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
@@ -132,8 +137,9 @@ def _stand_by(wake: Connection, ends: list[Connection], prepare: Callable[[], No
 
 
 def _let_go(keep: set[int]) -> None:
-    """Of the start's files: a socket that stays open here hides its death from the client, a device its memory from the next start. Their
-    numbers stay taken, so that no object which still has one closes another file."""
+    """Let go of the start's files: a socket that stays open here hides its death from the client, an open device keeps
+    its memory from the next start. The file numbers stay taken, so that no object which still has one closes another
+    file."""
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in keep | {null}:
@@ -156,16 +162,18 @@ def _work(end: Connection, work: Work) -> NoReturn:
 
 
 def compile_job(job: bytes) -> None:
-    """In a process of its own: compile a kernel and its launcher into Triton's cache."""
+    """Compile a kernel and its launcher into Triton's cache. Runs in a helper process."""
     src, target, options, env_vars, launcher = ForkingPickler.loads(job)
     kernel = triton.compile(src, target=target, options=options, _env_vars=env_vars)
     launcher(kernel.src, kernel.metadata)
 
 
 def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
-    """The job that does what ``compile_kernel`` of Triton's ``AsyncCompileMode`` would; None where its result is cached. Raises whatever
-    another Triton gives reason to. A kernel that has no place in a module fails where it is unpacked."""
-    made = dict(zip(compile_kernel.__code__.co_freevars, (cell.cell_contents for cell in compile_kernel.__closure__ or ())))
+    """The job that does the work of ``compile_kernel`` of Triton's ``AsyncCompileMode``; None if its result is cached.
+    With another version of Triton it may raise anything. A kernel that has no place in a module fails where it is
+    unpacked."""
+    made = dict(zip(compile_kernel.__code__.co_freevars,
+                    (cell.cell_contents for cell in compile_kernel.__closure__ or ())))
     src, target, options, env_vars = (made[name] for name in ("src", "target", "options", "env_vars"))
     key = triton.runtime.cache.get_cache_key(src, triton.compiler.compiler.make_backend(target), options, env_vars)
     cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
@@ -175,7 +183,7 @@ def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
 
 
 class _Job(ForkingPickler):
-    """What a process sends to one that it forked. Kernels go by name."""
+    """Pickles a job for a process that this one forked. Kernels go by name."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, triton.JITFunction):

@@ -1,10 +1,10 @@
-"""The two ends of a decode step: what its rows start from, gathered on the device, and what they drew, put back.
+"""Both ends of a decode step: the inputs of its rows, gathered on the device, and the drawn tokens, put back.
 
-As torch calls these are some fifteen launches of a few microseconds each, which is a twentieth of the fastest steps; here it
-is one kernel at each end. Bytes: about 4 W a row and page table.
+As torch calls these are some fifteen launches of a few microseconds each, a twentieth of the fastest steps; here each
+end is one kernel. Bytes: about 4 W a row and page table.
 
-Legend: R rows that the device keeps, B rows of the step, M rows of a slice of it, K page tables of a sequence, W pages of a
-table, P slots per page.
+Legend: R rows that the device keeps, B rows of the step, M rows of a slice of it, K page tables of a sequence, W pages
+of a table, P slots per page.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BLOCK = 1024  # pages of a program
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the device keeps of all rows. ``token`` [R] and ``top_k`` [R] int32; ``temperature``, ``top_p``, ``min_p`` [R]
-    fp32; ``stream`` [R, 2] int32, low and high word; ``tables`` [K, R, W] int32."""
+    """The state that the device keeps of all rows. ``token`` [R] and ``top_k`` [R] int32; ``temperature``, ``top_p``,
+    ``min_p`` [R] fp32; ``stream`` [R, 2] int32, low and high word; ``tables`` [K, R, W] int32."""
 
     token: torch.Tensor
     temperature: torch.Tensor
@@ -34,9 +34,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a step's rows start from. ``ids`` [B] int64, ``context`` [B] int32, ``tables`` [K, B, W] int32, ``slots`` [K, B]
-    int64: where each row's key and value go. The rest as ``kernels.sample`` takes it: ``temperature``, ``top_p``, ``min_p``
-    [B] fp32, ``top_k`` [B] int32, ``stream`` [B] int64."""
+    """The inputs of a step's rows. ``ids`` [B] int64, ``context`` [B] int32, ``tables`` [K, B, W] int32, ``slots`` [K,
+    B] int64: the slot of each row's key and value. The rest is as ``kernels.sample`` takes it: ``temperature``,
+    ``top_p``, ``min_p`` [B] fp32, ``top_k`` [B] int32, ``stream`` [B] int64."""
 
     ids: torch.Tensor
     context: torch.Tensor
@@ -49,30 +49,35 @@ class Opened:
     stream: torch.Tensor
 
 
-def open_rows_reference(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor, page_slots: int, given_B: torch.Tensor | None = None) -> Opened:
-    """``rows_B`` int64 places in ``kept``, ``starts_B`` int64 positions, ``given_B`` int64: tokens of drafts, or -1 for the
-    row's own."""
+def open_rows_reference(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor, page_slots: int,
+                        given_B: torch.Tensor | None = None) -> Opened:
+    """The inputs of a step. ``rows_B`` int64: places in ``kept``; ``starts_B`` int64: positions; ``given_B`` int64:
+    tokens of drafts, or -1 for the row's own token."""
     page_B1, slot_B = (starts_B // page_slots)[:, None], starts_B % page_slots
     tables = kept.tables.index_select(1, rows_B)
     slots = torch.stack([table.gather(1, page_B1)[:, 0] * page_slots + slot_B for table in tables])
     ids_B = kept.token.index_select(0, rows_B).long()
     if given_B is not None:
         ids_B = torch.where(given_B < 0, ids_B, given_B)
-    temperature, top_k, top_p, min_p = (x.index_select(0, rows_B) for x in (kept.temperature, kept.top_k, kept.top_p, kept.min_p))
+    numbers = kept.temperature, kept.top_k, kept.top_p, kept.min_p
+    temperature, top_k, top_p, min_p = (x.index_select(0, rows_B) for x in numbers)
     stream = kept.stream.index_select(0, rows_B).view(torch.int64)[:, 0]
     return Opened(ids_B, starts_B.int(), tables, slots, temperature, top_k, top_p, min_p, stream)
 
 
-def close_rows_reference(draws_3M: torch.Tensor, out_3M: torch.Tensor, token_R: torch.Tensor, rows_M: torch.Tensor, vocab_size: int) -> None:
-    """Copy the draws of ``kernels.sample`` to ``out_3M``, and their tokens to the rows they belong to (clamped: what a row of
-    NaN draws must not be out of range)."""
+def close_rows_reference(draws_3M: torch.Tensor, out_3M: torch.Tensor, token_R: torch.Tensor, rows_M: torch.Tensor,
+                         vocab_size: int) -> None:
+    """Copy the draws of ``kernels.sample`` to ``out_3M``, and their tokens to the rows they belong to. Tokens are
+    clamped: the draw of a row of NaN must not be out of range."""
     out_3M.copy_(draws_3M)
     token_R.index_copy_(0, rows_M, draws_3M[0].int().clamp_(0, vocab_size - 1))
 
 
 @jit(do_not_specialize=["num_kept"], do_not_specialize_on_alignment=["starts_ptr", "given_ptr"])
-def _open_rows(rows_ptr, starts_ptr, given_ptr, token_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, stream_ptr, tables_ptr,
-               ids_out, context_out, tables_out, slots_out, temperature_out, top_k_out, top_p_out, min_p_out, stream_out,
+def _open_rows(rows_ptr, starts_ptr, given_ptr, token_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, stream_ptr,
+               tables_ptr,
+               ids_out, context_out, tables_out, slots_out, temperature_out, top_k_out, top_p_out, min_p_out,
+               stream_out,
                num_kept, W, K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr):
     """One row, BLOCK pages of each of its tables; the first block has the row's numbers, too."""
     b, num_rows = tl.program_id(0), tl.num_programs(0)
@@ -80,7 +85,8 @@ def _open_rows(rows_ptr, starts_ptr, given_ptr, token_ptr, temperature_ptr, top_
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for k in tl.static_range(K):
         table = tables_ptr + (k * num_kept + row) * W
-        tl.store(tables_out + (k * num_rows + b).to(tl.int64) * W + page, tl.load(table + page, mask=page < W, other=0), mask=page < W)
+        tl.store(tables_out + (k * num_rows + b).to(tl.int64) * W + page, tl.load(table + page, mask=page < W, other=0),
+                 mask=page < W)
         if tl.program_id(1) == 0:
             tl.store(slots_out + k * num_rows + b, tl.load(table + start // P).to(tl.int64) * P + start % P)
     if tl.program_id(1) == 0:
@@ -99,7 +105,8 @@ def _open_rows(rows_ptr, starts_ptr, given_ptr, token_ptr, temperature_ptr, top_
 
 
 @jit(do_not_specialize=["num_rows", "draws_row", "out_row"], do_not_specialize_on_alignment=["out_ptr", "rows_ptr"])
-def _close_rows(draws_ptr, out_ptr, token_ptr, rows_ptr, num_rows, draws_row, out_row, vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _close_rows(draws_ptr, out_ptr, token_ptr, rows_ptr, num_rows, draws_row, out_row, vocab_size, BLOCK: tl.constexpr,
+                PDL: tl.constexpr):
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = m < num_rows
     if PDL:
@@ -112,9 +119,10 @@ def _close_rows(draws_ptr, out_ptr, token_ptr, rows_ptr, num_rows, draws_row, ou
             tl.store(token_ptr + tl.load(rows_ptr + m, mask=inside, other=0), token, mask=inside)
 
 
-def open_rows(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor, page_slots: int, given_B: torch.Tensor | None = None) -> Opened:
-    """What ``open_rows_reference`` returns, in one launch on a GPU. It does not start early: a step's first kernel ends all
-    that was before it, and later ones may rely on that."""
+def open_rows(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor, page_slots: int,
+              given_B: torch.Tensor | None = None) -> Opened:
+    """Compute ``open_rows_reference``, in one launch on a GPU. It does not start early: a step's first kernel waits for
+    all work before it, and later kernels may rely on that."""
     if not use_triton(rows_B):
         return open_rows_reference(kept, rows_B, starts_B, page_slots, given_B)
     size, device, (num_tables, num_kept, width) = rows_B.shape[0], rows_B.device, kept.tables.shape
@@ -123,20 +131,28 @@ def open_rows(kept: Kept, rows_B: torch.Tensor, starts_B: torch.Tensor, page_slo
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape or size, dtype=dtype, device=device)
 
-    opened = Opened(empty(torch.int64), empty(torch.int32), empty(torch.int32, num_tables, size, width), empty(torch.int64, num_tables, size),
-                    empty(torch.float32), empty(torch.int32), empty(torch.float32), empty(torch.float32), empty(torch.int64))
+    opened = Opened(empty(torch.int64), empty(torch.int32), empty(torch.int32, num_tables, size, width),
+                    empty(torch.int64, num_tables, size),
+                    empty(torch.float32), empty(torch.int32), empty(torch.float32), empty(torch.float32),
+                    empty(torch.int64))
     if size:
         _open_rows[(size, cdiv(width, BLOCK))](
-            rows_B, starts_B, starts_B if given_B is None else given_B, kept.token, kept.temperature, kept.top_k, kept.top_p, kept.min_p, kept.stream,
-            kept.tables, opened.ids, opened.context, opened.tables, opened.slots, opened.temperature, opened.top_k, opened.top_p, opened.min_p,
-            opened.stream.view(torch.int32), num_kept, width, K=num_tables, P=page_slots, BLOCK=BLOCK, GIVEN=given_B is not None, num_warps=4)
+            rows_B, starts_B, starts_B if given_B is None else given_B, kept.token, kept.temperature, kept.top_k,
+            kept.top_p, kept.min_p, kept.stream,
+            kept.tables, opened.ids, opened.context, opened.tables, opened.slots, opened.temperature, opened.top_k,
+            opened.top_p, opened.min_p,
+            opened.stream.view(torch.int32), num_kept, width, K=num_tables, P=page_slots, BLOCK=BLOCK,
+            GIVEN=given_B is not None, num_warps=4)
     return opened
 
 
-def close_rows(draws_3M: torch.Tensor, out_3M: torch.Tensor, token_R: torch.Tensor, rows_M: torch.Tensor, vocab_size: int) -> None:
-    """What ``close_rows_reference`` does, in one launch on a GPU. Of rows that occur twice, either's token may stay."""
+def close_rows(draws_3M: torch.Tensor, out_3M: torch.Tensor, token_R: torch.Tensor, rows_M: torch.Tensor,
+               vocab_size: int) -> None:
+    """Do what ``close_rows_reference`` does, in one launch on a GPU. Of a row that occurs twice, either token may
+    stay."""
     if not use_triton(draws_3M):
         return close_rows_reference(draws_3M, out_3M, token_R, rows_M, vocab_size)
     size, early = rows_M.shape[0], pdl(draws_3M.device)
-    _close_rows[(cdiv(size, 256),)](draws_3M, out_3M, token_R, rows_M, size, draws_3M.stride(0), out_3M.stride(0), vocab_size, BLOCK=256, PDL=early,
+    _close_rows[(cdiv(size, 256),)](draws_3M, out_3M, token_R, rows_M, size, draws_3M.stride(0), out_3M.stride(0),
+                                    vocab_size, BLOCK=256, PDL=early,
                                     num_warps=4, launch_pdl=early)

@@ -1,12 +1,13 @@
-"""From the fused projection to attention in one kernel: QK norm, RoPE, and K/V into their pages.
+"""One kernel from the fused projection to attention: QK norm, RoPE, and K/V into their pages.
 
-Apart, that is a norm, a gather of angles, a rotation in three calls and a scatter, each over all the heads. Angles are read
-from the RoPE table by the row's position. Everything between load and store is fp32, so a value is rounded once.
+Separately these are a norm, a gather of angles, a rotation in three calls and a scatter, each over all the heads.
+Angles are read from the RoPE table by the row's position. Everything between load and store is fp32, so a value is
+rounded once.
 
 Bytes: (H + 2 G) x D x itemsize read and as many written a row.
 
-Legend: T rows, X = H + 2 G heads of the projection (queries, keys, values), H query heads, G KV heads, D head dim, N pages,
-P slots a page.
+Legend: T rows, X = H + 2 G heads of the projection (queries, keys, values), H query heads, G KV heads, D head dim, N
+pages, P slots a page.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ BLOCK = 1024  # elements of a program
 
 @dataclass(frozen=True, slots=True)
 class HeadOps:
-    """What happens to the heads of a projection before attention.
+    """The operations on the heads of a projection before attention.
 
-    ``table`` [positions, D] fp32: cosines, then sines, of ``layers.rope``; ``positions_T`` int64 rows of it; ``norm``: weight
-    [H + G, D] (any float dtype) and eps of the norm of every query and key head; ``exact``: a row's bits must not depend on
-    how many there are.
+    ``table`` [positions, D] fp32: cosines, then sines, of ``layers.rope``; ``positions_T`` int64 rows of it; ``norm``:
+    weight [H + G, D] (any float dtype) and eps of the norm of every query and key head; ``exact``: a row's bits must
+    not depend on the number of rows.
     """
 
     num_heads: int
@@ -40,9 +41,10 @@ class HeadOps:
     exact: bool = False
 
 
-def fused_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Tensor | None = None, v_NGPD: torch.Tensor | None = None,
-                        slots_T: torch.Tensor | None = None) -> torch.Tensor:
-    """Rotated queries [T, H, D]; rotated keys and values go to their slots (int64, -1: nowhere). Without pages: X = H."""
+def fused_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Tensor | None = None,
+                        v_NGPD: torch.Tensor | None = None, slots_T: torch.Tensor | None = None) -> torch.Tensor:
+    """Rotated queries [T, H, D]; rotated keys and values go to their slots (int64, -1: nowhere). Without pages: X =
+    H."""
     groups = 0 if k_NGPD is None else k_NGPD.shape[1]
     qk, v = heads_TXD.split_with_sizes((ops.num_heads + groups, groups), 1)
     if ops.norm is not None:
@@ -56,7 +58,8 @@ def fused_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Ten
 
 # Positions and slots are slices of a step's one buffer, so their alignment changes with the number of rows.
 @jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
-def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positions_ptr, weight_ptr, eps, row_stride, head_stride,
+def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positions_ptr, weight_ptr, eps, row_stride,
+               head_stride,
                page_stride, group_stride, num_slots, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
                HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     """``HEADS`` heads of one row, as two halves [HEADS, HALF >= D / 2]."""
@@ -69,7 +72,8 @@ def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positio
         tl.extra.cuda.gdc_launch_dependents()
     angle = table_ptr + tl.load(positions_ptr + row) * D + i[None, :]
     slot = tl.load(slots_ptr + row)
-    cos = tl.load(angle, mask=inside, other=1.0)  # a copy for every head is where it is needed, and nothing has to be handed on
+    # a copy for every head is where it is needed, and nothing has to be handed on
+    cos = tl.load(angle, mask=inside, other=1.0)
     sin = tl.load(angle + D // 2, mask=inside, other=0.0)
     if NORM:
         scale = weight_ptr + head[:, None] * D + i[None, :]
@@ -103,27 +107,33 @@ def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positio
         tl.store(v + D // 2, high, mask=value)
 
 
-def fused_qkv(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Tensor | None = None, v_NGPD: torch.Tensor | None = None,
-              slots_T: torch.Tensor | None = None) -> torch.Tensor:
+def fused_qkv(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Tensor | None = None,
+              v_NGPD: torch.Tensor | None = None, slots_T: torch.Tensor | None = None) -> torch.Tensor:
     """The kernel for ``fused_qkv_reference``, where ``fits`` says so. Pages are of the rows' dtype."""
     rows, total, dim = heads_TXD.shape
     heads, groups = ops.num_heads, 0 if k_NGPD is None else k_NGPD.shape[1]
-    assert total == heads + 2 * groups and heads_TXD.stride(2) == 1 and dim % 2 == 0 and ops.table.shape[1] == dim, "heads do not fit"
+    assert total == heads + 2 * groups and heads_TXD.stride(2) == 1 and dim % 2 == 0 and ops.table.shape[1] == dim, \
+        "heads do not fit"
     q_THD = torch.empty(rows, heads, dim, dtype=heads_TXD.dtype, device=heads_TXD.device)
     if rows == 0:
         return q_THD
     pages, size = (heads_TXD, 1) if k_NGPD is None else (k_NGPD, k_NGPD.shape[2])
     if k_NGPD is not None:
-        assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1) and k_NGPD.shape[3] == dim, "pages: see store_kv"
-        assert k_NGPD.dtype == v_NGPD.dtype == heads_TXD.dtype and slots_T.shape == (rows,), "one slot a row, of the rows' dtype"
+        assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1) and k_NGPD.shape[3] == dim, \
+            "pages: see store_kv"
+        assert k_NGPD.dtype == v_NGPD.dtype == heads_TXD.dtype and slots_T.shape == (rows, ), \
+            "one slot a row, of the rows' dtype"
     half = next_power_of_2(dim // 2)
     per_program = max(1, min(next_power_of_2(total), BLOCK // (2 * half)))
     weight, eps = (heads_TXD, 0.0) if ops.norm is None else ops.norm
     early = pdl(heads_TXD.device)
     _fused_qkv[(rows, cdiv(total, per_program))](
-        heads_TXD, q_THD, pages, heads_TXD if v_NGPD is None else v_NGPD, ops.positions_T if slots_T is None else slots_T, ops.table,
-        ops.positions_T, weight, eps, heads_TXD.stride(0), heads_TXD.stride(1), pages.stride(0), pages.stride(1), pages.shape[0] * size,
-        H=heads, G=groups, P=size, D=dim, HEADS=per_program, HALF=half, NORM=ops.norm is not None, PDL=early, num_warps=4, launch_pdl=early)
+        heads_TXD, q_THD, pages, heads_TXD if v_NGPD is None else v_NGPD,
+        ops.positions_T if slots_T is None else slots_T, ops.table,
+        ops.positions_T, weight, eps, heads_TXD.stride(0), heads_TXD.stride(1), pages.stride(0), pages.stride(1),
+        pages.shape[0] * size,
+        H=heads, G=groups, P=size, D=dim, HEADS=per_program, HALF=half, NORM=ops.norm is not None, PDL=early,
+        num_warps=4, launch_pdl=early)
     return q_THD
 
 

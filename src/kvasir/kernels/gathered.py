@@ -1,7 +1,7 @@
-"""Attention over numbers made of codes, for spans that no kernel reads the codes for: short chunks, large trees, exact mode.
+"""Attention over decoded codes, for spans whose codes no kernel reads directly: short chunks, large trees, exact mode.
 
-The codes of each span are made numbers in scratch that is laid out like pages, and ``paged_attention`` reads that. Costs a
-copy of the span's context a layer, in bounded scratch: KV heads that do not fit take turns.
+The codes of each span are decoded into scratch that is laid out like pages, and ``paged_attention`` reads that. This
+costs a copy of the span's context a layer, in bounded scratch: KV heads that do not fit take turns.
 
 Legend: T rows, S spans, m of them here, W pages of a table, P slots per page, H query heads, G KV heads, D head dim.
 """
@@ -22,8 +22,8 @@ BLOCK = 64  # slots that a program gathers
 
 @dataclass(slots=True)
 class GatheredSpans:
-    """``spans`` [m, 2] int32 on the device: span, its first slot in the scratch; ``table_SW`` int32: pages of the scratch;
-    ``slots``: of it; ``blocks``: of the longest span."""
+    """The spans of one launch. ``spans`` [m, 2] int32 on the device: span, its first slot in the scratch; ``table_SW``
+    int32: pages of the scratch; ``slots``: slots of the scratch; ``blocks``: blocks of the longest span."""
 
     spans: torch.Tensor
     table_SW: torch.Tensor
@@ -34,24 +34,26 @@ class GatheredSpans:
 
 def plan_gathered(starts: list[int], lengths: list[int], chosen: list[int], tiles: list[Tiles], page_slots: int,
                   device: torch.device | str) -> GatheredSpans:
-    """Places in the scratch, on the host. ``tiles``: of the chosen spans."""
+    """Assign places in the scratch, on the host. ``tiles``: those of the chosen spans."""
     pages = [cdiv(starts[s] + lengths[s], page_slots) if s in set(chosen) else 0 for s in range(len(lengths))]
     table = torch.zeros(len(pages), max(pages, default=0), dtype=torch.int32)
     places, first = [], 0
     for s in chosen:
         table[s, :pages[s]] = torch.arange(first, first + pages[s])
         places.append((s, first * page_slots))
-        first += cdiv(pages[s] * page_slots, max(BLOCK, page_slots)) * max(BLOCK, page_slots) // page_slots  # whole blocks
+        # whole blocks
+        first += cdiv(pages[s] * page_slots, max(BLOCK, page_slots)) * max(BLOCK, page_slots) // page_slots
     spans = torch.tensor(places, dtype=torch.int32)
     longest = max((starts[s] + lengths[s] for s in chosen), default=0)
     return GatheredSpans(send(spans, device), send(table, device), first * page_slots, cdiv(longest, BLOCK), tiles)
 
 
-def gathered_attention(q_THD: torch.Tensor, kv_heads: int, page_slots: int, gather: Gather, context_S: torch.Tensor, row_start_S: torch.Tensor,
-                       chosen: GatheredSpans, scale: float, out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
-                       sinks_H: torch.Tensor | None = None, ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
+def gathered_attention(q_THD: torch.Tensor, kv_heads: int, page_slots: int, gather: Gather, context_S: torch.Tensor,
+                       row_start_S: torch.Tensor, chosen: GatheredSpans, scale: float, out_THD: torch.Tensor, *,
+                       window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                       ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
                        lse_TH: torch.Tensor | None = None, scratch_bytes: int = SCRATCH_BYTES) -> None:
-    """``paged_attention_triton`` over what ``gather`` makes of the chosen spans' pages."""
+    """Run ``paged_attention_triton`` over the chosen spans' pages as ``gather`` decodes them."""
     _, heads, dim = q_THD.shape
     share, slots = heads // kv_heads, chosen.slots
     head_bytes = 2 * slots * dim * q_THD.element_size()
@@ -59,11 +61,13 @@ def gathered_attention(q_THD: torch.Tensor, kv_heads: int, page_slots: int, gath
     turns = 1 if lse_TH is not None else min(fits, default=kv_heads)
     at_once = kv_heads // turns
     k, v = torch.empty((2, at_once, slots, dim), dtype=q_THD.dtype, device=q_THD.device)
-    as_pages = [x.as_strided((slots // page_slots, at_once, page_slots, dim), (page_slots * dim, slots * dim, dim, 1), x.storage_offset())
+    as_pages = [x.as_strided((slots // page_slots, at_once, page_slots, dim), (page_slots * dim, slots * dim, dim, 1),
+                             x.storage_offset())
                 for x in (k, v)]
     for group in range(0, kv_heads, at_once):
         gather(k, v, chosen.spans, chosen.blocks, BLOCK, group)
         mine = slice(group * share, (group + at_once) * share)
-        paged_attention_triton(q_THD[:, mine], *as_pages, chosen.table_SW, context_S, row_start_S, chosen.tiles, scale, out_THD[:, mine],
-                               window=window, softcap=softcap, sinks_H=None if sinks_H is None else sinks_H[mine], ancestors_TA=ancestors_TA,
-                               positions_T=positions_T, lse_TH=lse_TH)
+        paged_attention_triton(q_THD[:, mine], *as_pages, chosen.table_SW, context_S, row_start_S, chosen.tiles, scale,
+                               out_THD[:, mine],
+                               window=window, softcap=softcap, sinks_H=None if sinks_H is None else sinks_H[mine],
+                               ancestors_TA=ancestors_TA, positions_T=positions_T, lse_TH=lse_TH)

@@ -1,16 +1,19 @@
-"""y = x W^T for a few rows of x: the time is that of streaming W once, so all that stands before and after is fused in.
+"""y = x W^T for few rows of x. The time is that of streaming W once, so everything before and after is fused in.
 
-Before: RMS norm of x. Its scale 1 / rms(x) is one factor a row, so it multiplies the result, and the sum of squares is taken
-along the way: no program waits for it. After: bias, the gated activation of a feed-forward block, the residual add.
+Before: RMS norm of x. Its scale 1 / rms(x) is one factor a row, so it multiplies the result, and the sum of squares is
+taken along the way: no program waits for it. After: bias, the gated activation of a feed-forward block, the residual
+add.
 
-Two kernels. One row: every program multiplies ``block_n`` rows of W with x in fp32 and sums. Up to 64 rows: tensor cores,
-with W as the left operand and the rows of x, padded to 16, 32 or 64, as the right one. Where N / block_n programs would leave most of the
-GPU idle, K is split as well, and ``_join`` adds the parts in order: no atomics, so the same bits every time.
+There are two kernels. For one row, every program multiplies ``block_n`` rows of W with x in fp32 and sums. For up to 64
+rows it uses tensor cores, with W as the left operand and the rows of x, padded to 16, 32 or 64, as the right one. Where
+N / block_n programs would leave most of the GPU idle, K is split as well, and ``_join`` adds the parts in order: no
+atomics, so the same bits every time.
 
-On Hopper a program fetches its first block of W before it waits for the kernel before it (programmatic dependent launch):
-launch and start-up hide behind the other's end.
+On Hopper a program fetches its first block of W before it waits for the kernel before it (programmatic dependent
+launch), which hides launch and start-up.
 
-Bytes: N x K x itemsize. Legend: T rows, K inputs, N rows of W (F of gate, then F of up, where they are gated), O outputs.
+Bytes: N x K x itemsize. Legend: T rows, K inputs, N rows of W (F of gate, then F of up, where they are gated), O
+outputs.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate, gated_reference
 from kvasir.kernels.norm import rms_norm_reference
@@ -31,8 +35,8 @@ JOIN = 256  # outputs of a program that adds the parts
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Block shape of a launch. Below 16 rows of W a block is for one row of x, which keeps two blocks in registers; others go
-    through shared memory, ``stages`` deep, and may split K in ``splits``."""
+    """Block shape of a launch. A block of fewer than 16 rows of W is for one row of x and keeps two blocks in
+    registers. Others go through shared memory, ``stages`` deep, and may split K in ``splits``."""
 
     block_n: int
     block_k: int
@@ -42,20 +46,22 @@ class Config:
 
 
 def gemv_reference(x_TK: torch.Tensor, w_NK: torch.Tensor, *, norm: tuple[torch.Tensor, float] | None = None,
-                   bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, O] in x's dtype. ``norm``: weight [K] and eps of an RMS norm of x; ``activation``: gate and up are halves of W's rows."""
+                   bias_N: torch.Tensor | None = None, activation: str | None = None,
+                   residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, O] in x's dtype. ``norm``: weight [K] and eps of an RMS norm of x; ``activation``: gate and up are halves of
+    W's rows."""
     x_TK = x_TK if norm is None else rms_norm_reference(x_TK, *norm)
     y = x_TK @ w_NK.t() if bias_N is None else torch.addmm(bias_N, x_TK, w_NK.t())
     y = y if activation is None else gated_reference(y, ACTIVATIONS[activation])
     return y if residual_TO is None else y + residual_TO
 
 
-# ----------------------------------------------------------------------------------------------------------- kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @jit
 def _block(at, live, k, K, WHOLE: tl.constexpr):
-    """A block of W, which is read once: it should not push anything out of the L2 cache."""
+    """A block of W. It is read once, and should not evict anything from the L2 cache."""
     if WHOLE:
         w = tl.load(at + k[None, :], eviction_policy="evict_first")
     else:
@@ -80,8 +86,10 @@ def _row(x_ptr, scale_ptr, k, squares, K, WHOLE_K: tl.constexpr, NORM: tl.conste
 
 
 @jit
-def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-             WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr,
+             WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+             RESIDUAL: tl.constexpr,
              PDL: tl.constexpr):
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BLOCK_K] running products, summed at the end."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -132,8 +140,10 @@ def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K
 
 
 @jit
-def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
-    """A block of x^T [BLOCK_K, ROWS] in its dtype, times the norm's weight, and the running sums of squares of its rows."""
+def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WHOLE_K: tl.constexpr,
+          NORM: tl.constexpr):
+    """A block of x^T [BLOCK_K, ROWS] in its dtype, times the norm's weight, and the running sums of squares of its
+    rows."""
     at = x_ptr + tl.arange(0, ROWS)[None, :] * x_row + k[:, None]
     if WHOLE_K:
         x = tl.load(at, mask=live_m[None, :], other=0.0)
@@ -151,11 +161,14 @@ def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WH
 
 
 @jit(do_not_specialize=["rows"])
-def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share,
-              OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row,
+              residual_row, share,
+              OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+              SPLIT: tl.constexpr,
               WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
               RESIDUAL: tl.constexpr, PDL: tl.constexpr):
-    """``BLOCK_N`` outputs of every row: y; or, over ``share`` of K, ``part`` [splits, T, N] fp32 and ``squares`` [splits, T]."""
+    """``BLOCK_N`` outputs of every row: y; or, over ``share`` of K, ``part`` [splits, T, N] fp32 and ``squares``
+    [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     start = split * share
@@ -212,7 +225,8 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
 
 
 @jit(do_not_specialize=["rows"])
-def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row, residual_row, OUT, K, SPLITS: tl.constexpr,
+def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row, residual_row, OUT, K,
+          SPLITS: tl.constexpr,
           BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
           PDL: tl.constexpr):
     """Add the parts of one row, in order, and finish as ``_few_rows`` does."""
@@ -251,22 +265,27 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row
 
 
 def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
-         bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
-    """``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result, and returned.
+         bias_N: torch.Tensor | None = None, activation: str | None = None,
+         residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result,
+    and returned.
 
-    One row takes the kernel without tensor cores when ``config.block_n`` is below 16, which they need.
+    One row takes the kernel without tensor cores when ``config.block_n`` is below 16, the least that they need.
     """
     (rows, width), num_rows = x_TK.shape, w_NK.shape[0]
-    assert rows <= MAX_ROWS and w_NK.shape[1] == width and w_NK.is_contiguous() and x_TK.stride(1) == 1, "a few dense rows"
+    assert rows <= MAX_ROWS and w_NK.shape[1] == width and w_NK.is_contiguous() and x_TK.stride(1) == 1, \
+        "a few dense rows"
     outputs = num_rows if activation is None else num_rows // 2
-    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), "the residual is as the result"
+    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
+        "the residual is as the result"
     y_TO = residual_TO if residual_TO is not None else torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     if rows == 0:
         return y_TO
     scale, eps = (x_TK, 0.0) if norm is None else norm
     bias = x_TK if bias_N is None else bias_N
     early = pdl(x_TK.device)
-    fused = {"NORM": norm is not None, "BIAS": bias_N is not None, "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
+    fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
+             "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
              "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
     whole = width % config.block_k == 0
     shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WHOLE_K": whole,
@@ -283,95 +302,24 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows[(programs, splits)](
-        x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), share, **shape,
+        x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0),
+        share, **shape,
         ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
     if splits > 1:
-        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
-                                           SPLITS=splits, BLOCK=JOIN, **fused)
+        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0),
+                                           OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN, **fused)
     return y_TO
 
 
-# ------------------------------------------------------------------------------------------------------------- chooser
+# -------------------------------------------------------------------------------------------------------------- chooser
 
-# (rows up to, N, K) -> the config that was fastest on an H200, norm and activation included where the models have them;
-# None: cuBLAS was. Llama-8B's and Qwen3-0.6B's matrices, as tools/gpu_fused.py prints them; three for 16 rows as whole steps have them.
-MEASURED: dict[tuple[int, int, int], Config | None] = {
-    (1, 6144, 4096): Config(8, 256, 4, 1, 1),
-    (2, 6144, 4096): Config(64, 256, 4, 3, 1),
-    (4, 6144, 4096): Config(64, 256, 4, 3, 1),
-    (8, 6144, 4096): Config(64, 256, 4, 3, 1),
-    (16, 6144, 4096): Config(64, 256, 4, 3, 1),
-    (1, 4096, 4096): Config(8, 512, 8, 1, 1),
-    (2, 4096, 4096): Config(64, 128, 4, 4, 4),
-    (4, 4096, 4096): Config(64, 128, 4, 4, 4),
-    (8, 4096, 4096): Config(64, 128, 4, 4, 4),
-    (16, 4096, 4096): Config(64, 128, 4, 4, 4),
-    (1, 28672, 4096): Config(64, 256, 4, 3, 1),
-    (2, 28672, 4096): None,
-    (4, 28672, 4096): None,
-    (8, 28672, 4096): None,
-    (16, 28672, 4096): Config(64, 256, 4, 3, 1),
-    (1, 4096, 14336): Config(8, 512, 8, 1, 1),
-    (2, 4096, 14336): Config(64, 128, 4, 4, 4),
-    (4, 4096, 14336): Config(64, 128, 4, 4, 4),
-    (8, 4096, 14336): Config(64, 128, 4, 4, 4),
-    (16, 4096, 14336): Config(64, 128, 4, 4, 4),
-    (1, 128256, 4096): Config(8, 256, 4, 1, 1),
-    (2, 128256, 4096): None,
-    (4, 128256, 4096): None,
-    (8, 128256, 4096): None,
-    (16, 128256, 4096): None,
-    (1, 4096, 1024): Config(8, 512, 4, 1, 1),
-    (2, 4096, 1024): Config(64, 128, 4, 4, 4),
-    (4, 4096, 1024): Config(64, 128, 4, 4, 4),
-    (8, 4096, 1024): Config(64, 128, 4, 4, 4),
-    (16, 4096, 1024): Config(64, 128, 4, 4, 4),
-    (1, 1024, 2048): Config(2, 2048, 4, 1, 1),
-    (2, 1024, 2048): Config(16, 256, 1, 4, 4),
-    (4, 1024, 2048): Config(32, 128, 4, 4, 4),
-    (8, 1024, 2048): Config(64, 128, 4, 3, 8),
-    (16, 1024, 2048): Config(64, 128, 4, 3, 8),
-    (1, 6144, 1024): Config(8, 256, 4, 1, 1),
-    (2, 6144, 1024): Config(64, 256, 4, 3, 1),
-    (4, 6144, 1024): Config(64, 256, 4, 3, 1),
-    (8, 6144, 1024): Config(64, 256, 4, 3, 1),
-    (16, 6144, 1024): Config(64, 256, 4, 3, 1),
-    (1, 1024, 3072): Config(4, 1024, 8, 1, 1),
-    (2, 1024, 3072): Config(16, 256, 1, 4, 4),
-    (4, 1024, 3072): Config(64, 128, 4, 4, 4),
-    (8, 1024, 3072): Config(64, 128, 4, 3, 8),
-    (16, 1024, 3072): Config(64, 128, 4, 3, 8),
-    (1, 151936, 1024): Config(8, 256, 4, 1, 1),
-    (2, 151936, 1024): Config(128, 64, 8, 4, 1),
-    (4, 151936, 1024): Config(128, 64, 8, 4, 1),
-    (8, 151936, 1024): Config(128, 64, 8, 4, 1),
-    (16, 151936, 1024): Config(128, 64, 8, 4, 1),
-    (32, 6144, 4096): Config(64, 64, 4, 4, 4),
-    (64, 6144, 4096): None,
-    (32, 4096, 4096): Config(64, 128, 4, 3, 4),
-    (64, 4096, 4096): None,
-    (32, 28672, 4096): Config(128, 128, 8, 3, 1),
-    (64, 28672, 4096): Config(128, 64, 4, 4, 1),
-    (32, 4096, 14336): Config(64, 128, 4, 3, 4),
-    (64, 4096, 14336): Config(64, 64, 4, 4, 4),
-    (32, 128256, 4096): Config(128, 64, 4, 4, 1),
-    (64, 128256, 4096): Config(128, 64, 4, 4, 1),
-    (32, 4096, 1024): Config(64, 128, 4, 3, 4),
-    (64, 4096, 1024): None,
-    (32, 1024, 2048): Config(64, 128, 4, 3, 4),
-    (64, 1024, 2048): Config(64, 128, 4, 3, 8),
-    (32, 6144, 1024): Config(64, 64, 4, 4, 4),
-    (64, 6144, 1024): None,
-    (32, 1024, 3072): Config(64, 128, 4, 3, 4),
-    (64, 1024, 3072): Config(64, 128, 4, 3, 8),
-    (32, 151936, 1024): None,
-    (64, 151936, 1024): None,
-}
+# (rows up to, N, K) -> the fastest config; None: the BLAS is faster.
+MEASURED = {key: None if shape is None else Config(*shape) for key, shape in tuned.GEMV.value.items()}
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def choose(rows: int, num_rows: int, width: int) -> Config | None:
-    """The config for a matrix [N, K] and this many rows of x; None: leave it to the BLAS."""
+    """Config for a matrix [N, K] and ``rows`` rows of x; None: the BLAS computes the product."""
     if not 0 < rows <= MAX_ROWS or width % 8:
         return None
     step = next(s for s in STEPS if rows <= s)
@@ -379,15 +327,16 @@ def choose(rows: int, num_rows: int, width: int) -> Config | None:
 
 
 def _unmeasured(rows: int, width: int) -> Config | None:
-    """One row: as many bytes in flight as registers hold. More rows of a shape nobody measured: the BLAS."""
+    """Config for a shape that nobody measured: for one row as many bytes in flight as registers hold, for more the
+    BLAS."""
     if rows > 1:
         return None
-    return Config(4, 1024, 4) if width >= 1024 else Config(4, 256, 2)
+    return Config(*tuned.look_up(tuned.GEMV_ONE_ROW.value, width=width))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the test grid: ``outputs`` is O."""
+    """One point of the test grid. ``outputs`` is O."""
 
     rows: int
     outputs: int
@@ -402,7 +351,8 @@ class Case:
 def grid() -> Iterator[Case]:
     one, few = Config(4, 128, 4), Config(16, 64, 1, 2)
     for norm in (False, True):
-        for bias, activation, residual in ((False, None, False), (True, None, True), (False, "silu", False), (True, "gelu_tanh", True)):
+        for bias, activation, residual in ((False, None, False), (True, None, True), (False, "silu", False),
+                                           (True, "gelu_tanh", True)):
             yield Case(1, 40, 320, one, norm, bias, activation, residual)
             for rows, config in ((3, few), (16, Config(32, 64, 4, 3, splits=3))):
                 yield Case(rows, 96, 320, config, norm, bias, activation, residual)

@@ -1,16 +1,19 @@
-"""Attention of long spans for Hopper, warp-specialised as FlashAttention 3 (arXiv:2407.08608): the loop of ``dense_attention``,
-which stays the readable version and the fallback, with the warps, the shared memory and the barriers placed by hand.
+"""Attention of long spans for Hopper, warp-specialised as in FlashAttention 3 (arXiv:2407.08608).
 
-One warp fetches: it keeps a ring of key blocks and one of value blocks filled with tile copies, and gives its registers away.
-Two warpgroups compute, 64 rows each: the product of a block's keys is issued together with that of the values of the block
-before it, whose sum shrinks while the former runs, and the exponentials are taken while the latter runs.
+It is the loop of ``dense_attention``, which stays the readable version and the fallback, with the warps, the shared
+memory and the barriers placed by hand.
 
-Barriers are a pair for every slot of a ring: ``full`` changes phase when a copy's bytes have arrived, ``free`` when both consumers
-have read them. Block i is the (i // STAGES)-th of slot i % STAGES: consumers wait for that phase of ``full``, the producer for the
-one before it of ``free``, which a fresh barrier passes at once.
+One warp fetches: it keeps a ring of key blocks and one of value blocks filled with tile copies, and gives its registers
+away. Two warpgroups compute, 64 rows each. The product with a block's keys is issued together with the product with the
+values of the block before it: the running sum is rescaled while the former runs, and the exponentials are taken while
+the latter runs.
 
-Slower on an H200 were consumers that take turns to issue their products, as in the paper, a third stage, smaller blocks, three
-consumers, and warps that all fetch and compute. Programs that stay on their multiprocessor for several tiles hung.
+Every slot of a ring has a pair of barriers: ``full`` changes phase when a copy's bytes have arrived, ``free`` when both
+consumers have read them. Block i is the (i // STAGES)-th of slot i % STAGES. Consumers wait for that phase of ``full``,
+the producer for the one before it of ``free``, which a fresh barrier passes at once.
+
+Slower on an H200: consumers that take turns to issue their products, as in the paper; a third stage; smaller blocks;
+three consumers; warps that all fetch and compute. Programs that stay on their multiprocessor for several tiles hung.
 
 Legend: M rows x heads of a consumer, N keys of a block, D head dim, the rest as in ``dense_attention``.
 """
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import Launches, gl, gluon_jit, hopper, next_power_of_2
 
 if hopper is not None:
@@ -30,24 +34,32 @@ if hopper is not None:
 
 @dataclass(frozen=True, slots=True)
 class HopperShape:
-    """How the kernel is built: a warpgroup for each half of a tile's rows."""
+    """How the kernel is built: one warpgroup for each half of a tile's rows."""
 
-    block_m: int = 128
-    block_n: int = 128
-    stages: int = 2
+    block_m: int
+    block_n: int
+    stages: int
+
+    @staticmethod
+    def of() -> HopperShape:
+        """The shape of the table of tuned numbers, for every width that the kernel serves."""
+        return HopperShape(*tuned.HOPPER_ATTENTION.value)
 
 
 def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sinks: bool) -> bool:
+    """Whether the kernel takes such layers."""
     return dtype in (torch.bfloat16, torch.float16) and dim in (64, 128) and share <= 64 and not capped and not sinks
 
 
-Ring = namedtuple("Ring", "desc slots full free")  # where one operand's blocks come from, their slots and their barriers
-Tile = namedtuple("Tile", "head row span_row length context whole blocks")  # whole: blocks that every row sees; blocks: that any row sees
+# where one operand's blocks come from, their slots and their barriers
+Ring = namedtuple("Ring", "desc slots full free")
+# whole: blocks that every row sees; blocks: that any row sees
+Tile = namedtuple("Tile", "head row span_row length context whole blocks")
 
 
 @gluon_jit
 def _ring(desc, STAGES: gl.constexpr):
-    """With every slot free. A copy's bytes arrive once, and two consumers read them."""
+    """A ring of STAGES free slots. A copy's bytes arrive once, and two consumers read them."""
     slots = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -78,19 +90,19 @@ def _produce(k, v, base, blocks, N: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon_jit
 def _await(ring, i, STAGES: gl.constexpr, wanted=True):
-    """Until block i has arrived."""
+    """Wait until block i has arrived."""
     mbarrier.wait(ring.full.index(i % STAGES), i // STAGES & 1, pred=wanted)
 
 
 @gluon_jit
 def _release(ring, i, STAGES: gl.constexpr):
-    """This consumer has read block i: one thread says so, after a barrier of its warps."""
+    """Say that this consumer has read block i: one thread does, after a barrier of its warps."""
     mbarrier.arrive(ring.free.index(i % STAGES))
 
 
 @gluon_jit
 def _weigh(s, seen, factor, top, MASKED: gl.constexpr):
-    """As in ``attend_block``, where every row has seen a key: all see the first."""
+    """Weights of a block, as in ``attend_block``. Every row sees the first key, so no row is empty."""
     if MASKED:
         s = gl.where(seen, s, -float("inf"))
     new_top = gl.maximum(top, gl.max(s, 1) * factor)
@@ -98,9 +110,10 @@ def _weigh(s, seen, factor, top, MASKED: gl.constexpr):
 
 
 @gluon_jit
-def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES: gl.constexpr, MASKED: gl.constexpr):
-    """Weights of block j, whose keys have arrived, and the sum with the values of block j - 1, whose weights are ``p`` and for which the sum
-    before it shrinks by ``shrink``."""
+def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES: gl.constexpr,
+          MASKED: gl.constexpr):
+    """Weigh block j, whose keys have arrived, and add the values of block j - 1 with the weights ``p``. The sum before
+    it is rescaled by ``shrink``."""
     scores: gl.constexpr = n.type.layout.parent
     operand: gl.constexpr = p.type.layout
     M: gl.constexpr = q.shape[0]
@@ -115,7 +128,8 @@ def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, S
     weights, top, shrink = _weigh(s, (j * N + n)[None, :] <= position[:, None], factor, top, MASKED)
     total = total * shrink + gl.sum(weights, 1)
     rounded = gl.convert_layout(weights.to(p.dtype), operand)
-    _await(k, j + 1, STAGES, j + 1 < blocks)  # here, since the assembler takes no exponential past a branch, but all past the next wait
+    # here, since the assembler takes no exponential past a branch, but all past the next wait
+    _await(k, j + 1, STAGES, j + 1 < blocks)
     acc, _, rounded = hopper.warpgroup_mma_wait(0, deps=(acc, p, rounded))
     _release(v, j - 1, STAGES)
     return rounded, shrink, acc, top, total
@@ -123,13 +137,14 @@ def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, S
 
 @gluon_jit
 def _rows(tile, m, R: gl.constexpr, R_PAD: gl.constexpr):
-    """Row and head of the tile's m-th, and whether there is one."""
+    """Row and head number m of the tile, and whether they exist."""
     local = tile.row + m // R_PAD
     return (tile.span_row + local).to(gl.int64), tile.head + m % R_PAD, (m % R_PAD < R) & (local < tile.length)
 
 
 @gluon_jit
-def _consume(rows, q_rows, k, v, tile, scale, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, N: gl.constexpr,
+def _consume(rows, q_rows, k, v, tile, scale, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr,
+             N: gl.constexpr,
              STAGES: gl.constexpr, WANT_LSE: gl.constexpr):
     """Rows x heads ME * M to (ME + 1) * M of the tile."""
     q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row = rows
@@ -138,7 +153,8 @@ def _consume(rows, q_rows, k, v, tile, scale, ME: gl.constexpr, H: gl.constexpr,
     D: gl.constexpr = q_rows.shape[2]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, D, 16])
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [M // 16, 1], [1, 0])  # 16 bytes a thread, whole rows a warp
+    # 16 bytes a thread, whole rows a warp
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [M // 16, 1], [1, 0])
     n = gl.arange(0, N, gl.SliceLayout(0, scores))
     m = ME * M + gl.arange(0, M, gl.SliceLayout(1, scores))
     d = gl.arange(0, D, gl.SliceLayout(0, wide))
@@ -160,15 +176,18 @@ def _consume(rows, q_rows, k, v, tile, scale, ME: gl.constexpr, H: gl.constexpr,
     acc = gl.zeros([M, D], gl.float32, sums)
     _await(k, 1, STAGES, blocks > 1)
     for j in range(1, tile.whole):
-        p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES, False)
+        p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES,
+                                           False)
     for j in range(gl.maximum(tile.whole, 1), blocks):
-        p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES, True)
+        p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES,
+                                           True)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums))[:, None]
     _await(v, blocks - 1, STAGES)
     acc = hopper.warpgroup_mma(p, v.slots.index((blocks - 1) % STAGES), acc)
 
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, sums))[:, None]
-    q.store(acc.to(q.dtype))  # all warps are past the last product with the queries; in their place the result becomes whole rows
+    # all warps are past the last product with the queries; in their place the result becomes whole rows
+    q.store(acc.to(q.dtype))
     gl.thread_barrier()
     gl.store(out_ptr + row[:, None] * out_row + head[:, None] * D + d[None, :], q.load(wide), mask=live[:, None])
     if WANT_LSE:
@@ -177,8 +196,10 @@ def _consume(rows, q_rows, k, v, tile, scale, ME: gl.constexpr, H: gl.constexpr,
 
 
 @gluon_jit(do_not_specialize=["slots", "first_group"])
-def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_start_ptr, items_ptr, q_row, q_head, out_row, slots, first_group,
-                      scale, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_start_ptr, items_ptr, q_row, q_head,
+                      out_row, slots, first_group,
+                      scale, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr,
+                      BLOCK_M: gl.constexpr,
                       BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WANT_LSE: gl.constexpr):
     """One tile and KV head over dense keys [G x slots, D]."""
     q_rows = gl.allocate_shared_memory(k_desc.dtype, [2, BLOCK_M // 2, D], k_desc.layout)
@@ -186,7 +207,8 @@ def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_
     hopper.fence_async_shared()
     gl.thread_barrier()
 
-    item, group = items_ptr + gl.program_id(0) * 3, gl.program_id(1)  # one KV head after the other, so that its keys stay in the L2 cache
+    # one KV head after the other, so that its keys stay in the L2 cache
+    item, group = items_ptr + gl.program_id(0) * 3, gl.program_id(1)
     span, row = gl.load(item), gl.load(item + 1)
     base = group * slots + gl.load(item + 2)
     context = gl.load(context_ptr + span)
@@ -203,9 +225,10 @@ def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_
                         (_produce, (k, v, base, blocks, BLOCK_N, STAGES))], [4, 1], [240, 24])
 
 
-def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor | None,
-                    context_S: torch.Tensor, row_start_S: torch.Tensor, items: torch.Tensor, slots: int, share: int, first_group: int,
-                    num_groups: int, scale: float, shape: HopperShape, launches: Launches) -> None:
+def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_THD: torch.Tensor,
+                    lse_TH: torch.Tensor | None, context_S: torch.Tensor, row_start_S: torch.Tensor,
+                    items: torch.Tensor, slots: int, share: int, first_group: int, num_groups: int, scale: float,
+                    shape: HopperShape, launches: Launches) -> None:
     """The tiles ``items`` of some KV heads, over their gathered keys and values [num_groups * slots, D]."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -214,7 +237,9 @@ def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_T
     descriptors = [TensorDescriptor.from_tensor(x, [shape.block_n, dim], layout) for x in (k, v)]
     launches(
         _hopper_attention, (items.shape[0], num_groups, 1),
-        q_THD, *descriptors, out_THD, q_THD if lse_TH is None else lse_TH, context_S, row_start_S, items, q_THD.stride(0), q_THD.stride(1),
+        q_THD, *descriptors, out_THD, q_THD if lse_TH is None else lse_TH, context_S, row_start_S, items,
+        q_THD.stride(0), q_THD.stride(1),
         out_THD.stride(0), slots, first_group, scale,
-        H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, STAGES=shape.stages,
+        H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
+        STAGES=shape.stages,
         WANT_LSE=lse_TH is not None, num_warps=4)

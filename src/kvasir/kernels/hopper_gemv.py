@@ -1,12 +1,14 @@
-"""Products of up to 64 rows for Hopper, with the copies placed by hand: y = x W^T, whose time is that of streaming W once.
+"""Products of 17 to 64 rows for Hopper, with the copies placed by hand: y = x W^T, whose time is that of streaming W
+once.
 
-A program asks for as many blocks of W as shared memory holds, by tile copies (TMA), before it waits for the kernel before it
-(programmatic dependent launch): they arrive while that one ends. A BLAS cannot start early, and ``gemv`` has one block on its way by then.
-The rows of x follow, all together where there is room: they come from the L2 cache, whose latency would otherwise be paid once
-a ring. Large blocks, since each costs barriers of all warps: along K 256 are quicker than 64. Best where all that a program
-reads of W fits, as with Qwen3-0.6B's 1,024 inputs; Llama-8B's 4,096 gain nothing.
+A program requests as many blocks of W as shared memory holds, by tile copies (TMA), before it waits for the kernel
+before it (programmatic dependent launch): they arrive while that one ends. A BLAS cannot start early, and ``gemv`` has
+one block in flight by then. The rows of x follow, all together where there is room: they come from the L2 cache, whose
+latency would otherwise be paid once a ring. Blocks are large, since each costs barriers of all warps: along K, 256 are
+faster than 64. The kernel is best where all that a program reads of W fits, as with Qwen3-0.6B's 1,024 inputs;
+Llama-8B's 4,096 gain nothing.
 
-Slower: the norm of x on the way, through registers; K undivided where outputs are few.
+Slower: the norm of x in the same kernel, through registers; K undivided where outputs are few.
 
 The reference is ``gemv_reference`` without norm and bias. Bytes: N x K x itemsize.
 
@@ -20,11 +22,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import by_hand, cdiv, gl, gluon_jit, hopper, pdl, tl
 from kvasir.kernels.gemv import JOIN, UNGATED, _join
 
-MIN_ROWS, MAX_ROWS = 17, 64  # of x: below, ``gemv`` is as fast; above, one product does not take them
-GATES = None, "silu"  # activations that it ends in
+MIN_ROWS = tuned.HOPPER_GEMV_ROWS.value  # rows of x; for fewer, ``gemv`` is as fast
+MAX_ROWS = 64  # rows of x that one product takes
+GATES = None, "silu"  # activations that the kernel can end in
 
 if hopper is not None:
     mbarrier = hopper.mbarrier
@@ -33,9 +37,9 @@ if hopper is not None:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How the kernel is built: outputs of a program, inputs of a block, and how many blocks of W and of x it holds at a time (W's are two where
-    gate and up are apart). At least two, where there are several: a slot is filled anew while the block behind it is multiplied.
-    ``splits`` of K are added by a second kernel."""
+    """How the kernel is built: outputs of a program, inputs of a block, and the blocks of W and of x that it holds at a
+    time (W has two blocks where gate and up are separate). Several blocks need at least two slots: one is filled again
+    while the next block is multiplied. A second kernel adds the ``splits`` of K."""
 
     block_n: int = 32
     block_k: int = 256
@@ -46,18 +50,19 @@ class Ring:
 
 @gluon_jit
 def _ask(desc, slots, full, i, k0, row, up_row, RING: gl.constexpr, PARTS: gl.constexpr):
-    """Start the copy of block i of K, from ``row`` on; where there are two parts, also from ``up_row`` on."""
+    """Start the copy of block i of K, from ``row`` on; with two parts, also from ``up_row`` on."""
     K: gl.constexpr = desc.block_type.shape[1]
     slot = i % RING
     mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
     hopper.tma.async_copy_global_to_shared(desc, [row, k0 + i * K], full.index(slot), slots.index(PARTS * slot))
     if PARTS == 2:
-        hopper.tma.async_copy_global_to_shared(desc, [up_row, k0 + i * K], full.index(slot), slots.index(PARTS * slot + 1))
+        hopper.tma.async_copy_global_to_shared(desc, [up_row, k0 + i * K], full.index(slot),
+                                               slots.index(PARTS * slot + 1))
 
 
 @gluon_jit
 def _ring(desc, RING: gl.constexpr, PARTS: gl.constexpr):
-    """Slots, and a barrier each that changes phase when its bytes have arrived."""
+    """Slots, each with a barrier that changes phase when its bytes have arrived."""
     slots = gl.allocate_shared_memory(desc.dtype, [PARTS * RING] + desc.block_type.shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
@@ -66,9 +71,10 @@ def _ring(desc, RING: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon_jit
-def _fold(w_desc, w_slots, w_full, x_desc, x_slots, x_full, acc, up, i, k0, n0, up0, BLOCKS: gl.constexpr, W_RING: gl.constexpr,
+def _fold(w_desc, w_slots, w_full, x_desc, x_slots, x_full, acc, up, i, k0, n0, up0, BLOCKS: gl.constexpr,
+          W_RING: gl.constexpr,
           X_RING: gl.constexpr, PARTS: gl.constexpr):
-    """Add block i; then the block before it is read by all, and its slots are filled anew."""
+    """Add block i. By then every warp has read the block before it, and its slots are filled again."""
     mbarrier.wait(w_full.index(i % W_RING), i // W_RING & 1)
     mbarrier.wait(x_full.index(i % X_RING), i // X_RING & 1)
     x = x_slots.index(i % X_RING)
@@ -89,8 +95,10 @@ def _fold(w_desc, w_slots, w_full, x_desc, x_slots, x_full, acc, up, i, k0, n0, 
 
 
 @gluon_jit(do_not_specialize=["rows"])
-def _stream_rows(w_desc, x_desc, y_ptr, part_ptr, rows, y_row, OUT: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr,
-                 W_RING: gl.constexpr, X_RING: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, RESIDUAL: gl.constexpr,
+def _stream_rows(w_desc, x_desc, y_ptr, part_ptr, rows, y_row, OUT: gl.constexpr, N: gl.constexpr,
+                 BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr,
+                 W_RING: gl.constexpr, X_RING: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr,
+                 RESIDUAL: gl.constexpr,
                  PDL: gl.constexpr):
     """``BLOCK_N`` outputs of every row over ``BLOCKS`` blocks of K: y, or ``part`` [splits, T, N] fp32."""
     PARTS: gl.constexpr = 2 if GATED else 1
@@ -113,13 +121,15 @@ def _stream_rows(w_desc, x_desc, y_ptr, part_ptr, rows, y_row, OUT: gl.constexpr
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, sums)
     up = gl.zeros([ROWS, BLOCK_N], gl.float32, sums)
     for i in gl.static_range(BLOCKS):
-        acc, up = _fold(w_desc, w_slots, w_full, x_desc, x_slots, x_full, acc, up, i, k0, n0, OUT + n0, BLOCKS, W_RING, X_RING, PARTS)
+        acc, up = _fold(w_desc, w_slots, w_full, x_desc, x_slots, x_full, acc, up, i, k0, n0, OUT + n0, BLOCKS, W_RING,
+                        X_RING, PARTS)
     if GATED:
         acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
         acc = acc / (1.0 + gl.exp(-acc)) * up
     else:
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_N // 8), BLOCK_N // 8], [4, 1], [1, 0])  # 16 bytes a thread
+    # 16 bytes a thread
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_N // 8), BLOCK_N // 8], [4, 1], [1, 0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, wide))
     n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, wide))
     live = (m < rows)[:, None] & (n < OUT)[None, :]
@@ -133,48 +143,49 @@ def _stream_rows(w_desc, x_desc, y_ptr, part_ptr, rows, y_row, OUT: gl.constexpr
         gl.store(at, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
-def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bool = False, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T; where ``gated`` silu(gate) * up; plus ``residual_TO``, which is overwritten with the result. bf16 or fp16."""
+def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bool = False,
+                residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T; where ``gated``, silu(gate) * up; plus ``residual_TO``, which is overwritten with the result. bf16 or
+    fp16."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     (rows, width), num_rows = x_TK.shape, w_NK.shape[0]
     outputs = num_rows // 2 if gated else num_rows
     blocks = width // (ring.block_k * ring.splits)
-    assert x_TK.stride(1) == 1 and x_TK.stride(0) % 8 == 0 and w_NK.is_contiguous(), "copies are of rows aligned to 16 bytes"
-    assert 0 < rows <= MAX_ROWS and width % (ring.block_k * ring.splits) == 0 and not (gated and ring.splits > 1), "whole blocks of a few rows"
+    assert x_TK.stride(1) == 1 and x_TK.stride(0) % 8 == 0 and w_NK.is_contiguous(), \
+        "copies are of rows aligned to 16 bytes"
+    assert 0 < rows <= MAX_ROWS and width % (ring.block_k * ring.splits) == 0 and not (gated and ring.splits > 1), \
+        "whole blocks of a few rows"
     y_TO = residual_TO if residual_TO is not None else torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
-    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), "the residual is as the result"
-    assert blocks == 1 or min(ring.w_blocks, ring.x_blocks) > 1, "with one slot the next block would be waited for before it is asked for"
+    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
+        "the residual is as the result"
+    assert blocks == 1 or min(ring.w_blocks, ring.x_blocks) > 1, \
+        "with one slot the next block would be waited for before it is asked for"
     split = ring.splits > 1
     part = torch.empty(ring.splits, rows, num_rows, dtype=torch.float32, device=x_TK.device) if split else y_TO
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    descriptors = [TensorDescriptor.from_tensor(x, [size, ring.block_k], layout) for x, size in ((w_NK, ring.block_n), (x_TK, MAX_ROWS))]
+    descriptors = [TensorDescriptor.from_tensor(x, [size, ring.block_k], layout) for x,
+                   size in ((w_NK, ring.block_n), (x_TK, MAX_ROWS))]
     early = pdl(x_TK.device)
     _stream_rows[(cdiv(outputs, ring.block_n), ring.splits)](
         *descriptors, y_TO, part, rows, y_TO.stride(0), OUT=outputs, N=num_rows, BLOCK_N=ring.block_n, BLOCKS=blocks,
         W_RING=min(ring.w_blocks, blocks), X_RING=min(ring.x_blocks, blocks), SPLIT=split, GATED=gated,
         RESIDUAL=residual_TO is not None and not split, PDL=early, num_warps=4, launch_pdl=early)
     if split:
-        _join[(rows, cdiv(outputs, JOIN))](part, part, y_TO, y_TO, y_TO, 0.0, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
+        _join[(rows, cdiv(outputs, JOIN))](part, part, y_TO, y_TO, y_TO, 0.0, rows, y_TO.stride(0), y_TO.stride(0),
+                                           OUT=outputs, K=width,
                                            SPLITS=ring.splits, BLOCK=JOIN, NORM=False, BIAS=False, KIND=UNGATED,
                                            RESIDUAL=residual_TO is not None, PDL=early, launch_pdl=early)
     return y_TO
 
 
-# (N, K, whether N is gate and up) -> what was fastest in whole steps on an H200: Qwen3-0.6B's, and Qwen3-1.7B's but for its down projection
-MEASURED: dict[tuple[int, int, bool], Ring] = {
-    (4096, 1024, False): Ring(),
-    (6144, 1024, True): Ring(x_blocks=3),
-    (1024, 2048, False): Ring(w_blocks=2, x_blocks=2, splits=4),
-    (1024, 3072, False): Ring(w_blocks=3, x_blocks=3, splits=4),
-    (4096, 2048, False): Ring(64, x_blocks=3),
-    (12288, 2048, True): Ring(64, 128, w_blocks=4),
-    (2048, 2048, False): Ring(splits=2),
-}
+# (N, K, whether N is gate and up) -> the fastest ring.
+MEASURED = {key: Ring(*shape) for key, shape in tuned.HOPPER_GEMV.value.items()}
 
 
 def choose_ring(rows: int, w_NK: torch.Tensor, gated: bool) -> Ring | None:
-    """For this many rows of x; None: other kernels are as fast, nobody measured it, or this one does not run here."""
+    """Ring for ``rows`` rows of x; None: other kernels are as fast, nobody measured the shape, or the kernel does not
+    run here."""
     if not MIN_ROWS <= rows <= MAX_ROWS:
         return None
     ring = MEASURED.get((*w_NK.shape, gated))
@@ -183,7 +194,7 @@ def choose_ring(rows: int, w_NK: torch.Tensor, gated: bool) -> Ring | None:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the test grid: ``outputs`` is O."""
+    """One point of the test grid. ``outputs`` is O."""
 
     rows: int
     outputs: int
@@ -197,7 +208,8 @@ def grid() -> Iterator[Case]:
     for (num_rows, width, gated), ring in MEASURED.items():
         for rows in (MIN_ROWS, 33, 64):
             yield Case(rows, num_rows // (1 + gated), width, ring, gated, residual=not gated)
-    for ring in (Ring(x_blocks=3), Ring(16, 64, 5, 3), Ring(64, 128, 2, 8), Ring(32, 256, 2, 2)):  # whole, and with slots that are filled anew
+    # whole, and with slots that are filled again
+    for ring in (Ring(x_blocks=3), Ring(16, 64, 5, 3), Ring(64, 128, 2, 8), Ring(32, 256, 2, 2)):
         for gated in (False, True):
             yield Case(20, 96, 1024, ring, gated)
     yield Case(1, 72, 512, Ring(), residual=True)  # half a tile of outputs

@@ -1,24 +1,24 @@
-"""Cutting the keys of a step of single rows into chunks, and merging what the chunks found: what the decode kernels share.
+"""Cutting the keys of a step of single rows into chunks, and merging the chunks' results. The decode kernels share it.
 
-How long a chunk is follows on the device from the contexts alone. Short work is cut into as many chunks as the GPU runs at
-once (``wave``), long work into several times as many (``budget``), so that the last ones end together. Sequences of nearly one
-length that fill the GPU as they are stay whole: a chunk costs about as much as the reading of a hundred keys. A sequence's
-chunks start at a block. The partial results of a sequence are merged by the program that arrives last, always in the order of the
+The device derives the length of a chunk from the contexts alone. Short work is cut into as many chunks as the GPU runs
+at once (``wave``); long work into several times as many (``budget``), so that the last ones end together. Sequences of
+nearly one length that fill the GPU stay whole: a chunk costs about as much as reading a hundred keys. A sequence's
+chunks start at a block. The program that arrives last merges a sequence's partial results, always in the order of the
 keys.
 
-The rows of a span that verifies drafts share the read of its keys: what is cut is then the keys of a *tile* of such rows, and another
-kernel merges, for a program would have too many rows to merge.
+The rows of a span that verifies drafts share the read of its keys. There the keys of a *tile* of such rows are cut, and
+another kernel merges, since one program would have too many rows to merge.
 
 Legend: B single rows, C chunks, H query heads, G KV heads, R = H / G, D head dim.
 """
 
 from __future__ import annotations
 
+from kvasir import tuned
 from kvasir.kernels._triton import jit, next_power_of_2, tl
 from kvasir.kernels.softmax_block import sink_logits
 
-MIN_CHUNK = 128  # keys; less is not worth a program of its own and a merge
-SHORT_CHUNK = 1024  # keys; chunks up to this long all run at once
+MIN_CHUNK, SHORT_CHUNK = tuned.MIN_CHUNK.value, tuned.SHORT_CHUNK.value  # keys
 MERGED_ELEMENTS = 64  # of partial results that a thread of the merging program holds at a time, in registers
 
 
@@ -28,10 +28,11 @@ def merged_at_once(share: int, dim_pad: int, warps: int) -> int:
 
 
 @jit
-def find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr,
+def find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N: tl.constexpr,
+               COUNT_PAD: tl.constexpr,
                MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    """Which of the ``count`` single rows chunk ``item`` is of (``count``: there is no such chunk), the row's first chunk, how
-    many it has, and the keys of a chunk."""
+    """Locate chunk ``item``: its row among the ``count`` single rows (``count``: there is no such chunk), the row's
+    first chunk, its number of chunks, and the keys of a chunk."""
     b = tl.arange(0, COUNT_PAD)
     ends = tl.load(context_ptr + tl.load(spans_ptr + b, mask=b < count, other=0), mask=b < count, other=-1) + 1
     keys = ends
@@ -41,10 +42,12 @@ def find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_
 
 
 @jit
-def find_tile_chunk(item, at_ptr, place_ptr, length_ptr, count, wave, budget, window, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+def find_tile_chunk(item, at_ptr, place_ptr, length_ptr, count, wave, budget, window, ROWS: tl.constexpr,
+                    BLOCK_N: tl.constexpr,
                     COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    """The same of tiles of up to ``ROWS`` rows of one span, known by their first rows: the ``count`` rows of a step stand at ``at`` in
-    the cache, at ``place`` in a span of ``length`` rows. Every tile of a span reads to the span's end."""
+    """Locate chunk ``item`` as ``find_chunk`` does, for tiles of up to ``ROWS`` rows of one span, known by their first
+    rows. The ``count`` rows of a step stand at ``at`` in the cache, at ``place`` in a span of ``length`` rows. Every
+    tile of a span reads to the span's end."""
     b = tl.arange(0, COUNT_PAD)
     place = tl.load(place_ptr + b, mask=b < count, other=0).to(tl.int32)
     length = tl.load(length_ptr + b, mask=b < count, other=0).to(tl.int32)
@@ -58,13 +61,15 @@ def find_tile_chunk(item, at_ptr, place_ptr, length_ptr, count, wave, budget, wi
 
 
 @jit
-def cut_keys(item, b, keys, count, readers, wave, budget, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr):
-    """Cut ``keys`` of places ``b`` < ``count``, of which ``readers`` have any: see ``find_chunk``."""
+def cut_keys(item, b, keys, count, readers, wave, budget, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr,
+             SHORT_KEYS: tl.constexpr):
+    """Cut the ``keys`` of places ``b`` < ``count``, of which ``readers`` have any: see ``find_chunk``."""
     total_keys = tl.sum(keys, 0)
     short = tl.cdiv(total_keys, wave)
     chunk = tl.maximum(tl.where(short <= SHORT_KEYS, short, tl.cdiv(total_keys, budget)), MIN_KEYS)
     longest = tl.max(keys, 0)
-    whole = (longest * 4 <= chunk * 5) | ((readers <= wave) & (longest * 2 <= short * 3))  # cutting would cost more than it evens out
+    # cutting would cost more than it evens out
+    whole = (longest * 4 <= chunk * 5) | ((readers <= wave) & (longest * 2 <= short * 3))
     chunk = tl.cdiv(tl.where(whole, longest, chunk), BLOCK_N) * BLOCK_N
     chunks = tl.cdiv(keys, chunk)
     after = tl.cumsum(chunks, 0)
@@ -75,8 +80,9 @@ def cut_keys(item, b, keys, count, readers, wave, budget, BLOCK_N: tl.constexpr,
 
 
 @jit
-def keys_of(which, place, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Of the chunk number ``place`` of a row: span, row, lowest key that the row sees, the chunk's first key and its end."""
+def keys_of(which, place, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N: tl.constexpr,
+            WINDOWED: tl.constexpr):
+    """Span, row, lowest visible key, first key and end of chunk number ``place`` of a row."""
     span = tl.load(spans_ptr + which)
     end = tl.load(context_ptr + span) + 1
     row = tl.load(row_start_ptr + span).to(tl.int64)
@@ -89,10 +95,11 @@ def keys_of(which, place, chunk, context_ptr, row_start_ptr, spans_ptr, window, 
 
 @jit
 def arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
-           H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
+           H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr,
+           MERGE: tl.constexpr,
            SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
-    """After a chunk's partial results are stored (``part`` [C, G, R, D] fp32, ``part_lse`` [C, G, R] in base 2): the last one
-    to arrive merges them."""
+    """Count a chunk as done, once its partial results are stored (``part`` [C, G, R, D] fp32, ``part_lse`` [C, G, R] in
+    base 2). The last chunk of a row to arrive merges them."""
     tl.debug_barrier()  # every thread's stores come before the arrival, which releases them to the last one
     counter = arrived_ptr + which * (H // R) + group
     if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
@@ -103,25 +110,28 @@ def arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, whi
 
 @jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["place_ptr"])
 def _merge_tiles(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, cuts_ptr, place_ptr, out_row, columns,
-                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, ROWS: tl.constexpr,
+                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr,
+                 ROWS: tl.constexpr,
                  MERGE: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
-    """One row and KV head: what the chunks of its tile found. ``cuts`` [T, 2] int32, of every tile's first row: its first chunk, and how
-    many; ``part`` [C, G, columns, D] fp32. A tile of one chunk was written for good."""
+    """Merge the chunks of one row's tile, for one KV head. ``cuts`` [T, 2] int32 holds, for every tile's first row, its
+    first chunk and their number; ``part`` [C, G, columns, D] fp32. A tile of one chunk has been written directly."""
     group, row = tl.program_id(0), tl.program_id(1)
     local = tl.load(place_ptr + row).to(tl.int32) % ROWS
     first = tl.load(cuts_ptr + 2 * (row - local))
     parts = tl.load(cuts_ptr + 2 * (row - local) + 1)
     if parts > 1:
-        merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row.to(tl.int64), group, local * R, columns, out_row,
-                     H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
+        merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row.to(tl.int64), group,
+                     local * R, columns, out_row, H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
 
 
 @jit
-def merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, column, columns, out_row,
-                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
+def merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, column, columns,
+                 out_row,
+                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr,
+                 MERGE: tl.constexpr,
                  SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
-    """The chunks ``first .. first + parts`` of one row and KV head, each weighted by its share of the denominator. The row's heads
-    begin at ``column`` of ``columns`` that a chunk has."""
+    """Merge the chunks ``first .. first + parts`` of one row and KV head, each weighted by its share of the
+    denominator. The row's heads begin at ``column`` of the ``columns`` of a chunk."""
     c, r, d = tl.arange(0, MERGE), tl.arange(0, R_PAD), tl.arange(0, D_PAD)
     head = group * R + r
     live = r < R
@@ -132,9 +142,11 @@ def merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, par
         held = ((c0 + c) < parts)[:, None] & live[None, :]
         at = ((first + c0 + c).to(tl.int64)[:, None] * (H // R) + group) * columns + column + r[None, :]
         lse = tl.load(part_lse_ptr + at, mask=held, other=-float("inf"))
-        part = tl.load(part_ptr + at[:, :, None] * D + d[None, None, :], mask=held[:, :, None] & (d < D)[None, None, :], other=0.0)
+        part = tl.load(part_ptr + at[:, :, None] * D + d[None, None, :], mask=held[:, :, None] & (d < D)[None, None, :],
+                       other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # the others of a tile may see keys that this row does not
+        # the others of a tile may see keys that this row does not
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
         share = tl.exp2(lse - base[None, :])
         shrink = tl.exp2(top - base)
         acc = acc * shrink[:, None] + tl.sum(part * share[:, :, None], 0)
@@ -143,6 +155,7 @@ def merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, par
     if SINKS:
         top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
     out = acc / tl.where(live, total, 1.0)[:, None]
-    tl.store(out_ptr + row * out_row + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    tl.store(out_ptr + row * out_row + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty),
+             mask=live[:, None] & (d < D)[None, :])
     if WANT_LSE:
         tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)

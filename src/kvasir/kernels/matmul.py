@@ -1,9 +1,10 @@
-"""Batch-invariant matrix product: a row's bits depend on that row, the weight and the bias, not on how many rows there are.
+"""Batch-invariant matrix product: a row's bits depend on that row, the weight and the bias, not on the number of rows.
 
-One tile shape, and one order of summation: the K inputs are cut into ``splits`` runs, a number that the weight's shape alone
-decides; each run is summed on its own from zero, and the runs are added in their order. Who does it may differ, since that
-changes no bit: for few rows every run is a program of its own, so that the weight streams over the whole GPU, and a second
-kernel adds the partial sums; for many rows one program does all runs of its tile and keeps the sums in registers.
+There is one tile shape and one order of summation. The K inputs are cut into ``splits`` runs, a number that the
+weight's shape alone decides; each run is summed from zero, and the runs are added in their order. The division of work
+may differ, since it changes no bit. For few rows every run is a program of its own, so that the weight streams over the
+whole GPU, and a second kernel adds the partial sums. For many rows one program does all runs of its tile and keeps the
+sums in registers.
 
 Bytes: N x K x itemsize for few rows. FLOPs: 2 x T x N x K.
 
@@ -21,7 +22,9 @@ import torch
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
 
 PROGRAMS = 128  # enough to keep any of today's GPUs streaming; a constant, so that another machine gives the same bits
-MIN_STEPS = 4  # blocks of K in a run: shorter ones would only fill and drain the pipeline (and one block's sum may be fused with the next)
+# blocks of K in a run: shorter ones would only fill and drain the pipeline (and one block's sum may be fused with the
+# next)
+MIN_STEPS = 4
 GROUP_M = 8  # tiles of rows that share a weight's tile while it is in the L2 cache
 
 
@@ -55,7 +58,8 @@ def _run(x_ptr, w_ptr, live, m, n, run, x_row, w_row, w_col, N: tl.constexpr, K:
 
 
 @jit(do_not_specialize=["num_rows"])
-def _matmul(x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, x_row, w_row, w_col, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
+def _matmul(x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, x_row, w_row, w_col, N: tl.constexpr, K: tl.constexpr,
+            STEPS: tl.constexpr,
             SPLITS: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """One tile. APART: one run of it, into fp32 out [S, T, N]; else all runs in order, the bias, and out [T, N]."""
@@ -82,7 +86,8 @@ def _matmul(x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, x_row, w_row, w_col, N: t
 
 
 @jit(do_not_specialize=["num_rows"])
-def _add_runs(part_ptr, bias_ptr, out_ptr, num_rows, N: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _add_runs(part_ptr, bias_ptr, out_ptr, num_rows, N: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
+              BLOCK_N: tl.constexpr):
     """One row, BLOCK_N outputs: the runs [S, T, N] in their order, then the bias."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -95,7 +100,7 @@ def _add_runs(part_ptr, bias_ptr, out_ptr, num_rows, N: tl.constexpr, SPLITS: tl
 
 
 class Tile(NamedTuple):
-    """Rows, outputs and inputs of a tile, and how it is run."""
+    """Rows, outputs and inputs of a tile, its warps and its pipeline stages."""
 
     m: int
     n: int
@@ -105,22 +110,26 @@ class Tile(NamedTuple):
 
 
 def tile_for(dtype: torch.dtype) -> Tile:
-    """fp32 products are not for the tensor core: they live in registers, which hold small tiles only."""
+    """The tile of a dtype. fp32 products are not for the tensor core: they live in registers, which hold small tiles
+    only."""
     return Tile(32, 32, 32, 4, 2) if dtype == torch.float32 else Tile(128, 128, 64, 8, 4)
 
 
 def split_runs(num_outputs: int, num_inputs: int, tile: Tile) -> tuple[int, int]:
-    """How many runs the inputs are cut into, and the blocks of each: of the weight's shape alone."""
+    """Number of runs that the inputs are cut into, and the blocks of each. Both follow from the weight's shape
+    alone."""
     steps = max(1, cdiv(num_inputs, tile.k))
     wanted = max(1, min(PROGRAMS // cdiv(num_outputs, tile.n), steps // MIN_STEPS))
     per_run = cdiv(steps, wanted)
     return cdiv(steps, per_run), per_run
 
 
-def matmul_invariant(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, apart: bool | None = None) -> torch.Tensor:
-    """x @ weight^T + bias, [T, N] in x's dtype, summed in fp32: the same bits for a row whatever else is in the batch.
+def matmul_invariant(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None,
+                     apart: bool | None = None) -> torch.Tensor:
+    """x @ weight^T + bias, [T, N] in x's dtype, summed in fp32: a row has the same bits in any batch.
 
-    ``apart`` (default: while the tiles alone would not fill the GPU): every run a program of its own. The bits are the same.
+    ``apart``: every run is a program of its own (None: while the tiles alone would not fill the GPU). The bits are the
+    same.
     """
     (rows, inputs), outputs = x_TK.shape, weight_NK.shape[0]
     assert weight_NK.shape[1] == inputs and x_TK.dtype == weight_NK.dtype, "the weight does not fit the rows"
@@ -135,15 +144,18 @@ def matmul_invariant(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.
     target = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x_TK.device) if apart else out_TN
     bias, has_bias = (x_TK, False) if bias_N is None else (bias_N, True)
     _matmul[(tiles, splits if apart else 1)](
-        x_TK, weight_NK, bias, target, rows, x_TK.stride(0), *weight_NK.stride(), N=outputs, K=inputs, STEPS=steps, SPLITS=splits, APART=apart,
-        BIAS=has_bias, GROUP_M=GROUP_M, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages)
+        x_TK, weight_NK, bias, target, rows, x_TK.stride(0), *weight_NK.stride(), N=outputs, K=inputs, STEPS=steps,
+        SPLITS=splits, APART=apart,
+        BIAS=has_bias, GROUP_M=GROUP_M, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps,
+        num_stages=tile.stages)
     if apart:
         block_n = min(1024, next_power_of_2(outputs))
-        _add_runs[(rows, cdiv(outputs, block_n))](target, bias, out_TN, rows, N=outputs, SPLITS=splits, BIAS=has_bias, BLOCK_N=block_n, num_warps=4)
+        _add_runs[(rows, cdiv(outputs, block_n))](target, bias, out_TN, rows, N=outputs, SPLITS=splits, BIAS=has_bias,
+                                                  BLOCK_N=block_n, num_warps=4)
     return out_TN
 
 
-# ----------------------------------------------------------------------------------------------------------- test grid
+# ------------------------------------------------------------------------------------------------------------ test grid
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,43 @@
 """Mixture of experts on the device, without a host read: route, sort by expert, two grouped products, weighted sum.
 
-A *pair* is a row with one of its experts; ``moe_routing`` sorts them, and lists the *tiles*: up to BLOCK_M pairs of one expert. The grids
-are sized for the worst routing; programs beyond the last tile leave at once. The first product gathers its rows by pair and ends in
-activation(gate) * up; the second writes each pair's result to the pair's own place, so that the weighted sum reads K neighbouring
-rows in the order of the row's own top-k: no atomics, no order of arrival. A single row needs no sort: ``_route_row`` has the router's
-product, too, and the row's experts are streamed by ``_gate_up_row`` and ``_down_row``, which ends in the weighted sum: three launches,
-the norm before and the residual add after included.
+A *pair* is a row with one of its experts. ``moe_routing`` sorts the pairs and lists the *tiles*: up to BLOCK_M pairs of
+one expert. The grids are sized for the worst routing; programs beyond the last tile end at once. The first product
+gathers its rows by pair and ends in activation(gate) * up. The second writes each pair's result to the pair's own
+place, so that the weighted sum reads K neighbouring rows in the order of the row's own top-k: no atomics, no order of
+arrival.
 
-Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles: that
-would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a pair.
+A single row needs no sort: ``_route_row`` computes the router's product, too, and ``_gate_up_row`` and ``_down_row``
+stream the row's experts. The latter ends in the weighted sum. That is three launches, including the norm before and the
+residual add after.
 
-Legend: T rows, X experts, K experts per row, P = T * K pairs, E model dim, F width of an expert,
-D the summed dimension and N the outputs of one product.
+Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles,
+which would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a
+pair.
+
+Legend: T rows, X experts, K experts per row, P = T * K pairs, E model dim, F width of an expert, D the summed dimension
+and N the outputs of one product.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.gemv import _row
+from kvasir.kernels.hardware import name_of
 from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
 
 
-def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
-                  renormalize: bool, activation: str = "silu") -> torch.Tensor:
-    """One pair after the other, in x's dtype, the sum in the weights' dtype: [T, E] in x's dtype."""
+def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
+                  top_k: int, renormalize: bool, activation: str = "silu") -> torch.Tensor:
+    """One pair after the other, in x's dtype, with the sum in the weights' dtype: [T, E] in x's dtype."""
     weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
     out_TE = torch.zeros(x_TE.shape, dtype=weights_TK.dtype, device=x_TE.device)
     for t, (weights, ids) in enumerate(zip(weights_TK, ids_TK.tolist())):
@@ -40,7 +47,7 @@ def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torc
     return out_TE.to(x_TE.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------- products
+# ------------------------------------------------------------------------------------------------------------- products
 
 
 @jit
@@ -60,8 +67,8 @@ def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, 
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
     """One tile of pairs, BLOCK_N outputs of its expert. w is [X, N, D], or [X, 2N, D] if GATED (gate first).
 
-    GATED: rows are gathered from a [T, D], and out [P, N] is in sorted order. Else a [P, D] is in sorted order and out [P, N]
-    in the order of pairs.
+    GATED: rows are gathered from a [T, D], and out [P, N] is in sorted order. Else a [P, D] is in sorted order and out
+    [P, N] in the order of pairs.
     """
     tile = tl.program_id(1)
     if PDL:
@@ -89,21 +96,24 @@ def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, 
             x = tl.load(a, mask=rows_m, other=0.0)
             acc = tl.dot(x, tl.load(w, mask=rows_n, other=None if rows_n is None else 0.0), acc, input_precision="ieee")
             if GATED:
-                acc_up = tl.dot(x, tl.load(up, mask=rows_n, other=None if rows_n is None else 0.0), acc_up, input_precision="ieee")
+                acc_up = tl.dot(x, tl.load(up, mask=rows_n, other=None if rows_n is None else 0.0), acc_up,
+                                input_precision="ieee")
                 up += BLOCK_D * w_col
             a += BLOCK_D
             w += BLOCK_D * w_col
         if GATED:
             acc = _activate(acc, ACTIVATION) * acc_up
         to = m.to(tl.int64) if GATED else pair
-        tl.store(out_ptr + to[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
+        tl.store(out_ptr + to[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty),
+                 mask=live[:, None] & (n < N)[None, :])
 
 
 @jit
-def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, RESIDUAL: tl.constexpr,
+def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr,
+               RESIDUAL: tl.constexpr,
                PDL: tl.constexpr):
-    """One row, BLOCK_E outputs: the pairs' results y [P, E] by their weights, in the order of the row's choices, in fp32. RESIDUAL:
-    and what out holds."""
+    """BLOCK_E outputs of one row: the pairs' results y [P, E] times their weights, in the order of the row's choices,
+    in fp32, plus the old value of out if RESIDUAL."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -119,13 +129,15 @@ def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr
 
 
 @jit
-def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, eps, w_row, w_col, E: tl.constexpr,
-               X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr,
+def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, eps, w_row, w_col,
+               E: tl.constexpr,
+               X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+               RENORMALIZE: tl.constexpr,
                BLOCK_E: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
-    """A single row: one of its router's logits, rounded to x's dtype; the program that is done last picks the experts. A program is one
-    warp, or the picking would be a row of barriers.
+    """One logit of a single row's router, rounded to x's dtype. The program that finishes last picks the experts. A
+    program has one warp, since the picking would otherwise be a series of barriers.
 
-    NORM, here and in ``_gate_up_row``: of x's RMS norm, whose factor multiplies the sums, as in ``kernels.gemv``.
+    NORM, here and in ``_gate_up_row``: x's RMS norm is applied as a factor of the sums, as in ``kernels.gemv``.
 
     ``arrived`` counts the programs that are done; the last one sets it back to zero.
     """
@@ -161,9 +173,12 @@ def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_pt
 
 
 @jit
-def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr,
-                 ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
-    """A single row, one of its experts, BLOCK_F outputs: inner [K, F]. Bound by the bytes of w, so no tensor core is needed."""
+def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_row, w_col, E: tl.constexpr,
+                 F: tl.constexpr,
+                 ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, NORM: tl.constexpr,
+                 PDL: tl.constexpr):
+    """BLOCK_F outputs of one expert of a single row: inner [K, F]. The bytes of w are the bound, so no tensor core is
+    needed."""
     k = tl.program_id(1)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     e = tl.arange(0, BLOCK_E)
@@ -194,8 +209,10 @@ def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_r
 
 @jit
 def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr,
-              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
-    """A single row, BLOCK_E outputs, all its experts: out [E] is their weighted sum, added to what it holds if RESIDUAL."""
+              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, RESIDUAL: tl.constexpr,
+              PDL: tl.constexpr):
+    """BLOCK_E outputs of a single row from all its experts: out [E] is their weighted sum, added to its old value if
+    RESIDUAL."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     f = tl.arange(0, BLOCK_F)
     inner_f = f[None, :] + tl.zeros([BLOCK_E, 1], tl.int32)  # each thread fetches what it multiplies
@@ -215,7 +232,8 @@ def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, 
         for start in tl.static_range(0, F, BLOCK_F):
             if k > 0 or start > 0:
                 w = tl.load(expert + start * w_col, mask=(e < E)[:, None] & (f < F - start)[None, :], other=0.0)
-            inner = tl.load(inner_ptr + k * F + start + inner_f, mask=inner_f < F - start, other=0.0).to(tl.float32) * weight
+            inner = tl.load(inner_ptr + k * F + start + inner_f, mask=inner_f < F - start,
+                            other=0.0).to(tl.float32) * weight
             acc += w.to(tl.float32) * inner
     out = tl.sum(acc, 1)
     if RESIDUAL:
@@ -223,7 +241,7 @@ def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, 
     tl.store(out_ptr + e, out.to(out_ptr.dtype.element_ty), mask=e < E)
 
 
-# ----------------------------------------------------------------------------------------------------------- launchers
+# ------------------------------------------------------------------------------------------------------------ launchers
 
 
 class Tile(NamedTuple):
@@ -243,40 +261,39 @@ class Tiling(NamedTuple):
     down: Tile
 
 
-STREAM = Tiling(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
-LARGE = Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))
-TILINGS = [  # by the most pairs an expert has on average; on an H200 the weights' bytes are the bound up to some 190 pairs
-    (8, STREAM),
-    (24, Tiling(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))),
-    (96, Tiling(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))),
-]
-FIXED = TILINGS[2][1]  # batch-invariant: one tiling for every step
-SINGLE = Tiling(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))  # fp32 products are not for the tensor core, and fill the registers
+TILINGS = tuple((conditions, Tiling(*(Tile(*tile) for tile in tiles))) for conditions, tiles in tuned.MOE_TILINGS.value)
+FIXED_PAIRS = 96  # pairs an expert whose tiling every step of exact mode takes; another number would change its bits
 
 
+@functools.cache  # every layer asks
 def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool = False) -> Tiling:
-    if dtype == torch.float32:
-        return SINGLE
-    if fixed:
-        return FIXED
-    return next((tiling for most, tiling in TILINGS if num_pairs <= most * num_experts), LARGE)
+    """Tiles for ``num_pairs`` pairs, by the pairs that an expert has on average.
+
+    fp32 products are not for the tensor cores: they fill registers, which hold small tiles only. In 16 bits the
+    weights' bytes are the bound up to some 190 pairs an expert on an H200. ``fixed``: exact mode, one tiling for every
+    step.
+    """
+    return tuned.look_up(TILINGS, dtype=name_of(dtype), pairs=FIXED_PAIRS if fixed else num_pairs / num_experts)
 
 
-def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
-               renormalize: bool, activation: str = "silu", fixed: bool = False, tiling: Tiling | None = None,
-               residual_TE: torch.Tensor | None = None) -> torch.Tensor:
-    """What ``moe_reference`` computes, [T, E] in x's dtype, sums in fp32; nothing is read back by the host.
+def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
+               top_k: int, renormalize: bool, activation: str = "silu", fixed: bool = False,
+               tiling: Tiling | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``moe_reference`` with sums in fp32: [T, E] in x's dtype; the host reads nothing back.
 
-    ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on nothing but the row (and
-    its logits). ``tiling`` overrides the choice by the number of pairs. ``residual_TE`` is added, overwritten with the result,
-    and returned.
+    ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on the row and its
+    logits alone. ``tiling`` overrides the choice by the number of pairs. ``residual_TE`` is added, overwritten with the
+    result, and returned.
     """
     num_rows, dim = x_TE.shape
     num_experts, width = gate_up_XFE.shape[0], gate_up_XFE.shape[1] // 2
-    assert gate_up_XFE.shape == (num_experts, 2 * width, dim) and down_XEF.shape == (num_experts, dim, width), "weights do not fit"
+    assert gate_up_XFE.shape == (num_experts, 2 * width, dim) and down_XEF.shape == (num_experts, dim, width), \
+        "weights do not fit"
     assert x_TE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_TE.stride(1) == 1, "dense rows of the weights' dtype"
-    assert residual_TE is None or (residual_TE.shape == x_TE.shape and residual_TE.is_contiguous()), "the residual is as the result"
-    out_TE = residual_TE if residual_TE is not None else torch.empty((num_rows, dim), dtype=x_TE.dtype, device=x_TE.device)
+    assert residual_TE is None or (residual_TE.shape == x_TE.shape and residual_TE.is_contiguous()), \
+        "the residual is as the result"
+    out_TE = residual_TE if residual_TE is not None else torch.empty((num_rows, dim), dtype=x_TE.dtype,
+                                                                     device=x_TE.device)
     if num_rows == 0:
         return out_TE
     tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
@@ -286,9 +303,11 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
     early = {"PDL": overlap, "launch_pdl": overlap}
     inner_PF = torch.empty((num_rows * top_k, width), dtype=x_TE.dtype, device=x_TE.device)
     y_PE = torch.empty((num_rows * top_k, dim), dtype=x_TE.dtype, device=x_TE.device)
-    for a, w, out, shape, is_gated in ((x_TE, gate_up_XFE, inner_PF, tiling.gate_up, True), (inner_PF, down_XEF, y_PE, tiling.down, False)):
+    for a, w, out, shape, is_gated in ((x_TE, gate_up_XFE, inner_PF, tiling.gate_up, True),
+                                       (inner_PF, down_XEF, y_PE, tiling.down, False)):
         _grouped[(cdiv(out.shape[1], shape.n), len(routing.tiles))](
-            a, w, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), N=out.shape[1], D=a.shape[1],
+            a, w, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), N=out.shape[1],
+            D=a.shape[1],
             TOP_K=top_k, GATED=is_gated, ACTIVATION=activation, BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_D=shape.d,
             num_warps=shape.warps, num_stages=shape.stages, **early)
     block_e = min(1024, next_power_of_2(dim))
@@ -297,23 +316,27 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
     return out_TE
 
 
-def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
-                   renormalize: bool, arrived: torch.Tensor, activation: str = "silu", *, norm: tuple[torch.Tensor, float] | None = None,
+def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
+                   top_k: int, renormalize: bool, arrived: torch.Tensor, activation: str = "silu", *,
+                   norm: tuple[torch.Tensor, float] | None = None,
                    residual_1E: torch.Tensor | None = None) -> torch.Tensor:
-    """What ``moe_reference`` computes for a single row and its router's logits; each weight that is needed is read once.
+    """Compute ``moe_reference`` for a single row, its router's logits included; each weight that is needed is read
+    once.
 
-    ``norm``: weight [E] and eps of an RMS norm of x, which is not rounded on the way. ``residual_1E``, which may be x, is added,
-    overwritten with the result, and returned.
-
-    ``arrived`` [1] int32 on the device holds 0 before and after; two calls that may run at once need one each.
+    ``norm``: weight [E] and eps of an RMS norm of x, which is not rounded in between. ``residual_1E``, which may be x,
+    is added, overwritten with the result, and returned. ``arrived`` [1] int32 on the device holds 0 before and after;
+    two calls that may run at once need one each.
     """
     dim, (num_experts, _, width) = x_1E.shape[1], down_XEF.shape
-    assert x_1E.shape == (1, dim) and router_XE.shape == (num_experts, dim) and gate_up_XFE.shape == (num_experts, 2 * width, dim)
-    assert x_1E.dtype == router_XE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_1E.stride(1) == 1, "a dense row of the weights' dtype"
+    assert x_1E.shape == (1, dim) and router_XE.shape == (num_experts, dim) \
+        and gate_up_XFE.shape == (num_experts, 2 * width, dim)
+    assert x_1E.dtype == router_XE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_1E.stride(1) == 1, \
+        "a dense row of the weights' dtype"
     logits, weights = (torch.empty(n, dtype=torch.float32, device=x_1E.device) for n in (num_experts, top_k))
     ids = torch.empty(top_k, dtype=torch.int32, device=x_1E.device)
     inner_KF = torch.empty((top_k, width), dtype=x_1E.dtype, device=x_1E.device)
-    assert residual_1E is None or (residual_1E.shape == x_1E.shape and residual_1E.stride(1) == 1), "the residual is as the result"
+    assert residual_1E is None or (residual_1E.shape == x_1E.shape and residual_1E.stride(1) == 1), \
+        "the residual is as the result"
     out_1E, overlap = torch.empty_like(x_1E) if residual_1E is None else residual_1E, pdl(x_1E.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
     scale, eps = (x_1E, 0.0) if norm is None else norm
@@ -330,12 +353,12 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
     return out_1E
 
 
-# ----------------------------------------------------------------------------------------------------------- test grid
+# ------------------------------------------------------------------------------------------------------------ test grid
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of the test grid. ``routing``: of random logits, or all rows to the same experts."""
+    """One point of the test grid. ``routing``: by random logits, or all rows to the same experts."""
 
     rows: int
     experts: int = 8
@@ -365,6 +388,6 @@ def grid() -> Iterator[Case]:
     yield Case(rows=130, experts=3, top_k=1, routing="same")
     yield Case(rows=77, experts=128, top_k=8)  # several blocks of rows: 128 experts fit 32 rows a block
     yield Case(rows=140, experts=64, top_k=2)
-    for tiling in (STREAM, *(t for _, t in TILINGS[1:]), LARGE):
+    for _, tiling in TILINGS[1:]:  # the first is that of fp32
         yield Case(rows=45, experts=3, top_k=2, dim=136, width=144, tiling=tiling)
         yield Case(rows=45, experts=3, top_k=2, dim=256, width=128, tiling=tiling)

@@ -1,8 +1,9 @@
-"""Routing of a mixture of experts on the device: which experts each row has, and its pairs sorted by expert.
+"""Routing of a mixture of experts on the device: the experts of each row, and the pairs sorted by expert.
 
-A *pair* is a row with one of its experts. ``_route`` picks the experts of each row; ``_sort`` writes the pairs sorted by expert, and the list
-of *tiles*: up to BLOCK_M pairs of one expert. Of many pairs, ``_rank`` ranks those of a block that have the same expert, and ``_place`` turns
-counts into offsets. What costs here is waiting: for other warps, and for one load after the other.
+A *pair* is a row with one of its experts. ``_route`` picks the experts of each row. ``_sort`` writes the pairs sorted
+by expert, and the list of *tiles*: up to BLOCK_M pairs of one expert. For many pairs, ``_rank`` ranks the pairs of a
+block that share an expert, and ``_place`` turns counts into offsets. The cost is waiting: for other warps, and for one
+load after the other.
 
 Legend: T rows, X experts, K experts per row, P = T * K pairs, B blocks of pairs.
 """
@@ -15,28 +16,31 @@ import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 
-FEW_PAIRS = 4096  # that are sorted by comparing each with all others
+FEW_PAIRS = 4096  # pairs up to which each is compared with all others
 BLOCK, PART = 512, 16  # pairs that PART others are compared with at a time: as few loads in a row as registers allow
 ELEMENTS = 8192  # pairs, or blocks, x experts that a program holds
 
 
 def route_reference(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [T, K] (fp32; fp64 stays), the largest first, the lower expert first among equals; expert ids [T, K] int64."""
+    """Weights [T, K] (fp32; fp64 stays), the largest first, the lower expert first among equals; expert ids [T, K]
+    int64."""
     weights_TX = logits_TX.softmax(-1, dtype=torch.promote_types(logits_TX.dtype, torch.float32))
     ids_TK = logits_TX.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights_TK = weights_TX.gather(1, ids_TK)
     return (weights_TK / weights_TK.sum(-1, keepdim=True) if renormalize else weights_TK), ids_TK
 
 
-# ------------------------------------------------------------------------------------------------------------ kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @jit
-def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """Top-k of the softmax of a row's logits [X_PAD] fp32 (-inf past the last expert): ids and weights [K_PAD], the largest first.
+def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+          RENORMALIZE: tl.constexpr):
+    """Top-k of the softmax of a row's logits [X_PAD] fp32 (-inf past the last expert): ids and weights [K_PAD], the
+    largest first.
 
-    One reduction a choice: the largest key has the expert and its logit in it. Keys are distinct integers, so that a row of NaN, too,
-    picks K different experts: its pairs get places of their own.
+    Each choice is one reduction: the largest key holds the expert and its logit. Keys are distinct integers, so that
+    even a row of NaN picks K different experts, and its pairs get places of their own.
     """
     choice = tl.arange(0, K_PAD)
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # the two zeros are equal
@@ -59,7 +63,8 @@ def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, 
 
 
 @jit(do_not_specialize=["logits_row"])
-def _route(logits_ptr, weights_ptr, ids_ptr, logits_row, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+def _route(logits_ptr, weights_ptr, ids_ptr, logits_row, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr,
+           K_PAD: tl.constexpr,
            RENORMALIZE: tl.constexpr, PDL: tl.constexpr):
     """Pick the experts of one row: weights [T, K] fp32, ids [T, K] int32."""
     if PDL:
@@ -76,7 +81,7 @@ def _route(logits_ptr, weights_ptr, ids_ptr, logits_row, X: tl.constexpr, X_PAD:
 
 @jit
 def _counted(ids_ptr, first, stop, X_PAD: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of the pairs first .. stop each expert has: [X_PAD]."""
+    """Number of the pairs first .. stop that each expert has: [X_PAD]."""
     q = tl.arange(0, CHUNK)
     found = tl.zeros([X_PAD], tl.int32)
     for start in range(first, stop, CHUNK):
@@ -87,7 +92,8 @@ def _counted(ids_ptr, first, stop, X_PAD: tl.constexpr, CHUNK: tl.constexpr):
 
 @jit
 def _list_tiles(total, block, num_blocks, tiles_ptr, num_tiles_ptr, X_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """This block's share of the tiles of ``total`` [X_PAD] pairs of each expert: (expert, first, stop), sorted pairs first .. stop."""
+    """This block's share of the tiles of ``total`` [X_PAD] pairs of each expert: (expert, first, stop), sorted pairs
+    first .. stop."""
     x = tl.arange(0, X_PAD)
     first = tl.cumsum(total, 0) - total
     count = (total + BLOCK_M - 1) // BLOCK_M
@@ -102,9 +108,11 @@ def _list_tiles(total, block, num_blocks, tiles_ptr, num_tiles_ptr, X_PAD: tl.co
 
 
 @jit(do_not_specialize=["num_pairs"])
-def _sort(ids_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, X_PAD: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr,
+def _sort(ids_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, X_PAD: tl.constexpr, BLOCK_P: tl.constexpr,
+          CHUNK: tl.constexpr,
           BLOCK_M: tl.constexpr, PDL: tl.constexpr):
-    """Few pairs: the place of each is the number of pairs that come before it, by expert and then by row. The last program lists the tiles."""
+    """Few pairs: the place of each is the number of pairs that come before it, by expert and then by row. The last
+    program lists the tiles."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -122,7 +130,8 @@ def _sort(ids_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, X_PAD: tl.con
 
 
 @jit(do_not_specialize=["num_pairs"])
-def _rank(ids_ptr, ranks_ptr, counts_ptr, num_pairs, X: tl.constexpr, X_PAD: tl.constexpr, BLOCK_P: tl.constexpr, PART: tl.constexpr,
+def _rank(ids_ptr, ranks_ptr, counts_ptr, num_pairs, X: tl.constexpr, X_PAD: tl.constexpr, BLOCK_P: tl.constexpr,
+          PART: tl.constexpr,
           PDL: tl.constexpr):
     """Many pairs: the rank [P] of each among those of its block and expert, and counts [B, X]."""
     if PDL:
@@ -142,9 +151,12 @@ def _rank(ids_ptr, ranks_ptr, counts_ptr, num_pairs, X: tl.constexpr, X_PAD: tl.
 
 
 @jit(do_not_specialize=["num_pairs", "num_blocks"])
-def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, num_blocks, X: tl.constexpr, X_PAD: tl.constexpr,
-           BLOCK_P: tl.constexpr, PART: tl.constexpr, COUNT_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr):
-    """Sort a block of many: each program adds up all blocks' counts for itself, which is cheaper than another launch."""
+def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, num_blocks, X: tl.constexpr,
+           X_PAD: tl.constexpr,
+           BLOCK_P: tl.constexpr, PART: tl.constexpr, COUNT_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+           PDL: tl.constexpr):
+    """Sort a block of many pairs. Each program adds up all blocks' counts for itself, which is cheaper than another
+    launch."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -162,14 +174,15 @@ def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, 
     for part in range(block * BLOCK_P, stop, PART):
         p = part + tl.arange(0, PART)
         mine = tl.load(ids_ptr + p, mask=p < stop, other=0)
-        place = tl.sum(tl.where(x[None, :] == mine[:, None], base[None, :], 0), 1) + tl.load(ranks_ptr + p, mask=p < stop, other=0)
+        place = tl.sum(tl.where(x[None, :] == mine[:, None], base[None, :], 0), 1)
+        place += tl.load(ranks_ptr + p, mask=p < stop, other=0)
         tl.store(order_ptr + place, p, mask=p < stop)
     _list_tiles(total, block, num_blocks, tiles_ptr, num_tiles_ptr, X_PAD, BLOCK_M)
 
 
 class Routing(NamedTuple):
-    """weights [T, K] fp32, ids [T, K] int32. order [P] int32: pairs (row * K + choice) sorted by expert. tiles [n, 3] int32:
-    expert, first and stop in ``order``; num_tiles [1] int32: how many of them there are."""
+    """A step's routing. weights [T, K] fp32, ids [T, K] int32. order [P] int32: pairs (row * K + choice) sorted by
+    expert. tiles [n, 3] int32: expert, first and stop in ``order``; num_tiles [1] int32: the number of tiles in use."""
 
     weights: torch.Tensor
     ids: torch.Tensor
@@ -185,9 +198,11 @@ def max_tiles(num_rows: int, num_experts: int, top_k: int, block_m: int) -> int:
 
 
 def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int) -> Routing:
-    """Route and sort on the device, in two launches, or three where there are many pairs. A row's bits depend on its logits alone."""
+    """Route and sort on the device, in two launches, or three where there are many pairs. A row's bits depend on its
+    logits alone."""
     num_rows, num_experts = logits_TX.shape
-    assert num_rows and logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, "dense rows of logits, at most one pair an expert"
+    assert num_rows and logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, \
+        "dense rows of logits, at most one pair an expert"
     pairs, x_pad = num_rows * top_k, max(32, next_power_of_2(num_experts))  # a histogram has at least a lane a bin
 
     def ints(*shape: int) -> torch.Tensor:
@@ -198,11 +213,12 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
     tiles, num_tiles = ints(max_tiles(num_rows, num_experts, top_k, block_m), 3), ints(1)
     overlap = pdl(logits_TX.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
-    _route[(num_rows,)](logits_TX, weights, ids, logits_TX.stride(0), X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k),
+    _route[(num_rows,)](logits_TX, weights, ids, logits_TX.stride(0), X=num_experts, X_PAD=x_pad, TOP_K=top_k,
+                        K_PAD=next_power_of_2(top_k),
                         RENORMALIZE=renormalize, num_warps=max(1, x_pad // 512), **early)
     if pairs <= FEW_PAIRS:
-        _sort[(cdiv(pairs, PART) + 1,)](ids, order, tiles, num_tiles, pairs, X_PAD=x_pad, BLOCK_P=PART, CHUNK=BLOCK, BLOCK_M=block_m, num_warps=4,
-                                        **early)
+        _sort[(cdiv(pairs, PART) + 1,)](ids, order, tiles, num_tiles, pairs, X_PAD=x_pad, BLOCK_P=PART, CHUNK=BLOCK,
+                                        BLOCK_M=block_m, num_warps=4, **early)
         return Routing(weights, ids, order, tiles, num_tiles)
     blocks = cdiv(pairs, BLOCK)
     ranks, counts = ints(pairs), ints(blocks, num_experts)

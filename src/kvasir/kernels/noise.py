@@ -1,11 +1,13 @@
 """Gumbel noise from a counter: the same number for (stream, position, token id) on every device, in every batch.
 
-``argmax(logits / T + gumbel)`` draws from ``softmax(logits / T)``. Because the noise of a token is a pure function of its
-request's stream, its position and its id, a draw does not depend on the batch, on chunking, on preemption or on retries.
+``argmax(logits / T + gumbel)`` draws from ``softmax(logits / T)``. Because the noise of a token is a pure function of
+its request's stream, its position and its id, a draw does not depend on the batch, on chunking, on preemption or on
+retries.
 
-The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = stream (low word,
-high word), counter = (token id // 4, position, 0, 0); output word ``token id % 4`` belongs to the token. The 32-bit words
-are bit-exact everywhere; so is v below. The logarithms are as exact as the device's libm: a few units in the last place.
+The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = stream (low
+word, high word), counter = (token id // 4, position, 0, 0); output word ``token id % 4`` belongs to the token. The
+32-bit words are bit-exact everywhere; so is v below. The logarithms are as exact as the device's libm: a few units in
+the last place.
 
 Legend: M rows, V vocabulary, Q = ceil(V / 4) counters a row.
 """
@@ -26,8 +28,8 @@ _TOP_V = 1.0 - 2.0**-24
 
 
 def philox(counter: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Philox4x32-10. ``counter``: four, ``key``: two arrays of uint64 holding 32-bit words, broadcast against each other.
-    Returns four arrays of uint64 holding 32-bit words."""
+    """Philox4x32-10. ``counter``: four, ``key``: two arrays of uint64 holding 32-bit words, broadcast against each
+    other. Returns four arrays of uint64 holding 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -91,7 +93,8 @@ def _gumbel_kernel(streams, positions, out, vocab_size, BLOCK: tl.constexpr):
     _store_gumbel(base, w3, at + 3, at + 3 < vocab_size)
 
 
-def gumbel_triton(streams_M: torch.Tensor, positions_M: torch.Tensor, vocab_size: int, block: int = 256) -> torch.Tensor:
+def gumbel_triton(streams_M: torch.Tensor, positions_M: torch.Tensor, vocab_size: int,
+                  block: int = 256) -> torch.Tensor:
     """The kernel: [M, V] fp32 on the GPU (or on the CPU under Triton's interpreter)."""
     out = torch.empty(len(streams_M), vocab_size, dtype=torch.float32, device=streams_M.device)
     if out.numel():
@@ -103,8 +106,8 @@ def gumbel_triton(streams_M: torch.Tensor, positions_M: torch.Tensor, vocab_size
 def gumbel(streams_M: torch.Tensor, positions_M: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise [M, V] fp32, about -3.2 .. 22.9.
 
-    ``streams_M``: the u64 noise stream of each row, as int64. ``positions_M`` int64: position of the predicting row (the
-    index of the last known token), below 2^32. Row m depends on ``streams_M[m]`` and ``positions_M[m]`` alone.
+    ``streams_M``: the u64 noise stream of each row, as int64. ``positions_M`` int64: position of the predicting row
+    (the index of the last known token), below 2^32. Row m depends on ``streams_M[m]`` and ``positions_M[m]`` alone.
     """
     if use_triton(streams_M):
         return gumbel_triton(streams_M, positions_M, vocab_size)

@@ -1,9 +1,10 @@
-"""RMS norm: x / rms(x) * weight, in fp32, rounded once; and the same fused with the residual add that stands before it.
+"""RMS norm: x / rms(x) * weight, in fp32, rounded once; also fused with the residual add before it.
 
-A sublayer's result x joins the residual stream h, and the next sublayer wants the norm of the sum. Apart, that is five reads
-and writes of [T, E]; in one kernel it is four. With sandwiched norms (Gemma) x is itself normalised first: seven become four.
+A sublayer's result x joins the residual stream h, and the next sublayer needs the norm of the sum. Separately that is
+five reads and writes of [T, E]; in one kernel it is four. With sandwiched norms (Gemma) x is itself normalised first,
+and seven become four.
 
-Legend: T rows, E (or D) the normalised, last dimension. Any leading dimensions where nothing else is said.
+Legend: T rows, E (or D) the normalised, last dimension. Leading dimensions are free unless stated.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 def add_rms_norm_reference(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: float,
                            post: tuple[torch.Tensor, float] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum) of a residual stream h [T, E] and x [T, E], or norm(x) with the weight and eps of ``post``."""
+    """The norm of the sum, and the sum, of a residual stream h [T, E] and x [T, E]; with ``post`` (weight and eps) of h
+    and norm(x)."""
     if post is not None:
         x = rms_norm_reference(x, *post)
     h = x + h
     return rms_norm_reference(h, weight, eps), h
 
 
-# ------------------------------------------------------------------------------------------------------------ kernel
+# --------------------------------------------------------------------------------------------------------------- kernel
 
 
 @jit
 def _add_rms_norm(x_ptr, h_ptr, y_ptr, weight_ptr, post_ptr, x_row, h_row, y_row, eps, post_eps,
-                  E: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+                  E: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr,
+                  PDL: tl.constexpr):
     """One row: x = norm(x) if POST; h = x + h if ADD, in place; y = norm(h or x) if NORM."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
@@ -73,7 +76,8 @@ def _add_rms_norm(x_ptr, h_ptr, y_ptr, weight_ptr, post_ptr, x_row, h_row, y_row
 def _launch(x: torch.Tensor, h: torch.Tensor | None, weight: torch.Tensor | None, eps: float,
             post: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
     rows, width = x.shape
-    assert x.stride(1) == 1 and width <= MAX_WIDTH and (h is None or (h.shape == x.shape and h.stride(1) == 1)), "dense rows"
+    assert x.stride(1) == 1 and width <= MAX_WIDTH and (h is None or (h.shape == x.shape and h.stride(1) == 1)), \
+        "dense rows"
     y = None if weight is None else torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
@@ -82,8 +86,10 @@ def _launch(x: torch.Tensor, h: torch.Tensor | None, weight: torch.Tensor | None
     out = x if y is None else y
     stream = x if h is None else h
     _add_rms_norm[(rows,)](
-        x, stream, out, x if weight is None else weight, post_weight, x.stride(0), stream.stride(0), out.stride(0), eps, post_eps, E=width,
-        BLOCK=block, ADD=h is not None, POST=post is not None, NORM=y is not None, PDL=early, num_warps=min(16, max(1, block // 512)),
+        x, stream, out, x if weight is None else weight, post_weight, x.stride(0), stream.stride(0), out.stride(0), eps,
+        post_eps, E=width,
+        BLOCK=block, ADD=h is not None, POST=post is not None, NORM=y is not None, PDL=early,
+        num_warps=min(16, max(1, block // 512)),
         launch_pdl=early)
     return y
 
@@ -93,18 +99,20 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return use_triton(x) and x.dim() == 2 and weight.dim() == 1 and x.stride(1) == 1 and x.shape[1] <= MAX_WIDTH
 
 
-# ----------------------------------------------------------------------------------------------------------- choosers
+# ------------------------------------------------------------------------------------------------------------- choosers
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, eps_1: torch.Tensor | None = None, fused: bool = True) -> torch.Tensor:
-    """The fastest form for the device; arguments as ``rms_norm_reference``.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, eps_1: torch.Tensor | None = None,
+             fused: bool = True) -> torch.Tensor:
+    """RMS norm in the fastest form for the device; arguments as ``rms_norm_reference``.
 
-    ``eps_1``: eps as an fp32 tensor [1] on x's device. It saves a CPU two calls, but a row's last bit may then depend on its
-    batch: without it, it never does. ``fused`` False: torch's own form.
+    ``eps_1``: eps as an fp32 tensor [1] on x's device. It saves a CPU two calls, but a row's last bit may then depend
+    on its batch; without it, it never does. ``fused`` False: torch's own form.
     """
     if fused and fits(x, weight):
         return _launch(x, None, weight, eps, None)
-    if fused and eps_1 is None and use_triton(x) and x.shape[-1] <= MAX_WIDTH:  # torch's reductions look at the number of rows
+    # torch's reductions look at the number of rows
+    if fused and eps_1 is None and use_triton(x) and x.shape[-1] <= MAX_WIDTH:
         return _launch(x.reshape(-1, x.shape[-1]), None, x.new_ones(x.shape[-1]), eps, None).view(x.shape).mul_(weight)
     if x.is_cuda and weight.dtype == x.dtype:
         if weight.dim() == 1:
@@ -117,14 +125,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, eps_1: torch.Ten
     return normed if normed.dtype == x.dtype else normed.to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: float, post: tuple[torch.Tensor, float] | None = None,
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: float,
+                 post: tuple[torch.Tensor, float] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel for ``add_rms_norm_reference``, where ``fits`` says so. h is overwritten with the sum."""
     return _launch(x, h, weight, eps, post), h
 
 
 def add_normed(x: torch.Tensor, h: torch.Tensor, post: tuple[torch.Tensor, float]) -> torch.Tensor:
-    """h + norm(x) in one kernel, where ``fits`` says so; overwrites h."""
+    """Add norm(x) to h in one kernel, where ``fits`` says so; overwrites h."""
     _launch(x, h, None, 0.0, post)
     return h
 

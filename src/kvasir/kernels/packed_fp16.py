@@ -1,11 +1,12 @@
 """Products of a few rows with large fp32 weights on a CPU, read as fp16: half the bytes, the same numbers.
 
-A decode step reads every weight once, and a core gets few GB/s of what its caches do not hold. Checkpoints are stored in 16
-bits: a bf16 number has 8 bits of precision and an fp16 number 11, so within fp16's range the copy is exact (below 2^-14 an
-error of at most 2^-25 remains), and FBGEMM multiplies it with fp32 rows and sums in fp32.
+A decode step reads every weight once, and a core gets few GB/s of what its caches do not hold. Checkpoints are stored
+in 16 bits: a bf16 number has 8 bits of precision and an fp16 number 11, so within fp16's range the copy is exact (below
+2^-14 an error of at most 2^-25 remains), and FBGEMM multiplies it with fp32 rows and sums in fp32.
 
-Measured (two cores of a Xeon with AVX512, 16M weights, interleaved with MKL in fp32, one thread): 1 row 4.5 -> 3.7 ms, 8 rows
-9.7 -> 5.6, 16 rows 11.9 -> 8.5, 32 rows 14.0 -> 12.3, 64 rows slower. Small matrices lose more to the call than they gain.
+Measured (two cores of a Xeon with AVX512, 16M weights, interleaved with MKL in fp32, one thread): 1 row 4.5 -> 3.7 ms,
+8 rows 9.7 -> 5.6, 16 rows 11.9 -> 8.5, 32 rows 14.0 -> 12.3, 64 rows slower. Small matrices lose more to the call than
+they gain.
 
 Legend: T rows, K inputs, N outputs.
 """
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_ROWS = 32
-MIN_NUMEL = 1 << 18
+from kvasir import tuned
+
+MAX_ROWS = tuned.PACKED_ROWS.value
+MIN_NUMEL = tuned.PACKED_WEIGHTS.value  # elements of a weight
 MAX_ERROR = 2.0**-25
 
 
@@ -32,6 +35,7 @@ def fits(weight_NK: torch.Tensor) -> bool:
 
 
 def pack(weight_NK: torch.Tensor) -> torch.ScriptObject:
+    """Pack a weight for ``linear``."""
     engine = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:

@@ -1,17 +1,19 @@
 """Attention of ragged spans over paged keys and values: the reference, and a FlashAttention-style kernel in Triton.
 
-This kernel takes every span; single rows and long spans have faster ones (``decode_attention.py``, ``dense_attention.py``).
+This kernel takes every span; single rows and long spans have faster ones (``decode_attention.py``,
+``dense_attention.py``).
 
 A *tile* is what one program computes: a few rows of one span, times the query heads that share one KV head, so that
-grouped heads fill the tensor core's rows and every key is read once for all of them. ``Tiles`` is the list of tiles of a
-launch; spans of a step take at most two launches, one of small tiles (drafts) and one of large tiles (prompt chunks).
-Where tiles are too few to fill the GPU, the keys of each are split over several programs and a second kernel merges their
-partial results by log-sum-exp (flash-decoding). No result is read back by the host.
+grouped heads fill the tensor core's rows and every key is read once for all of them. ``Tiles`` is the list of tiles of
+a launch; spans of a step take at most two launches, one of small tiles (drafts) and one of large tiles (prompt chunks).
+Where tiles are too few to fill the GPU, the keys of each are split over several programs and a second kernel merges
+their partial results by log-sum-exp (flash-decoding). No result is read back by the host.
 
-Exact mode: a row's bits depend on its sequence and position alone. Every span takes tiles of one shape (``exact_tiles``), every
-block of keys the masked path, and keys are always cut at multiples of ``CHUNK``, whose partial results are merged one after
-the other in their order. Blocks that a row does not see change none of its bits: they add zero and multiply by one. A row of
-a draft tree has its keys at other slots than the same row of a plain span, so there the promise does not hold.
+Exact mode: a row's bits depend on its sequence and position alone. Every span takes tiles of one shape
+(``exact_tiles``), every block of keys the masked path, and keys are always cut at multiples of ``CHUNK``, whose partial
+results are merged one after the other in their order. Blocks that a row does not see change none of its bits: they add
+zero and multiply by one. A row of a draft tree has its keys at other slots than the same row of a plain span, so there
+the promise does not hold.
 
 FlashAttention-2 (arXiv:2307.08691), flash-decoding (the PyTorch blog, October 2023), PagedAttention (arXiv:2309.06180).
 Bytes of a decode step: 2 x keys x G x D x itemsize a sequence and layer. FLOPs: 4 x rows x keys x H x D.
@@ -22,22 +24,24 @@ W pages of a table, P slots per page, A words of ancestor bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import Launches, cdiv, jit, launch, next_power_of_2, tl
-from kvasir.kernels.hardware import multiprocessors, send
+from kvasir.kernels.hardware import multiprocessors, name_of, send
 from kvasir.kernels.key_chunks import SHORT_CHUNK, _merge_tiles, find_tile_chunk, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 INF = float("inf")
 SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
 TREE_ROWS = 64  # of a span, where a row's ancestors are one word
-MAX_SPLITS = 32
-SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
+MAX_SPLITS = 32  # splits of a tile's keys
+SPLIT_KEYS = tuned.SPLIT_KEYS.value  # fewer keys than this are not worth a program of their own
 CHUNK = 1024  # keys that exact mode computes apart
 PART_BYTES = 256 << 20  # of partial results at a time, in exact mode
 
@@ -50,17 +54,18 @@ def tree_bits(ancestors_LA: torch.Tensor) -> torch.Tensor:
 
 def visible(start: int, length: int, first: int, window: int | None = None, ancestors_LA: torch.Tensor | None = None,
             positions_L: torch.Tensor | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Which slots ``first .. start + length`` each row of a span sees: bool [L, start + length - first].
+    """Mask of the slots ``first .. start + length`` that each row of a span sees: bool [L, start + length - first].
 
-    A tree span (``ancestors_LA`` given, with the RoPE ``positions_L`` of its rows) sees the context and its ancestors;
-    for its window a row stands at its depth, not at its slot.
+    A tree span (``ancestors_LA`` given, with the RoPE ``positions_L`` of its rows) sees the context and its ancestors.
+    For its window a row stands at its depth, not at its slot.
     """
     keys = torch.arange(first, start + length, device=device)
     rows = torch.arange(start, start + length, device=device)
     if ancestors_LA is None:
         seen = keys <= rows[:, None]
     else:
-        seen = torch.cat([torch.ones(length, start - first, dtype=torch.bool, device=device), tree_bits(ancestors_LA)], 1)
+        context = torch.ones(length, start - first, dtype=torch.bool, device=device)
+        seen = torch.cat([context, tree_bits(ancestors_LA)], 1)
         rows = positions_L
         keys = torch.cat([keys[:start - first], positions_L])
     if window is not None:
@@ -92,7 +97,8 @@ def paged_attention_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch
                         softcap: float | None = None, sinks_H: torch.Tensor | None = None,
                         ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
                         ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One span after the other: [T, H, D] in q's dtype and the log-sum-exp [T, H]. Reads only slots that a row sees."""
+    """Attention of one span after the other: [T, H, D] in q's dtype and the log-sum-exp [T, H]. Reads only slots that a
+    row sees."""
     heads, groups, size = q_THD.shape[1], k_NGPD.shape[1], k_NGPD.shape[2]
     out_THD = torch.empty_like(q_THD)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32), device=q_THD.device)
@@ -113,33 +119,37 @@ def paged_attention_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch
     return out_THD, lse_TH
 
 
-# ------------------------------------------------------------------------------------------------------------ kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @jit(do_not_specialize=["table_row", "window", "num_splits", "words", "tile_m", "count", "wave", "budget"],
      do_not_specialize_on_alignment=["place_ptr", "length_ptr"])
 def _paged_attention(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr, ancestors_ptr, positions_ptr,
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr,
+        ancestors_ptr, positions_ptr,
         part_ptr, part_lse_ptr, cuts_ptr, place_ptr, length_ptr,
-        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, tile_m, count, wave, budget, scale, softcap,
+        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, tile_m, count, wave,
+        budget, scale, softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
         TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, WANT_LSE: tl.constexpr, ROWS: tl.constexpr = 0,
         COUNT_PAD: tl.constexpr = 16, MIN_KEYS: tl.constexpr = 0, SHORT_KEYS: tl.constexpr = 0):
-    """One tile, one KV head, one split of its keys; CHUNKED (0: no): a split is this many keys, at multiples of it.
+    """One tile, one KV head, one split of its keys. CHUNKED (0: off): keys of a split, which starts at a multiple of
+    it.
 
     SPLIT: ``out`` is [tiles, splits, G, tile_m, D] fp32 and ``lse`` [tiles, splits, G, tile_m] in base 2, both for
-    ``merge_splits``; else they are the results. Only slots below the span's end are ever loaded (the others may hold NaN).
+    ``merge_splits``; else they are the results. Only slots below the span's end are loaded; the others may hold NaN.
 
-    ROWS (0: no): tiles of so many rows, and chunks of their keys, follow from the rows' ``place`` and ``length`` on the device; see
-    ``paged_together_triton``. ``context`` is then where each of ``count`` rows stands in the cache, and a table belongs to a row. ``part``
-    and ``part_lse`` are for ``_merge_tiles``, and so is ``cuts`` [T, 2]: a tile's first chunk, and how many.
+    ROWS (0: off): the device derives tiles of this many rows, and chunks of their keys, from the rows' ``place`` and
+    ``length``; see ``paged_together_triton``. ``context`` is then the place of each of the ``count`` rows in the cache,
+    and each row has a table. ``part``, ``part_lse`` and ``cuts`` [T, 2] (a tile's first chunk, and their number) are
+    for ``_merge_tiles``.
     """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS > 0:
         group, tile = tl.program_id(0), tl.program_id(1)
-        span, first, parts, chunk = find_tile_chunk(tile, context_ptr, place_ptr, length_ptr, count, wave, budget, window, ROWS, BLOCK_N,
-                                                    COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
+        span, first, parts, chunk = find_tile_chunk(tile, context_ptr, place_ptr, length_ptr, count, wave, budget,
+                                                    window, ROWS, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
         if span >= count:
             return
         if tile == first:  # of every KV head alike
@@ -163,7 +173,8 @@ def _paged_attention(
     live = (m < (BLOCK_M // R) * R) & (local < length)
     row = (span_row + local).to(tl.int64)
     inside = d < D
-    q = tl.load(q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+    q = tl.load(q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :],
+                mask=live[:, None] & inside[None, :], other=0.0)
 
     tree = False
     if TREE:  # any bit in the span's first row: a causal span of a step with trees has none
@@ -203,8 +214,9 @@ def _paged_attention(
     kv_head = group.to(tl.int64) * head_stride
     n = tl.arange(0, BLOCK_N)
 
-    # Page ids are fetched a block ahead and carried: keys whose address waits for a load of the same iteration would not be
-    # pipelined. Blocks that every row of the tile sees whole need no mask; a window puts masked blocks before them as well.
+    # Page ids are fetched a block ahead and carried: keys whose address waits for a load of the same iteration would
+    # not be pipelined. Blocks that every row of the tile sees whole need no mask; a window puts masked blocks before
+    # them as well.
     pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
     middle = start
     if not WINDOWED and CHUNKED == 0:
@@ -230,7 +242,8 @@ def _paged_attention(
             if tree:
                 i = j - context  # the key's row in the span; negative: context
                 drafted = held & (i >= 0)
-                word = tl.load(ancestors_ptr + row[:, None] * words + (i // 64)[None, :], mask=live[:, None] & drafted[None, :], other=0)
+                word = tl.load(ancestors_ptr + row[:, None] * words + (i // 64)[None, :],
+                               mask=live[:, None] & drafted[None, :], other=0)
                 bit = tl.where(drafted, i % 64, 0).to(tl.int64)
                 seen = held[None, :] & ((i < 0)[None, :] | (((word >> bit[None, :]) & 1) != 0))
                 if WINDOWED:
@@ -242,19 +255,22 @@ def _paged_attention(
 
     if ROWS > 0:
         if parts == 1:
-            _finish(out_ptr, lse_ptr, sinks_ptr, 0, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
-                    H, R, D, SINKS, False, WANT_LSE)
+            _finish(out_ptr, lse_ptr, sinks_ptr, 0, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top,
+                    total, acc, H, R, D, SINKS, False, WANT_LSE)
         else:
-            _finish(part_ptr, part_lse_ptr, sinks_ptr, tile, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
-                    H, R, D, SINKS, True, WANT_LSE)
+            _finish(part_ptr, part_lse_ptr, sinks_ptr, tile, group, 0, 1, tile_m, m, d, row, head, live, inside,
+                    out_row, top, total, acc, H, R, D, SINKS, True, WANT_LSE)
     else:
-        _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+        _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside,
+                out_row, top, total, acc,
                 H, R, D, SINKS, SPLIT, WANT_LSE)
 
 
 @jit
-def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
-            H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, WANT_LSE: tl.constexpr):
+def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row,
+            top, total, acc,
+            H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+            WANT_LSE: tl.constexpr):
     """Normalise a tile and store it: as a partial result of its split, or for good."""
     lse = top + tl.log2(total)
     if SPLIT:
@@ -274,8 +290,10 @@ def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m,
 
 
 @jit(do_not_specialize=["num_splits", "tile_m", "window"])
-def merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, tiles_ptr, out_row, num_splits, tile_m, window,
-                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNKED: tl.constexpr,
+def merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, tiles_ptr, out_row,
+                 num_splits, tile_m, window,
+                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+                 CHUNKED: tl.constexpr,
                  WINDOWED: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
     """One row and head: the splits' results, each weighted by its share of the softmax's denominator."""
     tile, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -321,20 +339,22 @@ def merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_pt
             peak = tl.maximum(tl.max(part_lse, 0), sink)
             share = tl.exp2(part_lse - peak)
             total = tl.sum(share, 0) + tl.exp2(sink - peak)
-            parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=(share > 0.0)[:, None] & (d < D)[None, :], other=0.0)
+            parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=(share > 0.0)[:, None] & (d < D)[None, :],
+                            other=0.0)
             acc = tl.sum(parts * share[:, None], 0)
         tl.store(out_ptr + row * out_row + head * D + d, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
         if WANT_LSE:
             tl.store(lse_ptr + row * H + head, (peak + tl.log2(total)) * 0.6931471805599453)
 
 
-# ------------------------------------------------------------------------------------------------------------ launcher
+# ------------------------------------------------------------------------------------------------------------- launcher
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of one launch. ``items`` [n, 2] int32 on the device: span, first row in the span. ``max_keys``, ``max_rows``:
-    of any. ``exact``: a row's bits do not depend on its company; ``max_keys`` is then what the page table holds."""
+    """The tiles of one launch. ``items`` [n, 2] int32 on the device: span, first row in the span. ``max_keys``,
+    ``max_rows``: the most of any span. ``exact``: a row's bits do not depend on the rest of the batch; ``max_keys`` is
+    then unused."""
 
     items: torch.Tensor
     block_m: int
@@ -359,10 +379,10 @@ def block_of(length: int, share: int, dtype: torch.dtype) -> int:
     return max(small, 32 if dtype == torch.float32 else 128 if length * share >= 128 else 64)
 
 
-def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str,
-               spans: list[int] | None = None) -> list[Tiles]:
-    """Cut ``spans`` of a step (none given: all) into tiles, on the host: those that fit a small tile apart from those that
-    fill large ones."""
+def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
+               device: torch.device | str, spans: list[int] | None = None) -> list[Tiles]:
+    """Cut ``spans`` of a step (None: all) into tiles, on the host: those that fit a small tile separately from those
+    that fill large ones."""
     share = heads // kv_heads
     small_rows = rows_of_small(share)
     spans = range(len(lengths)) if spans is None else spans
@@ -377,12 +397,15 @@ def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int,
         # The last rows of a span see the most keys: they start first, so that the launch ends together.
         items = [(s, row) for s in large for row in reversed(range(0, lengths[s], rows))]
         plans.append((large_m, items, large))
-    return [Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m, max(starts[s] + lengths[s] for s in chosen),
+    return [Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m,
+                  max(starts[s] + lengths[s] for s in chosen),
                   max(lengths[s] for s in chosen)) for block_m, items, chosen in plans]
 
 
-def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str) -> list[Tiles]:
-    """Tiles of one shape for every span, in the order of the rows. Not planned from ``starts``: see ``graphs`` of the backend."""
+def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
+                device: torch.device | str) -> list[Tiles]:
+    """Tiles of one shape for every span, in the order of the rows. They do not depend on ``starts``: see ``graphs`` of
+    the backend."""
     block_m = max(32 if dtype == torch.float32 else 64, next_power_of_2(heads // kv_heads))
     rows = block_m // (heads // kv_heads)
     items = [(s, row) for s, length in enumerate(lengths) for row in range(0, length, rows)]
@@ -391,33 +414,35 @@ def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtyp
     return [Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m, 0, max(lengths), exact=True)]
 
 
+@functools.cache  # every layer asks
 def _blocks(block_m: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Keys a block, warps, stages: for Hopper's registers and shared memory, without spills; no search at start-up."""
-    if dtype == torch.float32:
-        return 32 if dim <= 64 else 16, 8, 2
-    block_n = 64 if dim <= 128 else 32
-    return block_n, 8 if block_m >= 128 else 4, 3 if dim <= 128 or block_m <= 32 else 2
+    """Keys of a block, warps and pipeline stages, from the table of tuned numbers: nothing is searched at start-up, and
+    no shape spills Hopper's registers or exceeds its shared memory."""
+    return tuned.look_up(tuned.PAGED_ATTENTION.value, dtype=name_of(dtype), dim=dim, block_m=block_m)
 
 
 def _num_splits(programs: int, keys: int, device: torch.device) -> int:
-    """Enough programs for four on every multiprocessor, each with enough keys."""
+    """Splits of each tile's keys: enough programs for four on every multiprocessor, each with enough keys."""
     return max(1, min(4 * multiprocessors(device) // programs, keys // SPLIT_KEYS, MAX_SPLITS))
 
 
 def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: list[Tiles], scale: float,
-                           out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
-                           ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
-                           lse_TH: torch.Tensor | None = None, num_splits: int | None = None, launches: Launches | None = None) -> None:
-    """What ``paged_attention_ref`` computes, for the tiles of ``plan_tiles``, written to their rows of ``out`` and ``lse`` (fp32).
+                           out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
+                           sinks_H: torch.Tensor | None = None, ancestors_TA: torch.Tensor | None = None,
+                           positions_T: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
+                           num_splits: int | None = None, launches: Launches | None = None) -> None:
+    """Compute ``paged_attention_ref`` for the tiles of ``plan_tiles`` into their rows of ``out`` and ``lse`` (fp32).
 
-    ``k_NGPD``/``v_NGPD``: pages of a power of two slots, strided by page and head. Head dims up to 256.
+    ``k_NGPD``/``v_NGPD``: pages with a power of two of slots, strided by page and head. Head dims up to 256.
     """
     _, heads, dim = q_THD.shape
     _, groups, size, _ = k_NGPD.shape
     assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
-    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
-    assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \
+        "planes must be page-strided with dense slots"
+    assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, \
+        "rows must be dense, of one dtype"
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
     absent = q_THD  # stands in for pointers that the compiled variant never touches
     run = launches or launch
@@ -437,19 +462,24 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
         if split:
             target = torch.empty((at_once, splits, groups, tile_m, dim), dtype=torch.float32, device=q_THD.device)
             target_lse = torch.empty(target.shape[:-1], dtype=torch.float32, device=q_THD.device)
-        flags = {"H": heads, "R": share, "D": dim, "D_PAD": dim_pad, "CHUNKED": CHUNK if part.exact else 0, "WINDOWED": window is not None,
+        flags = {"H": heads, "R": share, "D": dim, "D_PAD": dim_pad, "CHUNKED": CHUNK if part.exact else 0,
+                 "WINDOWED": window is not None,
                  "TREE": ancestors_TA is not None, "SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
         for items in part.items.split(at_once):
             run(_paged_attention, (items.shape[0], groups, splits),
                 q_THD, k_NGPD, v_NGPD, target, target_lse, sinks, table_SW, context_S, row_start_S, items,
-                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, *[absent] * 5,
-                q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0), table_SW.stride(0),
-                0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale, softcap or 1.0,
-                P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps, num_stages=stages, **flags)
+                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T,
+                *[absent] * 5,
+                q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0),
+                table_SW.stride(0),
+                0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale,
+                softcap or 1.0,
+                P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps,
+                num_stages=stages, **flags)
             if split:
                 run(merge_splits, (items.shape[0], groups, tile_m),
-                    target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits, tile_m, window or 0,
-                    SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
+                    target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits,
+                    tile_m, window or 0, SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
 
 
 # ------------------------------------------------------------------------- rows of a captured step that verifies drafts
@@ -457,8 +487,8 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
 
 @dataclass(frozen=True, slots=True)
 class TogetherShape:
-    """How the kernel is built for tiles of ``block_m`` rows x heads. ``at_once``: programs that a multiprocessor has room for;
-    ``programs``: chunks of long work for each."""
+    """How the kernel is built for tiles of ``block_m`` rows x heads. ``at_once``: programs that fit on a
+    multiprocessor; ``programs``: chunks of long work for each."""
 
     block_m: int
     block_n: int
@@ -468,62 +498,75 @@ class TogetherShape:
     programs: int
 
     @staticmethod
+    @functools.cache  # every layer asks
     def of(most: int, share: int, dim: int, dtype: torch.dtype) -> TogetherShape:
-        """For spans of at most ``most`` rows, as ``plan_tiles`` chooses. ``dim``: a power of two."""
+        """Shape for spans of at most ``most`` rows, with tiles as ``plan_tiles`` chooses them. ``dim``: a power of
+        two."""
         small = max(SMALL_TILE, next_power_of_2(share))
         block_m = small if most <= rows_of_small(share) else max(small, 32 if dtype == torch.float32 else 64)
-        at_once, programs = (2, 4) if block_m == SMALL_TILE else (1, 2)  # large tiles leave large partial results
-        return TogetherShape(block_m, *_blocks(block_m, dim, dtype), at_once, programs)
+        work = tuned.look_up(tuned.DRAFT_TILES.value, block_m=block_m)
+        return TogetherShape(block_m, *_blocks(block_m, dim, dtype), *work)
 
 
 def chunks_of(shape: Any, groups: int, device: torch.device) -> tuple[int, int]:
-    """``wave`` and ``budget`` of ``key_chunks``: at most as many chunks as rows, and ``budget`` more."""
+    """``wave`` and ``budget`` of ``key_chunks``: at most one chunk a row, and ``budget`` more."""
     wave = max(1, shape.at_once * multiprocessors(device) // groups)
     return wave, max(wave, shape.programs * multiprocessors(device) // groups)
 
 
-def together_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor, at_T: torch.Tensor,
-                 place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor, positions_T: torch.Tensor, scale: float, *,
-                 window: int | None = None, softcap: float | None = None,
+def together_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor,
+                 at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor,
+                 positions_T: torch.Tensor, scale: float, *, window: int | None = None, softcap: float | None = None,
                  sinks_H: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """``paged_attention_ref`` of the spans that such rows are of."""
+    """``paged_attention_ref`` of the spans that these rows belong to."""
     firsts, starts, lengths = spans_of(at_T, place_T, length_T)
-    return paged_attention_ref(q_THD, k_NGPD, v_NGPD, table_TW[firsts], starts, lengths, scale, window=window, softcap=softcap, sinks_H=sinks_H,
+    return paged_attention_ref(q_THD, k_NGPD, v_NGPD, table_TW[firsts], starts, lengths, scale, window=window,
+                               softcap=softcap, sinks_H=sinks_H,
                                ancestors_TA=ancestors_TA, positions_T=positions_T)
 
 
-def spans_of(at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
-    """On the host: first rows, starts and lengths of the spans of rows that stand at ``at`` in the cache, at ``place`` in a span of
-    ``length`` rows."""
+def spans_of(at_T: torch.Tensor, place_T: torch.Tensor,
+             length_T: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+    """First rows, starts and lengths of the spans, on the host, of rows that stand at ``at`` in the cache, at ``place``
+    in a span of ``length`` rows."""
     firsts = torch.nonzero(place_T == 0)[:, 0].tolist()
     return firsts, at_T[firsts].tolist(), length_T[firsts].tolist()
 
 
-def merge_tiles(part: torch.Tensor, part_lse: torch.Tensor, cuts: torch.Tensor, place_T: torch.Tensor, rows: int, dim: int,
-                sinks_H: torch.Tensor | None, out_THD: torch.Tensor, lse_TH: torch.Tensor | None) -> None:
-    """The chunks of every tile of ``rows`` rows: ``part`` [C, G, columns, D] fp32, ``part_lse`` [C, G, columns] in base 2."""
+def merge_tiles(part: torch.Tensor, part_lse: torch.Tensor, cuts: torch.Tensor, place_T: torch.Tensor, rows: int,
+                dim: int, sinks_H: torch.Tensor | None, out_THD: torch.Tensor, lse_TH: torch.Tensor | None) -> None:
+    """Merge the chunks of every tile of ``rows`` rows: ``part`` [C, G, columns, D] fp32, ``part_lse`` [C, G, columns]
+    in base 2."""
     count, heads, _ = out_THD.shape
     groups, columns = part.shape[1:3]
     share, dim_pad, warps = heads // groups, max(16, next_power_of_2(dim)), 4
     _merge_tiles[(groups, count)](
-        part, part_lse, out_THD, part_lse if lse_TH is None else lse_TH, part_lse if sinks_H is None else sinks_H, cuts, place_T,
+        part, part_lse, out_THD, part_lse if lse_TH is None else lse_TH, part_lse if sinks_H is None else sinks_H, cuts,
+        place_T,
         out_THD.stride(0), columns, H=heads, R=share, D=dim, D_PAD=dim_pad, R_PAD=next_power_of_2(share), ROWS=rows,
-        MERGE=merged_at_once(share, dim_pad, warps), SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=warps)
+        MERGE=merged_at_once(share, dim_pad, warps), SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None,
+        num_warps=warps)
 
 
-def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor, at_T: torch.Tensor,
-                          place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor, positions_T: torch.Tensor, most: int,
-                          scale: float, out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
-                          sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None, shape: TogetherShape | None = None) -> None:
-    """What ``together_ref`` computes: spans of at most ``most`` rows that follow each other, of which nothing is known on the host, so
-    that it may sit in a CUDA graph. The rows of a tile share the read of their keys, and who sees what is data: ``ancestors_TA`` as
-    in ``StepBatch``, of chains, too. ``at`` [T] int32; ``place``, ``length`` [T] int64; ``table_TW``: of each row, of which that of
-    a tile's first is read."""
+def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor,
+                          at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor,
+                          positions_T: torch.Tensor, most: int, scale: float, out_THD: torch.Tensor, *,
+                          window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                          lse_TH: torch.Tensor | None = None, shape: TogetherShape | None = None) -> None:
+    """Compute ``together_ref``: consecutive spans of at most ``most`` rows. The host knows nothing else about them, so
+    a CUDA graph can hold the launch.
+
+    The rows of a tile share the read of their keys. What a row sees is data: ``ancestors_TA`` as in ``StepBatch``, for
+    chains, too. ``at`` [T] int32; ``place``, ``length`` [T] int64; ``table_TW``: each row's table, of which that of a
+    tile's first row is read.
+    """
     count, heads, dim = q_THD.shape
     groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
     assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
-    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
-    assert q_THD.stride(-1) == 1 and table_TW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \
+        "planes must be page-strided with dense slots"
+    assert q_THD.stride(-1) == 1 and table_TW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, \
+        "rows must be dense, of one dtype"
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
     shape = shape or TogetherShape.of(most, share, dim_pad, q_THD.dtype)
     rows = shape.block_m // share
@@ -533,17 +576,23 @@ def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: tor
     cuts = torch.empty((count, 2), dtype=torch.int32, device=q_THD.device)
     absent = q_THD
     _paged_attention[(groups, count + budget)](
-        q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, table_TW, at_T, absent, absent,
-        ancestors_TA, positions_T, part, part_lse, cuts, place_T, length_T, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
-        out_THD.stride(0), table_TW.stride(0), ancestors_TA.stride(0), window or 0, 1, rows * share, count, wave, budget, scale, softcap or 1.0,
-        H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, WINDOWED=window is not None,
-        CAPPED=softcap is not None, SINKS=sinks_H is not None, TREE=True, SPLIT=False, CHUNKED=0, WANT_LSE=lse_TH is not None, ROWS=rows,
-        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(SPLIT_KEYS, shape.block_n), SHORT_KEYS=SHORT_CHUNK, num_warps=shape.warps,
+        q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H,
+        table_TW, at_T, absent, absent,
+        ancestors_TA, positions_T, part, part_lse, cuts, place_T, length_T, q_THD.stride(0), q_THD.stride(1),
+        k_NGPD.stride(0), k_NGPD.stride(1),
+        out_THD.stride(0), table_TW.stride(0), ancestors_TA.stride(0), window or 0, 1, rows * share, count, wave,
+        budget, scale, softcap or 1.0,
+        H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None, SINKS=sinks_H is not None, TREE=True, SPLIT=False, CHUNKED=0,
+        WANT_LSE=lse_TH is not None, ROWS=rows,
+        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(SPLIT_KEYS, shape.block_n), SHORT_KEYS=SHORT_CHUNK,
+        num_warps=shape.warps,
         num_stages=shape.stages)
     merge_tiles(part, part_lse, cuts, place_T, rows, dim, sinks_H, out_THD, lse_TH)
 
 
-# ----------------------------------------------------------------------------------------------------------- test grid
+# ------------------------------------------------------------------------------------------------------------ test grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -590,7 +639,8 @@ def grid() -> Iterator[Case]:
 
 
 def together_grid() -> Iterator[Case]:
-    """Chains, trees and single rows of one step, in small and in large tiles. ``splits``: chunks of long work for a multiprocessor."""
+    """Chains, trees and single rows of one step, in small and in large tiles. ``splits``: chunks of long work for a
+    multiprocessor."""
     small, bushy = (-1, 0, 0, 1, 1, 2, 5), (-1, *([0] * 10), *range(10))
     yield Case(spans=((0, 1),))
     yield Case(spans=((300, 3), (5, 2)), heads=4, sinks=True, softcap=4.0, splits=2)  # small tiles, several chunks

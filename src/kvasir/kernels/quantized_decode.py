@@ -1,37 +1,39 @@
-"""Attention of single rows over quantised pages: codes go to the tensor core as they are, scales come after.
+"""Attention of single rows over quantised pages: codes go to the tensor core as they are, and scales are applied after.
 
-Work is cut up as in ``decode_attention``. With codes c, k = s (c - m) + b, and the query q in the cache's basis,
+Work is cut as in ``decode_attention``. With codes c, k = s (c - m) + b, and the query q in the cache's basis,
 
     q.k = s (q.c - m sum(q)) + b sum(q)       sum_n p_n v_n = sum_n (p_n s_n) (c_n - m) + sum_n p_n b_n
 
-so that no element is ever dequantised: what is left of the unpacking is to make a number of a code. Pages are read as words
-of 16 bits, and a pair of words becomes a pair of fp16 numbers by setting exponents: the bits 0x6400 + x are 1024 + x, for a
-4-bit code in place (1024 + c), four bits higher (1024 + 16 c) or an 8-bit one; 8-bit floats are moved to where fp16 has its
-exponent, which divides them by 256. Five instructions for eight 4-bit codes. What the exponents add is subtracted where
-the products start, so that nothing large is summed up over blocks; for that, sum(q) and the sum of the weights p s are
-those of the rounded numbers. (SAW-INT4, arXiv:2604.19157; the factored form and the words are ours.)
+so no element is ever dequantised; what remains is to turn a code into a number. Pages are read as words of 16 bits, and
+a pair of words becomes a pair of fp16 numbers by setting exponents: the bits 0x6400 + x are 1024 + x, for a 4-bit code
+in place (1024 + c), one four bits higher (1024 + 16 c), or an 8-bit one. 8-bit floats are moved to where fp16 has its
+exponent, which divides them by 256. Eight 4-bit codes take five instructions. What the exponents add is subtracted
+where the products start, so that nothing large accumulates over blocks; for that, sum(q) and the sum of the weights p s
+are those of the rounded numbers. (SAW-INT4, arXiv:2604.19157; the factored form and the words are ours.)
 
-Products have the keys as their rows, so that a few query heads are padded to eight columns and not to sixteen rows.
-4-bit pages hold element i and i + D / 2 in a byte: word w of a row holds elements 2 w, 2 w + D / 2, 2 w + 1 and
-2 w + 1 + D / 2; 8-bit pages 2 w and 2 w + 1. Each is its own part of the products.
+Products have the keys as their rows, so that a few query heads are padded to eight columns instead of sixteen rows.
+4-bit pages hold elements i and i + D / 2 in a byte: word w of a row holds elements 2 w, 2 w + D / 2, 2 w + 1 and 2 w +
+1 + D / 2; 8-bit pages 2 w and 2 w + 1. Each is a separate part of the products.
 
 Bytes: 2 x keys x G x (D x bits / 8 + 4) a sequence and layer.
 
-Legend: T rows, S spans, B single rows, C chunks, M query heads of a tile, H query heads, G KV heads, R = H / G, D head dim,
-W words of a row, N pages or keys of a block, P slots per page.
+Legend: T rows, S spans, B single rows, C chunks, M query heads of a tile, H query heads, G KV heads, R = H / G, D head
+dim, W words of a row, N pages or keys of a block, P slots per page.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels import decode_attention
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.decode_attention import Rows, Shape
-from kvasir.kernels.hardware import multiprocessors
+from kvasir.kernels.hardware import multiprocessors, name_of
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.quantized_qkv import FORMATS, Format
 from kvasir.kernels.softmax_block import sink_logits
@@ -39,8 +41,9 @@ from kvasir.kernels.softmax_block import sink_logits
 
 @jit
 def _numbers(words, PART: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr):
-    """Code ``PART`` of int16 words. Without ``TRICK`` the code itself in fp32; with it fp16: 4 bits (``BITS``) as 1024 + c or
-    (odd parts) 1024 + 16 c, 8 bits as 1024 + c, 8-bit floats (0) divided by 256. ``ASM``: two words at a time."""
+    """Code ``PART`` of int16 words. Without ``TRICK`` the code itself in fp32; with it fp16: 4 bits (``BITS``) as 1024
+    + c or (odd parts) 1024 + 16 c, 8 bits as 1024 + c, 8-bit floats (0) divided by 256. ``ASM``: two words at a
+    time."""
     if not TRICK:
         WIDE: tl.constexpr = 8 if BITS == 0 else BITS
         codes = (words >> (PART * WIDE)) & ((1 << WIDE) - 1)
@@ -60,33 +63,41 @@ def _numbers(words, PART: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr,
         numbers = bits.to(tl.int16).to(tl.float16, bitcast=True)
     elif BITS == 4:
         if PART == 0:
-            numbers = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [words], tl.float16, True, 2)
+            numbers = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [words], tl.float16, True, 2)
         elif PART == 1:
-            numbers = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x00F000F0, 0x64006400, 0xEA;", "=r,r", [words], tl.float16, True, 2)
+            numbers = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0x00F000F0, 0x64006400, 0xEA;", "=r,r", [words], tl.float16, True, 2)
         elif PART == 2:
-            numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA;}",
-                                                "=r,r", [words], tl.float16, True, 2)
+            numbers = tl.inline_asm_elementwise(
+                "{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA;}",
+                "=r,r", [words], tl.float16, True, 2)
         else:
-            numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x00F000F0, 0x64006400, 0xEA;}",
-                                                "=r,r", [words], tl.float16, True, 2)
+            numbers = tl.inline_asm_elementwise(
+                "{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x00F000F0, 0x64006400, 0xEA;}",
+                "=r,r", [words], tl.float16, True, 2)
     elif BITS == 8:
         if PART == 0:
-            numbers = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x64646464, 0x4240;", "=r,r", [words], tl.float16, True, 2)
+            numbers = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0x64646464, 0x4240;", "=r,r", [words], tl.float16, True, 2)
         else:
-            numbers = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x64646464, 0x4341;", "=r,r", [words], tl.float16, True, 2)
+            numbers = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0x64646464, 0x4341;", "=r,r", [words], tl.float16, True, 2)
     elif PART == 0:
         numbers = tl.inline_asm_elementwise(
-            "{.reg .b32 t, u; shl.b32 u, $1, 8; shr.u32 t, u, 1; and.b32 t, t, 0x3F803F80; lop3.b32 $0, u, 0x80008000, t, 0xEA;}",
+            "{.reg .b32 t, u; shl.b32 u, $1, 8; shr.u32 t, u, 1; and.b32 t, t, 0x3F803F80; "
+            "lop3.b32 $0, u, 0x80008000, t, 0xEA;}",
             "=r,r", [words], tl.float16, True, 2)
     else:
-        numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 1; and.b32 t, t, 0x3F803F80; lop3.b32 $0, $1, 0x80008000, t, 0xEA;}",
-                                            "=r,r", [words], tl.float16, True, 2)
+        numbers = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 1; and.b32 t, t, 0x3F803F80; lop3.b32 $0, $1, 0x80008000, t, 0xEA;}",
+            "=r,r", [words], tl.float16, True, 2)
     return numbers
 
 
 @jit
 def _halves(meta):
-    """An int32 of two fp16 numbers, the first in the low half: both in fp32."""
+    """The two fp16 numbers in an int32, the first in the low half, both as fp32."""
     low = (meta & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), (meta >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -100,9 +111,10 @@ def _query(q_at, mask, factor, number: tl.constexpr):
 
 @jit
 def load_queries(q_at, mask, factor, D: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr):
-    """The parts of queries at ``q_at`` [M, W], times ``factor``: four (two of 8-bit words) [W, M], sum(q) [M], and what the
-    numbers of a key are above its codes, times q: to be subtracted."""
-    ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0  # a number is its code times 1 (even parts) or ODD, and this
+    """Load the parts of the queries at ``q_at`` [M, W], times ``factor``: four (two of 8-bit words) [W, M]; sum(q) [M];
+    and the excess of a key's numbers over its codes, times q, to be subtracted."""
+    # a number is its code times 1 (even parts) or ODD, and this
+    ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0
     ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
     MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
     number: tl.constexpr = tl.float16 if TRICK else tl.float32
@@ -121,17 +133,19 @@ def load_queries(q_at, mask, factor, D: tl.constexpr, BITS: tl.constexpr, TRICK:
 
 
 @jit
-def fold_codes(k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2, acc3,
+def fold_codes(k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1,
+               acc2, acc3,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr,
                CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """Fold one block of codes into the running softmax of a tile: k [N, W], v [W, N] int16 words with their grids [N], seen
-    [N, M] or [N, 1] (``MASKED``). Logarithms are to base 2. ``shift``: the sum of p b; accumulators are [W, M]."""
+    """Fold one block of codes into the running softmax of a tile: k [N, W], v [W, N] int16 words with their grids [N],
+    seen [N, M] or [N, 1] (``MASKED``). Logarithms are to base 2. ``shift``: the sum of p b; accumulators are [W, M]."""
     ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0
     ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
     MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
     GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256  # of the weights, against underflow
     number: tl.constexpr = tl.float16 if TRICK else tl.float32
-    s = tl.dot(_numbers(k, 0, BITS, TRICK, ASM), q0, tl.broadcast_to(above_q[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
+    s = tl.dot(_numbers(k, 0, BITS, TRICK, ASM), q0, tl.broadcast_to(above_q[None, :], [BLOCK_N, BLOCK_M]),
+               input_precision="ieee")
     s = tl.dot(_numbers(k, 1, BITS, TRICK, ASM), q1, s, input_precision="ieee")
     if BITS == 4:
         s = tl.dot(_numbers(k, 2, BITS, TRICK, ASM), q2, s, input_precision="ieee")
@@ -171,7 +185,7 @@ def fold_codes(k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, sof
 
 @jit
 def values_of(acc0, acc1, acc2, acc3, shift, share, BITS: tl.constexpr, TRICK: tl.constexpr):
-    """What the accumulators stand for, each column times its ``share``."""
+    """Values that the accumulators stand for, each column times its ``share``."""
     ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
     GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256
     FINE: tl.constexpr = 256 if TRICK and BITS == 0 else 1
@@ -186,23 +200,29 @@ def values_of(acc0, acc1, acc2, acc3, shift, share, BITS: tl.constexpr, TRICK: t
 
 @jit(do_not_specialize=["table_row", "count", "wave", "budget", "window"])
 def _quantized_decode(
-        q_ptr, k_ptr, v_ptr, k_meta, v_meta, out_ptr, lse_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr,
-        spans_ptr, q_row, q_head, page_stride, head_stride, meta_page, meta_head, out_row, table_row, count, wave, budget, window, scale,
+        q_ptr, k_ptr, v_ptr, k_meta, v_meta, out_ptr, lse_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr,
+        table_ptr, context_ptr, row_start_ptr,
+        spans_ptr, q_row, q_head, page_stride, head_stride, meta_page, meta_head, out_row, table_row, count, wave,
+        budget, window, scale,
         softcap,
-        H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, D_PAD: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr,
+        H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+        D_PAD: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr,
+        SHORT_KEYS: tl.constexpr,
         R_PAD: tl.constexpr, MERGE: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr,
         WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PDL: tl.constexpr):
-    """One KV head, one chunk of keys of one sequence; see ``decode_attention``. Scores are [keys, heads], sums [words, heads].
-    A key's scale and bias are one int32 (fp8: its scale, fp32): smaller loads would not be pipelined."""
+    """One KV head, one chunk of keys of one sequence; see ``decode_attention``. Scores are [keys, heads], sums [words,
+    heads]. A key's scale and bias are one int32 (fp8: its scale, fp32): smaller loads would not be pipelined."""
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
     if PDL:  # as in ``decode_attention``: contexts and tables were there before the step's first layer
         tl.extra.cuda.gdc_launch_dependents()
-    which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS,
+    which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N,
+                                            COUNT_PAD, MIN_KEYS, SHORT_KEYS,
                                             WINDOWED)
     if which < count:
-        span, row, low, start, stop = keys_of(which, item - first, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N, WINDOWED)
+        span, row, low, start, stop = keys_of(which, item - first, chunk, context_ptr, row_start_ptr, spans_ptr, window,
+                                              BLOCK_N, WINDOWED)
         m = tl.arange(0, BLOCK_M)
         w = tl.arange(0, W_PAD)
         n = tl.arange(0, BLOCK_N)
@@ -245,7 +265,8 @@ def _quantized_decode(
             else:
                 pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
             top, total, shift, acc0, acc1, acc2, acc3 = fold_codes(
-                k, v, k_grid, v_grid, held[:, None], q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2, acc3,
+                k, v, k_grid, v_grid, held[:, None], q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0,
+                acc1, acc2, acc3,
                 BLOCK_M, BLOCK_N, BITS, TRICK, ASM, CAPPED, True)
 
         lse = top + tl.log2(total)
@@ -263,13 +284,14 @@ def _quantized_decode(
             at_part = (item.to(tl.int64) * G + group) * R + m
             store_parts(part_ptr + at_part[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
             tl.store(part_lse_ptr + at_part, lse, mask=live)
-            arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
+            arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group,
+                   out_row,
                    H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
 
 
 @jit
 def store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """The elements that word w of a row held, [W, M]."""
+    """Store the elements of word w of a row, [W, M]."""
     dtype = row_ptr.dtype.element_ty
     mask = (w < W)[:, None] & live[None, :]
     at = row_ptr + 2 * w[:, None]
@@ -282,36 +304,34 @@ def store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl
         tl.store(at + 1, acc1.to(dtype), mask=mask)
 
 
+@functools.cache  # every layer asks
 def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int, share: int) -> Shape:
-    """As ``decode_attention.Shape.of``. Programs of one warp need no barrier and keep their scores in registers: 8 of them
-    on a multiprocessor, each with three blocks of 4 or 8 KiB on their way. Few rows are cut into few chunks, for less to merge. ``share``: query
-    heads of a KV head. From the timings of ``tools/gpu_kv.py``."""
+    """Shape for ``rows`` single rows over codes, from the table of tuned numbers.
+
+    ``dim``: a power of two. ``share``: query heads of a KV head. Programs of one warp need no barrier and keep their
+    scores in registers: 8 of them fit on a multiprocessor, each with three blocks of 4 or 8 KiB in flight. Few rows are
+    cut into few chunks, so that there is less to merge.
+    """
     words = dim // 4 if format == "int4" else dim // 2
-    large = words > 32 or share > 8
-    if dtype == torch.float32:
-        return Shape(32, 8, 2, 12)
-    if rows <= 2:
-        if words > 64 or share > 8:
-            return Shape(64, 4, 3, 6, 2)
-        return Shape(128, 4, 3, 4, 2) if large else Shape(64, 1, 3, 6, 4)
-    if words > 64 or large and share > 8:
-        return Shape(32, 2, 3, 8, 4)
-    return Shape(32, 1, 4, 14, 7) if large else Shape(64, 1, 4, 16, 8)
+    return Shape(*tuned.look_up(tuned.QUANTIZED_DECODE.value, dtype=name_of(dtype), rows=rows, words=words,
+                                share=share))
 
 
-def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format, table_SW: torch.Tensor,
-                            context_S: torch.Tensor, row_start_S: torch.Tensor, rows: Rows, scale: float, out_THD: torch.Tensor, *,
-                            window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format,
+                            table_SW: torch.Tensor, context_S: torch.Tensor, row_start_S: torch.Tensor, rows: Rows,
+                            scale: float, out_THD: torch.Tensor, *, window: int | None = None,
+                            softcap: float | None = None, sinks_H: torch.Tensor | None = None,
                             lse_TH: torch.Tensor | None = None, shape: Shape | None = None) -> None:
-    """``paged_attention_ref`` over what ``planes`` stand for, for queries and values in the cache's basis; otherwise as
-    ``decode_attention_triton``. ``planes``: as ``quantized_qkv`` writes them."""
+    """Compute ``paged_attention_ref`` over decoded ``planes``, for queries and values in the cache's basis; otherwise
+    as ``decode_attention_triton``. ``planes``: as ``quantized_qkv`` writes them."""
     _, heads, dim = q_THD.shape
     k, v = planes["k"].view(torch.int16), planes["v"].view(torch.int16)
     k_meta, v_meta = planes["k_meta"].view(torch.int32), planes["v_meta"].view(torch.int32)
     groups, size, width = k.shape[1:]
     count = rows.spans.shape[0]
     assert heads % groups == 0 and dim % 4 == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
-    assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k_meta.stride() == v_meta.stride(), "planes must have dense slots"
+    assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k_meta.stride() == v_meta.stride(), \
+        "planes must have dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1, "rows must be dense"
     assert rows.arrived.numel() >= count * groups, "one counter a row and KV head"
     share, dim_pad, width_pad = heads // groups, max(16, next_power_of_2(dim)), max(16, next_power_of_2(width))
@@ -326,24 +346,30 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
     absent, early = q_THD, pdl(q_THD.device)  # stands in for pointers that the compiled variant never touches
     _quantized_decode[(groups, chunks)](
         q_THD, k, v, k_meta, v_meta, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived,
-        absent if sinks_H is None else sinks_H, table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1),
-        k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0,
-        scale, softcap or 1.0, H=heads, R=share, P=size, D=dim, W=width, W_PAD=width_pad, D_PAD=dim_pad, BLOCK_M=max(8, share_pad),
+        absent if sinks_H is None else sinks_H, table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0),
+        q_THD.stride(1),
+        k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0), count,
+        wave, budget, window or 0,
+        scale, softcap or 1.0, H=heads, R=share, P=size, D=dim, W=width, W_PAD=width_pad, D_PAD=dim_pad,
+        BLOCK_M=max(8, share_pad),
         BLOCK_N=shape.block_n, COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n),
         SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad, MERGE=merged_at_once(share, dim_pad, shape.warps), BITS=bits,
-        TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, WINDOWED=window is not None, CAPPED=softcap is not None,
-        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=early)
+        TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, num_warps=shape.warps,
+        num_stages=shape.stages, launch_pdl=early)
 
 
-# -------------------------------------------------------------------------------------------------- codes made numbers
+# --------------------------------------------------------------------------------------------------- codes made numbers
 
 
 @jit(do_not_specialize=["table_row", "slots", "first_group", "window"])
-def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context_ptr, row_start_ptr, spans_ptr, page_stride, head_stride,
+def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context_ptr, row_start_ptr, spans_ptr,
+                  page_stride, head_stride,
                   meta_page, meta_head, table_row, slots, first_group, window,
                   P: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of slots of one span and KV head: page -> numbers [G, slots, D], in the cache's basis. Slots past the span's end
-    become zeros; blocks that its first row does not see (``window``; 0: none) are left out."""
+    """One block of slots of one span and KV head: page -> numbers [G, slots, D], in the cache's basis. Slots past the
+    span's end become zeros; blocks that its first row does not see (``window``; 0: none) are left out."""
     block, group, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(spans_ptr + place * 2)
     context = tl.load(context_ptr + span)
@@ -375,7 +401,8 @@ def _write_numbers(codes, meta, out, held, wide, D: tl.constexpr, BITS: tl.const
         both = tl.load(codes, mask=mask, other=0).to(tl.int32)
         low, high = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
     else:
-        low, high = _byte(tl.load(codes, mask=mask, other=0), BITS), _byte(tl.load(codes + D // 2, mask=mask, other=0), BITS)
+        low = _byte(tl.load(codes, mask=mask, other=0), BITS)
+        high = _byte(tl.load(codes + D // 2, mask=mask, other=0), BITS)
     tl.store(out, (low * scale + bias).to(out.dtype.element_ty), mask=wide)
     tl.store(out + D // 2, (high * scale + bias).to(out.dtype.element_ty), mask=wide)
 
@@ -388,20 +415,24 @@ def _byte(codes, BITS: tl.constexpr):
     return codes.to(tl.float32)
 
 
-def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GLD: torch.Tensor, v_GLD: torch.Tensor, table_SW: torch.Tensor,
-                        context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, first_group: int,
-                        window: int | None = None) -> None:
-    """What the codes of ``spans`` [m, 2] int32 (span, its first slot in the result) stand for, in the cache's basis: dense
-    [G, slots, D], for as many KV heads from ``first_group`` on as ``k`` and ``v`` have. ``blocks`` of ``block`` slots: the
-    longest span; a span's place has room for whole blocks. ``window``: what is out of it for every row is not written."""
+def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GLD: torch.Tensor, v_GLD: torch.Tensor,
+                        table_SW: torch.Tensor, context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor,
+                        blocks: int, block: int, first_group: int, window: int | None = None) -> None:
+    """Decode ``spans`` [m, 2] int32 (span, its first slot in the result) in the cache's basis: dense [G, slots, D], for
+    as many KV heads from ``first_group`` on as ``k`` and ``v`` have.
+
+    ``blocks`` of ``block`` slots: the longest span; a span's place has room for whole blocks. ``window``: slots outside
+    the window of every row are not written.
+    """
     k, v, k_meta, dim = planes["k"].view(torch.uint8), planes["v"].view(torch.uint8), planes["k_meta"], k_GLD.shape[2]
     _gather_codes[(blocks, k_GLD.shape[0], spans.shape[0])](
         k, v, k_meta, planes["v_meta"], k_GLD, v_GLD, table_SW, context_S, row_start_S, spans, k.stride(0), k.stride(1),
-        k_meta.stride(0), k_meta.stride(1), table_SW.stride(0), k_GLD.shape[1], first_group, window or 0, P=k.shape[2], D=dim,
+        k_meta.stride(0), k_meta.stride(1), table_SW.stride(0), k_GLD.shape[1], first_group, window or 0, P=k.shape[2],
+        D=dim,
         HALF=next_power_of_2(dim // 2), BITS=FORMATS[format], BLOCK=block, num_warps=8)
 
 
-# ----------------------------------------------------------------------------------------------------------- test grid
+# ------------------------------------------------------------------------------------------------------------ test grid
 
 
 @dataclass(frozen=True, kw_only=True)

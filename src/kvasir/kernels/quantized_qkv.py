@@ -1,30 +1,33 @@
-"""From the fused projection to a quantised cache in one kernel: QK norm, RoPE, rotation, grid, packing, scatter.
+"""One kernel from the fused projection to a quantised cache: QK norm, RoPE, rotation, grid, packing, scatter.
 
-What ``fused_qkv`` does, and then: keys (and values, when asked) are multiplied by an orthonormal matrix diag(signs) H, with
-H block-diagonal Sylvester-Hadamard, put on a grid of their own and stored as codes and fp16 (scale, bias), fp8 with an fp32 scale. Queries are
-rotated like the keys, so that attention works on codes without undoing anything (SAW-INT4, arXiv:2604.19157).
+The kernel does what ``fused_qkv`` does. Then keys (and values, when asked) are multiplied by an orthonormal matrix
+diag(signs) H, with H block-diagonal Sylvester-Hadamard, and put on each row's own grid: codes with an fp16 (scale,
+bias), fp8 with an fp32 scale. Queries are rotated like the keys, so that attention works on codes without undoing
+anything (SAW-INT4, arXiv:2604.19157).
 
-The rotation of order 2^n is one of order 16 on the tensor cores, whose entries of +-1 make products exact, and then n - 4 stages of
-sums and differences of blocks of 16. Programs are of one warp, with eight heads below each other and their blocks below those: what
-a stage adds lies in the registers of one thread, and nothing waits for another warp. Few rows take four heads a program: less to do
-in a row's time, for sums across lanes. The last stage is that of the two halves
-of a row, so that a program holds two halves throughout, and the codes of element i and i + D / 2, which share a byte, meet in
-one thread.
+The rotation of order 2^n is one of order 16 on the tensor cores, whose entries of +-1 make products exact, followed by
+n - 4 stages of sums and differences of blocks of 16. Programs have one warp, with eight heads below each other and
+their blocks below those: what a stage adds lies in the registers of one thread, and nothing waits for another warp. Few
+rows take four heads a program: a row is done sooner, at the cost of sums across lanes. The last stage is that of the
+two halves of a row. So a program holds two halves throughout, and the codes of elements i and i + D / 2, which share a
+byte, meet in one thread.
 
 Bytes: (H + 2 G) x D x itemsize read, H x D x itemsize and 2 x G x (D x bits / 8 + 4) written a row.
 
-Legend: T rows, X = H + 2 G heads of the projection (queries, keys, values), H query heads, G KV heads, D head dim, N pages,
-P slots a page.
+Legend: T rows, X = H + 2 G heads of the projection (queries, keys, values), H query heads, G KV heads, D head dim, N
+pages, P slots a page.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.fused_qkv import HeadOps
 from kvasir.kernels.norm import rms_norm_reference
@@ -34,16 +37,17 @@ from kvasir.kernels.rope import rotate
 Format = Literal["int4", "int8", "fp8"]
 FORMATS = {"int4": 4, "int8": 8, "fp8": 0}  # bits of an integer code
 BLOCK = 16  # elements: the least that the tensor core takes, of rows, too
-FEW = 16  # rows
+FEW = tuned.QUANTIZED_WRITE_ROWS.value  # rows of a step up to which small programs are faster
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
     """The rotation of a cache: R = diag(signs) H / sqrt(``order``), H of +-1 and 0, in the rows' dtype.
 
-    ``parts``: ``same``: H is one block [D/2, D/2] (``matrix``) for each half of a head; ``cross``: its order is D, so that the
-    halves' products are added and subtracted; ``whole``: ``matrix`` is H itself [D, D], whose blocks do not end at D / 2.
-    ``values``: they are rotated, too."""
+    ``parts``: ``same``: H is one block [D/2, D/2] (``matrix``) for each half of a head; ``cross``: its order is D, so
+    that the halves' products are added and subtracted; ``whole``: ``matrix`` is H itself [D, D], whose blocks do not
+    end at D / 2. ``values``: values are rotated, too.
+    """
 
     matrix: torch.Tensor
     signs_D: torch.Tensor
@@ -54,8 +58,8 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built: a program's heads, each half of them as ``blocks`` of ``width`` elements (powers of two), and the
-    ``stages`` of sums over blocks."""
+    """How the kernel is built: a program's heads, each half of them as ``blocks`` of ``width`` elements (powers of
+    two), and the ``stages`` of sums over blocks."""
 
     heads: int
     blocks: int
@@ -65,17 +69,24 @@ class Shape:
 
     @staticmethod
     def of(rows: int, dim: int, basis: Basis | None) -> Shape:
-        """Few rows are quickest in small programs. From the timings of ``tools/gpu_kv.py --write``."""
+        """Shape for ``rows`` rows of heads of ``dim``: heads and warps from the table of tuned numbers, the rest
+        follows from the rotation."""
         half = dim // 2
-        if basis is None:
-            return Shape(4, 1, next_power_of_2(half), 0, 1) if rows <= FEW else Shape(16, 1, next_power_of_2(half), 0, 4)
-        if basis.parts == "whole" or half % BLOCK:
-            return Shape(BLOCK, 1, max(BLOCK, next_power_of_2(half)), 0, 4)
+        rotation = "none" if basis is None else "whole" if basis.parts == "whole" or half % BLOCK else "blocks"
+        heads, warps = _heads_and_warps(rotation, rows <= FEW)
+        if rotation != "blocks":
+            return Shape(heads, 1, max(BLOCK if rotation == "whole" else 1, next_power_of_2(half)), 0, warps)
         order, blocks = basis.order // 2 if basis.parts == "cross" else basis.order, next_power_of_2(half // BLOCK)
-        return Shape(max(4, BLOCK // blocks) if rows <= FEW else max(8, BLOCK // blocks), blocks, BLOCK, max(0, (order // BLOCK).bit_length() - 1), 1)
+        return Shape(max(heads, BLOCK // blocks), blocks, BLOCK, max(0, (order // BLOCK).bit_length() - 1), warps)
 
 
-def quantized_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, basis: Basis | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@functools.cache  # every layer asks
+def _heads_and_warps(rotation: str, few: bool) -> tuple:
+    return tuned.look_up(tuned.QUANTIZED_WRITE.value, rotation=rotation, few=few)
+
+
+def quantized_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps,
+                            basis: Basis | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys, values [T, heads, D] in the cache's basis and the rows' dtype, before the grid."""
     groups = (heads_TXD.shape[1] - ops.num_heads) // 2
     qk, v = heads_TXD.split_with_sizes((ops.num_heads + groups, groups), 1)
@@ -124,10 +135,13 @@ def _turned(x, matrix, BLOCKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.cons
 
 
 @jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
-def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr, table_ptr, positions_ptr, weight_ptr, matrix_ptr, signs_ptr,
+def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr, table_ptr, positions_ptr, weight_ptr,
+                   matrix_ptr, signs_ptr,
                    eps, factor, row_stride, head_stride, page_stride, group_stride, meta_page, meta_group, num_slots,
-                   H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
-                   WIDTH: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, TURN: tl.constexpr, TURN_VALUES: tl.constexpr,
+                   H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+                   BLOCKS: tl.constexpr,
+                   WIDTH: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, TURN: tl.constexpr,
+                   TURN_VALUES: tl.constexpr,
                    PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     """``HEADS`` heads of one row, as two halves [BLOCKS, HEADS, WIDTH]. ``BITS`` 0: fp8."""
     row = tl.program_id(0).to(tl.int64)
@@ -140,7 +154,8 @@ def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr
         tl.extra.cuda.gdc_launch_dependents()
     angle = table_ptr + tl.load(positions_ptr + row) * D + i
     slot = tl.load(slots_ptr + row)
-    cos = tl.load(angle, mask=real, other=1.0)  # a copy for every head is where it is needed, and nothing has to be handed on
+    # a copy for every head is where it is needed, and nothing has to be handed on
+    cos = tl.load(angle, mask=real, other=1.0)
     sin = tl.load(angle + D // 2, mask=real, other=0.0)
     if NORM:
         scale_at = weight_ptr + head * D + i
@@ -215,12 +230,14 @@ def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr
             MIDDLE: tl.constexpr = 1 << (BITS - 1)
             least = -_of_head_max(tl.where(inside, -tl.minimum(a, b), -float("inf")))
             most = _of_head_max(tl.where(inside, tl.maximum(a, b), -float("inf")))
-            scale = tl.minimum(tl.maximum(tl.div_rn(most - least, (2 * MIDDLE - 1) * 1.0), 0.00006103515625), 65504.0).to(tl.float16)
+            scale = tl.minimum(tl.maximum(tl.div_rn(most - least, (2 * MIDDLE - 1) * 1.0), 0.00006103515625),
+                               65504.0).to(tl.float16)
             step = scale.to(tl.float32)
             bias = tl.minimum(tl.maximum(least + MIDDLE * step, -65504.0), 65504.0).to(tl.float16)
             shift = bias.to(tl.float32)
             inverse = tl.div_rn(1.0, step)  # a division an element would be half of the kernel's time
-            # Adding 2^23 rounds to the nearest integer and leaves it in the low bits: conversions have a quarter of the rate.
+            # Adding 2^23 rounds to the nearest integer and leaves it in the low bits: conversions have a quarter of the
+            # rate.
             c = tl.minimum(tl.maximum((a - shift) * inverse + MIDDLE, 0.0), 2 * MIDDLE - 1.0) + 8388608.0
             d = tl.minimum(tl.maximum((b - shift) * inverse + MIDDLE, 0.0), 2 * MIDDLE - 1.0) + 8388608.0
             c, d = c.to(tl.int32, bitcast=True) & 255, d.to(tl.int32, bitcast=True) & 255
@@ -240,47 +257,58 @@ def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr
 
 @jit
 def _of_head_max(x):
-    """The largest of every head, [1, HEADS, 1], of x [BLOCKS, HEADS, WIDTH]."""
+    """The largest element of every head, [1, HEADS, 1], of x [BLOCKS, HEADS, WIDTH]."""
     return tl.max(tl.max(x, 0, keep_dims=True), 2, keep_dims=True)
 
 
 @jit
 def _of_head_sum(x):
+    """The sum of every head's elements, [1, HEADS, 1], of x [BLOCKS, HEADS, WIDTH]."""
     return tl.sum(tl.sum(x, 0, keep_dims=True), 2, keep_dims=True)
 
 
-def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, torch.Tensor], slots_T: torch.Tensor, format: Format,
-                  basis: Basis | None = None) -> torch.Tensor:
-    """Queries [T, H, D] in the cache's basis; keys and values go to their slots (int64, -1: nowhere) of ``planes`` ``k``, ``v``
-    [N, G, P, bytes] and ``k_meta``, ``v_meta`` [N, G, P, 2] fp16 (fp8: [N, G, P, 1] fp32), as ``kernels.quantize`` encodes them."""
+def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, torch.Tensor], slots_T: torch.Tensor,
+                  format: Format, basis: Basis | None = None) -> torch.Tensor:
+    """Queries [T, H, D] in the cache's basis. Keys and values go to their slots (int64, -1: nowhere) of ``planes``
+    ``k``, ``v`` [N, G, P, bytes] and ``k_meta``, ``v_meta`` [N, G, P, 2] fp16 (fp8: [N, G, P, 1] fp32), encoded as
+    ``kernels.quantize`` does."""
     rows, total, dim = heads_TXD.shape
     heads, k, k_meta = ops.num_heads, planes["k"], planes["k_meta"]
     groups, size = k.shape[1], k.shape[2]
-    assert total == heads + 2 * groups and heads_TXD.stride(2) == 1 and dim % 2 == 0 and ops.table.shape[1] == dim, "heads do not fit"
-    assert k.stride() == planes["v"].stride() and k_meta.stride() == planes["v_meta"].stride(), "keys and values must be laid out alike"
-    assert k.stride(2) == k.shape[3] and k_meta.stride(2) == k_meta.shape[3] and slots_T.shape == (rows,), "planes must have dense slots"
+    assert total == heads + 2 * groups and heads_TXD.stride(2) == 1 and dim % 2 == 0 and ops.table.shape[1] == dim, \
+        "heads do not fit"
+    assert k.stride() == planes["v"].stride() and k_meta.stride() == planes["v_meta"].stride(), \
+        "keys and values must be laid out alike"
+    assert k.stride(2) == k.shape[3] and k_meta.stride(2) == k_meta.shape[3] and slots_T.shape == (rows, ), \
+        "planes must have dense slots"
     q_THD = torch.empty(rows, heads, dim, dtype=heads_TXD.dtype, device=heads_TXD.device)
     if rows == 0:
         return q_THD
     weight, eps = (heads_TXD, 0.0) if ops.norm is None else ops.norm
     early = pdl(heads_TXD.device)
-    shape = Shape.of(FEW + 1 if ops.exact else rows, dim, basis)  # a shape has an order of its own in which a head's squares are summed
+    # a shape has an order of its own in which a head's squares are summed
+    shape = Shape.of(FEW + 1 if ops.exact else rows, dim, basis)
     _quantized_qkv[(rows, cdiv(total, shape.heads))](
         heads_TXD, q_THD, k, planes["v"], k_meta, planes["v_meta"], slots_T, ops.table, ops.positions_T, weight,
-        heads_TXD if basis is None else basis.matrix, heads_TXD if basis is None else basis.signs_D, eps, 1.0 if basis is None else basis.order**-0.5,
-        heads_TXD.stride(0), heads_TXD.stride(1), k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), k.shape[0] * size,
-        H=heads, G=groups, P=size, D=dim, HEADS=shape.heads, BLOCKS=shape.blocks, WIDTH=shape.width, NORM=ops.norm is not None,
-        BITS=FORMATS[format], TURN=basis is not None, TURN_VALUES=basis is not None and basis.values, PARTS="" if basis is None else basis.parts,
+        heads_TXD if basis is None else basis.matrix, heads_TXD if basis is None else basis.signs_D, eps,
+        1.0 if basis is None else basis.order**-0.5,
+        heads_TXD.stride(0), heads_TXD.stride(1), k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1),
+        k.shape[0] * size,
+        H=heads, G=groups, P=size, D=dim, HEADS=shape.heads, BLOCKS=shape.blocks, WIDTH=shape.width,
+        NORM=ops.norm is not None,
+        BITS=FORMATS[format], TURN=basis is not None, TURN_VALUES=basis is not None and basis.values,
+        PARTS="" if basis is None else basis.parts,
         STAGES=shape.stages, PDL=early, num_warps=shape.warps, launch_pdl=early)
     return q_THD
 
 
-# ----------------------------------------------------------------------------------------------------------- test grid
+# ------------------------------------------------------------------------------------------------------------ test grid
 
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the test grid. ``order``: of the rotation, 0: none. ``skip``: every ``skip``-th row has slot -1."""
+    """One point of the test grid. ``order``: that of the rotation, 0: none. ``skip``: every ``skip``-th row has slot
+    -1."""
 
     rows: int
     heads: int
@@ -301,7 +329,8 @@ def grid() -> Iterator[Case]:
     for format in FORMATS:
         yield Case(4, 7, 1, 128, format, norm=True)
         yield Case(17, 12, 3, 96, format, order=32)
-    for rows, dim, order in ((17, 64, 16), (3, 80, 16), (3, 96, 32), (17, 128, 128), (3, 128, 64), (17, 128, 16), (3, 256, 256), (17, 256, 256)):
+    for rows, dim, order in ((17, 64, 16), (3, 80, 16), (3, 96, 32), (17, 128, 128), (3, 128, 64), (17, 128, 16),
+                             (3, 256, 256), (17, 256, 256)):
         yield Case(rows, 16, 1, dim, order=order)
     yield Case(3, 32, 8, 128, order=128, values=True, norm=True)
     yield Case(17, 32, 8, 128, order=128)  # programs of queries, of keys and of values

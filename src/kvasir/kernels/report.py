@@ -1,14 +1,16 @@
-"""Of each row's drawn token: log-probability, rank, and how sure the model was, from the logits alone.
+"""Log-probability and rank of each row's drawn token, and the model's confidence, from the logits alone.
 
     log-probability   x[token] - log sum exp x
-    rank              1 + how many logits are larger
-    confidence        minus the mean of the k largest log-probabilities (Fu et al. 2025, "Deep Think with Confidence", eq. 2)
+    rank              1 + the number of larger logits
+    confidence        minus the mean of the k largest log-probabilities (Fu et al. 2025, "Deep Think
+                      with Confidence", eq. 2)
 
-The kernels read a row once, in chunks: ``_chunk_parts`` leaves each chunk's largest logit and partial sums, and ``_merge_parts``
-(one program a row) adds them up in a fixed order. The k largest logits of a row stand in the k chunks whose largest are largest: any
-other token has those k at or above it. So only these are read again, into registers, and the largest value is taken off, with all its
-ties, until there are k. The sum of the k largest is the same whichever of the tied are counted. Sums are in fp64, so that neither the
-order of a reduction nor the logits' dtype shows in the fp32 result; nothing depends on the other rows.
+The kernels read a row once, in chunks: ``_chunk_parts`` leaves each chunk's largest logit and partial sums, and
+``_merge_parts`` (one program a row) adds them up in a fixed order. The k largest logits of a row are in the k chunks
+whose largest are largest: any other token has those k at or above it. So only these chunks are read again, into
+registers, and the largest value is removed, with all its ties, until there are k. The sum of the k largest is the same
+whichever of the ties are counted. Sums are in fp64, so that neither the order of a reduction nor the logits' dtype
+shows in the fp32 result. Nothing depends on the other rows.
 
 Legend: M rows, V vocabulary, C chunks a row, P programs a row, B columns of a chunk, K most of the largest.
 """
@@ -21,14 +23,14 @@ from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl, use_trit
 from kvasir.kernels.sample import _ordered, _value
 
 CHUNK = 512
-CHUNKS = 4  # that a program reads
-MOST = 32  # of the largest log-probabilities that a confidence may be of
+CHUNKS = 4  # chunks that a program reads
+MOST = 32  # largest k of a confidence
 MERGE_WARPS = 8
 
 
 def mean_surprise(top_RK: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
-    """Minus the mean of the first ``count_R`` of a row's largest log-probabilities, [R] fp32. 0 where ``count_R`` is; in fp64
-    inside, so that a row's value does not depend on how wide its neighbours ask."""
+    """Minus the mean of the first ``count_R`` of a row's largest log-probabilities: [R] fp32, 0 where ``count_R`` is 0.
+    It is computed in fp64, so that a row's value does not depend on its neighbours' counts."""
     count_R = count_R.clamp(max=top_RK.shape[-1])
     kept = torch.arange(top_RK.shape[-1], device=top_RK.device) < count_R[:, None]
     return (-top_RK.double().masked_fill(~kept, 0.0).sum(-1) / count_R.clamp(min=1)).float()
@@ -41,21 +43,24 @@ def report_rows_ref(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: torc
     logprobs_MV = torch.log_softmax(x_MV, -1)
     rank_M = (x_MV > x_MV.gather(1, at_M1)).sum(-1) + 1
     most = min(int(most_M.max()), vocab_size) if len(most_M) else 0
-    found_3M = torch.stack([logprobs_MV.gather(1, at_M1)[:, 0], rank_M.float(), mean_surprise(logprobs_MV.topk(most).values, most_M)])
+    found_3M = torch.stack([logprobs_MV.gather(1, at_M1)[:, 0], rank_M.float(),
+                            mean_surprise(logprobs_MV.topk(most).values, most_M)])
     return found_3M if out_3M is None else out_3M.copy_(found_3M)
 
 
 @jit
 def _ordered_logits(at, inside):
-    """Of loaded logits: int32 in their order, NaN above any number; columns that do not exist below -inf."""
+    """Int32 keys in the order of the loaded logits, NaN above any number; columns that do not exist are below -inf."""
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, tl.where(x == x, _ordered(x), 0x7FFFFFFF), -0x80000000)
 
 
 @jit(do_not_specialize_on_alignment=["tokens"])
-def _chunk_parts(logits, tokens, tops, parts, row_stride, vocab_size, S: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
-    """One program: S chunks of one row. ``tops`` int32 [M, C]: each chunk's largest logit. ``parts`` fp64 [3, M, P]: the program's
-    largest (0 where there is none above -inf), its sum of exp(x - largest), and how many are larger than the token's."""
+def _chunk_parts(logits, tokens, tops, parts, row_stride, vocab_size, S: tl.constexpr, B: tl.constexpr,
+                 PDL: tl.constexpr):
+    """One program: S chunks of one row. ``tops`` int32 [M, C]: each chunk's largest logit. ``parts`` fp64 [3, M, P]:
+    the program's largest (0 where there is none above -inf), its sum of exp(x - largest), and how many are larger than
+    the token's."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -79,7 +84,8 @@ def _chunk_parts(logits, tokens, tops, parts, row_stride, vocab_size, S: tl.cons
 
 
 @jit(do_not_specialize=["out_stride"], do_not_specialize_on_alignment=["tokens", "most", "out"])
-def _merge_parts(logits, tokens, most, tops, parts, out, row_stride, out_stride, vocab_size, programs, chunks, P2: tl.constexpr, C2: tl.constexpr,
+def _merge_parts(logits, tokens, most, tops, parts, out, row_stride, out_stride, vocab_size, programs, chunks,
+                 P2: tl.constexpr, C2: tl.constexpr,
                  K: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
     """One program: one row."""
     if PDL:
@@ -111,7 +117,8 @@ def _merge_parts(logits, tokens, most, tops, parts, out, row_stride, out_stride,
         left, last = count, tl.full((), 0x7FFFFFFF, tl.int32)
         while left > 0:
             last = tl.max(tl.where(keys < last, keys, -0x80000000), axis=0)
-            tied = tl.maximum(tl.sum((keys == last).to(tl.int32), axis=0), 1)  # at least one in rows of NaN, too: they end
+            # at least one in rows of NaN, too: they end
+            tied = tl.maximum(tl.sum((keys == last).to(tl.int32), axis=0), 1)
             taken = tl.minimum(tied, left)
             confidence += taken.to(tl.float64) * (best - _value(last).to(tl.float64))
             left -= taken
@@ -119,8 +126,8 @@ def _merge_parts(logits, tokens, most, tops, parts, out, row_stride, out_stride,
     tl.store(out + 2 * out_stride + row, confidence.to(tl.float32))
 
 
-def report_rows_triton(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: torch.Tensor, vocab_size: int, out_3M: torch.Tensor | None = None, *,
-                       block: int = CHUNK) -> torch.Tensor:
+def report_rows_triton(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: torch.Tensor, vocab_size: int,
+                       out_3M: torch.Tensor | None = None, *, block: int = CHUNK) -> torch.Tensor:
     """``report_rows`` on the GPU (or in Triton's interpreter). ``block``: power of two, columns of a chunk."""
     rows, width = logits_MV.shape
     assert 0 < vocab_size <= width < 1 << 24, "ranks are exact in fp32 below 2^24"
@@ -134,24 +141,27 @@ def report_rows_triton(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: t
     tops = torch.empty(rows, chunks, dtype=torch.int32, device=logits_MV.device)
     parts = torch.empty(3, rows, programs, dtype=torch.float64, device=logits_MV.device)
     early = pdl(logits_MV.device)
-    _chunk_parts[(rows, programs)](logits_MV, token_M, tops, parts, logits_MV.stride(0), vocab_size, S=CHUNKS, B=block, PDL=early,
+    _chunk_parts[(rows, programs)](logits_MV, token_M, tops, parts, logits_MV.stride(0), vocab_size, S=CHUNKS, B=block,
+                                   PDL=early,
                                    num_warps=4, launch_pdl=early)
-    _merge_parts[(rows,)](logits_MV, token_M, most_M, tops, parts, out_3M, logits_MV.stride(0), out_3M.stride(0), vocab_size, programs, chunks,
-                          P2=next_power_of_2(programs), C2=max(MOST, next_power_of_2(chunks)), K=MOST, B=block, PDL=early, num_warps=MERGE_WARPS,
-                          launch_pdl=early)
+    _merge_parts[(rows,)](logits_MV, token_M, most_M, tops, parts, out_3M, logits_MV.stride(0), out_3M.stride(0),
+                          vocab_size, programs, chunks,
+                          P2=next_power_of_2(programs), C2=max(MOST, next_power_of_2(chunks)), K=MOST, B=block,
+                          PDL=early, num_warps=MERGE_WARPS, launch_pdl=early)
     return out_3M
 
 
 def report_rows(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: torch.Tensor, vocab_size: int,
                 out_3M: torch.Tensor | None = None) -> torch.Tensor:
-    """What is reported of one token a row. All arguments lie on one device; nothing is read back, so a CUDA graph may hold the call.
+    """Report log-probability, rank and confidence of one token a row. All arguments lie on one device and nothing is
+    read back, so a CUDA graph may hold the call.
 
-    ``logits_MV`` fp32, bf16 or fp16 [M, at least ``vocab_size``]; columns from ``vocab_size`` on do not exist. ``token_M`` ids of any
-    dtype (as ``sample_rows`` returns them, say). ``most_M`` int: the k of a row's confidence, at most ``MOST``; beyond ``vocab_size``:
-    of all; 0: none. ``out_3M``: where to write.
+    ``logits_MV`` fp32, bf16 or fp16 [M, at least ``vocab_size``]; columns from ``vocab_size`` on do not exist.
+    ``token_M``: ids of any dtype (for example as ``sample_rows`` returns them). ``most_M`` int: the k of a row's
+    confidence, at most ``MOST``; beyond ``vocab_size``: all tokens; 0: none. ``out_3M``: the memory for the result.
 
-    Returns fp32 [3, M]: log-probability (natural), rank (1: none is larger), confidence (0 where k is). A row that holds NaN or
-    infinity, or nothing but -inf, has numbers that mean nothing.
+    Returns fp32 [3, M]: log-probability (natural), rank (1: no logit is larger), confidence (0 where k is 0). The
+    numbers of a row that holds NaN or infinity, or nothing but -inf, are meaningless.
     """
     report = report_rows_triton if use_triton(logits_MV) else report_rows_ref
     return report(logits_MV, token_M, most_M, vocab_size, out_3M)

@@ -11,7 +11,8 @@ import torch
 def rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Returns a new [T, H, D] tensor in x's dtype.
 
-    ``cos`` [T, 1, 1, D/2] and ``sin`` [T, 1, 2, D/2] are fp32, the sine with the sign of each half: see ``layers.rope``.
+    ``cos`` [T, 1, 1, D/2] and ``sin`` [T, 1, 2, D/2] are fp32, the sine with the sign of each half: see
+    ``layers.rope``.
     """
     rows, heads, dim = x_THD.shape
     halves = x_THD.view(rows, heads, 2, dim // 2)

@@ -1,18 +1,19 @@
 """Logits to tokens: temperature, top-k, top-p, min-p and keyed noise in one pipeline without a full sort.
 
-Every comparison uses one total order: the larger fp32 value first, the lower id first among equals. So a filter keeps the
-same tokens on every device and in every batch, and a tie has one winner. Per row, in the order of the sampler's stages:
+Every comparison uses one total order: the larger fp32 value first, the lower id first among equals. So a filter keeps
+the same tokens on every device and in every batch, and a tie has one winner. Per row, in the order of the sampler's
+stages:
 
     y = (x - max x) / temperature                  fp32, divisions rounded to nearest
     keep the top_k first;  of them the shortest run whose mass reaches top_p (weights exp(y) in fp32, sums in fp64);
     of them those with y >= log(min_p);            draw argmax(y + gumbel(stream, position, id))
 
-The kernels walk a row in chunks: ``_chunk_tops`` finds each chunk's largest logit (rows x chunks programs); ``_cut`` (one
-program a row) takes the row's from them, ends greedy rows, and finds the filters' cut: the last kept (value, id);
-``_draw`` (rows x chunks) adds noise to what is kept. The cut is a search over values with PIVOTS pivots a pass, each pass
-giving count and mass of what lies at or above every pivot; chunks below the bracket are skipped, and once few enough
-candidates are left they are packed, so that later passes read one block. Cost in bytes: the logits once (greedy), twice
-(temperature) or some five times (filters over a flat distribution), from L2 where they fit.
+The kernels walk a row in chunks: ``_chunk_tops`` finds each chunk's largest logit (rows x chunks programs); ``_cut``
+(one program a row) takes the row's from them, ends greedy rows, and finds the filters' cut: the last kept (value, id);
+``_draw`` (rows x chunks) adds noise to what is kept. The cut is a search over values with PIVOTS pivots a pass, each
+pass giving count and mass of what lies at or above every pivot; chunks below the bracket are skipped, and once few
+enough candidates are left they are packed, so that later passes read one block. Cost in bytes: the logits once
+(greedy), twice (temperature) or some five times (filters over a flat distribution), from L2 where they fit.
 
 Legend: M rows, V vocabulary, C chunks a row, B block (chunk) size, P pivots.
 """
@@ -44,7 +45,7 @@ def order_keys(x_RV: torch.Tensor) -> torch.Tensor:
 
 
 def ordered_values(keys: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that ``order_keys`` were made of."""
+    """The fp32 values that ``order_keys`` encoded."""
     ordered = (keys >> 32).to(torch.int32)
     return (ordered ^ ((ordered >> 31) & _LOW)).view(torch.float32)
 
@@ -52,9 +53,9 @@ def ordered_values(keys: torch.Tensor) -> torch.Tensor:
 def keep_top(x_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, most: int) -> torch.Tensor:
     """Mask [R, V] bool of what top-k, and then top-p over what top-k left, keep.
 
-    ``x_RV`` fp32 are log-weights whose row maximum is 0; ``top_k_R`` int64 in [1, V]; ``top_p_R`` float64, ``inf`` where
-    off; ``most``: the largest ``top_k_R`` (known to the host, so that nothing is read back). top-p keeps the shortest run
-    of tokens, in order, whose mass reaches p; the first is always kept.
+    ``x_RV`` fp32 are log-weights whose row maximum is 0; ``top_k_R`` int64 in [1, V]; ``top_p_R`` float64, ``inf``
+    where off; ``most``: the largest ``top_k_R`` (known to the host, so that nothing is read back). top-p keeps the
+    shortest run of tokens, in order, whose mass reaches p; the first is always kept.
     """
     keys = order_keys(x_RV)
     ranked = keys.topk(most).values if most < x_RV.shape[-1] else keys.sort(dim=-1, descending=True).values
@@ -66,9 +67,10 @@ def keep_top(x_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, m
     return keys >= ranked.gather(-1, kept - 1)
 
 
-def sample_rows_ref(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor, min_p_M: torch.Tensor,
-                    stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """``sample_rows`` in plain torch: sorts, and reads the host for what the batch asks of it."""
+def sample_rows_ref(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor,
+                    min_p_M: torch.Tensor, stream_M: torch.Tensor, position_M: torch.Tensor,
+                    vocab_size: int) -> torch.Tensor:
+    """``sample_rows`` in plain torch. It sorts, and the host reads the batch's settings."""
     x_MV = logits_MV[:, :vocab_size].float()
     best_M, tokens_M = x_MV.max(-1)
     largest_M = best_M if vocab_size == logits_MV.shape[1] else logits_MV.float().amax(-1)
@@ -99,6 +101,7 @@ def _ordered(x):
 
 @jit
 def _value(ordered):
+    """The fp32 value of an ordered int32."""
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -132,7 +135,8 @@ def _chunk_tops(logits, tops, row_stride, width, vocab_size, num_chunks, B: tl.c
 
 @jit
 def _block(x_row, packed_row, packed, chunk, num, best, temperature, B: tl.constexpr, K: tl.constexpr):
-    """One block of a row's candidates: ordered y and id, from the packed ones or from the logits. Past the end: below all."""
+    """One block of a row's candidates: ordered y and id, from the packed ones or from the logits. Past the end: below
+    all."""
     at = chunk * B + tl.arange(0, B)
     inside = at < num
     if packed:
@@ -156,9 +160,10 @@ def _reaches(tops_row, packed, chunk, best, temperature, low):
 
 @jit
 def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, packs, row_stride, vocab_size, num_chunks,
-         C2: tl.constexpr, B: tl.constexpr, P: tl.constexpr, K: tl.constexpr, INTERPRET: tl.constexpr, PDL: tl.constexpr):
-    """One program: one row. Writes the row's draw as if it were greedy, and in ``scratch`` int64 [4, M]: the key of the last
-    token that the filters keep (or -1 when there is nothing left to draw), the bits of the largest logit, and zeros for
+         C2: tl.constexpr, B: tl.constexpr, P: tl.constexpr, K: tl.constexpr, INTERPRET: tl.constexpr,
+         PDL: tl.constexpr):
+    """One program: one row. It writes the row's draw as if it were greedy, and in ``scratch`` int64 [4, M] the key of
+    the last token that the filters keep (-1 when nothing is left to draw), the bits of the largest logit, and zeros for
     ``_draw``."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -186,7 +191,8 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
         for stage in range(2):  # top-k by count, then top-p by mass
             by_mass = stage == 1
             if ((stage == 0) & (top_k < vocab_size)) | (by_mass & (top_p < 1.0)):
-                # Kept is what is at or above the largest value at which the goal is reached: at ``low`` it is, at ``high`` not.
+                # Kept is what is at or above the largest value at which the goal is reached: at ``low`` it is, at
+                # ``high`` not.
                 low, high = cut_value, tl.full((), 1, tl.int32)  # at_low: how many are at or above it, at most
                 at_high, mass_high = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
                 beyond, mass_beyond = at_high, mass_high  # of candidates above the packed ones
@@ -206,7 +212,8 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
                         num = tl.full((), 0, tl.int32)
                         for chunk in range(num_chunks):
                             if _reaches(tops_row, False, chunk, best, temperature, low):
-                                ordered, ids = _block(x_row, packed_row, False, chunk, vocab_size, best, temperature, B, K)
+                                ordered, ids = _block(x_row, packed_row, False, chunk, vocab_size, best, temperature, B,
+                                                      K)
                                 take = (ordered >= low) & (ordered < last)
                                 to = num + tl.cumsum(take.to(tl.int32), axis=0) - 1
                                 tl.store(packed_row + to, ordered, mask=take & (to < K * B))
@@ -218,7 +225,8 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
                         beyond, mass_beyond = tl.where(whole, 0, at_high), tl.where(whole, 0.0, mass_high)
                         hopeful = False
                         tl.debug_barrier()  # the block is read back by other threads of this program
-                    # Pivots stand evenly over y, the first at ``low``. Below some y there is little mass, whatever ``low``.
+                    # Pivots stand evenly over y, the first at ``low``. Below some y there is little mass, whatever
+                    # ``low``.
                     y_high = _value(high - 1)
                     y_low = tl.maximum(tl.maximum(_value(low), 8.0 * y_high - 18.0), -3.4e38)
                     p = tl.arange(0, P)
@@ -257,7 +265,8 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
                     low = tl.minimum(tl.maximum(low, tl.min(least_B, axis=0)), high - 1)
                 tied = at_low - at_high
                 weight = _exp(_value(low), INTERPRET).to(tl.float64)
-                short = tl.where(by_mass, tl.ceil((goal - mass_high) / tl.maximum(weight, 1e-300)), (top_k - at_high).to(tl.float64))
+                short = tl.where(by_mass, tl.ceil((goal - mass_high) / tl.maximum(weight, 1e-300)),
+                                 (top_k - at_high).to(tl.float64))
                 short = tl.minimum(tl.maximum(short, 1.0), tl.maximum(tied, 1).to(tl.float64)).to(tl.int32)
                 kept_mass = mass_high + short.to(tl.float64) * weight
                 cut_id = tl.where(low == cut_value, cut_id, 0x7FFFFFFF)
@@ -286,8 +295,10 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
 
 
 @jit(do_not_specialize_on_alignment=["streams", "positions"])
-def _draw(logits, tops, temperatures, streams, positions, draws, scratch, row_stride, vocab_size, num_chunks, B: tl.constexpr, PDL: tl.constexpr):
-    """One program: the best of y + noise among what a chunk keeps. The last program of a row to end writes its token."""
+def _draw(logits, tops, temperatures, streams, positions, draws, scratch, row_stride, vocab_size, num_chunks,
+          B: tl.constexpr, PDL: tl.constexpr):
+    """One program: the best of y + noise among what a chunk keeps. The last program of a row to end writes its
+    token."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -314,9 +325,9 @@ def _draw(logits, tops, temperatures, streams, positions, draws, scratch, row_st
             tl.store(draws + row, (0x7FFFFFFF - (drawn & 0x7FFFFFFF)).to(tl.float32))
 
 
-def sample_rows_triton(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor,
-                       min_p_M: torch.Tensor, stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int, *,
-                       block: int = CHUNK) -> torch.Tensor:
+def sample_rows_triton(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor,
+                       top_p_M: torch.Tensor, min_p_M: torch.Tensor, stream_M: torch.Tensor, position_M: torch.Tensor,
+                       vocab_size: int, *, block: int = CHUNK) -> torch.Tensor:
     """``sample_rows`` on the GPU (or in Triton's interpreter). ``block``: power of two, columns of a chunk."""
     rows, width = logits_MV.shape
     assert 0 < vocab_size <= width < 1 << 24, "ids are exact in fp32 below 2^24"
@@ -334,25 +345,30 @@ def sample_rows_triton(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top
     overlap = {"PDL": early, "launch_pdl": early}
     # Without fusing, a * b + c rounds as it does in torch.
     _chunk_tops[(rows, chunks)](logits_MV, tops, stride, width, vocab_size, chunks, B=block, num_warps=4, **overlap)
-    _cut[(rows,)](logits_MV, tops, temperature_M, top_k_M, top_p_M, min_p_M, draws, scratch, packs, stride, vocab_size, chunks,
-                  C2=next_power_of_2(chunks), B=block, P=PIVOTS, K=PACK, INTERPRET=INTERPRETED, num_warps=CUT_WARPS, enable_fp_fusion=False,
+    _cut[(rows,)](logits_MV, tops, temperature_M, top_k_M, top_p_M, min_p_M, draws, scratch, packs, stride, vocab_size,
+                  chunks,
+                  C2=next_power_of_2(chunks), B=block, P=PIVOTS, K=PACK, INTERPRET=INTERPRETED, num_warps=CUT_WARPS,
+                  enable_fp_fusion=False,
                   **overlap)
-    _draw[(rows, chunks)](logits_MV, tops, temperature_M, stream_M, position_M, draws, scratch, stride, vocab_size, chunks, B=block,
+    _draw[(rows, chunks)](logits_MV, tops, temperature_M, stream_M, position_M, draws, scratch, stride, vocab_size,
+                          chunks, B=block,
                           num_warps=4, enable_fp_fusion=False, **overlap)
     return draws
 
 
-def sample_rows(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor, min_p_M: torch.Tensor,
-                stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def sample_rows(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor,
+                min_p_M: torch.Tensor, stream_M: torch.Tensor, position_M: torch.Tensor,
+                vocab_size: int) -> torch.Tensor:
     """Draw one token a row. All arguments lie on one device; nothing is read back, so a CUDA graph may hold the call.
 
     ``logits_MV`` fp32, bf16 or fp16 [M, at least ``vocab_size``]; columns from ``vocab_size`` on are never drawn.
-    ``temperature_M`` fp32, below 1e-5: greedy. ``top_k_M`` int32, ``vocab_size`` or more: off. ``top_p_M`` fp32 or fp64, 1 or
-    more: off. ``min_p_M`` fp32 or fp64, 0: off. ``stream_M`` int64, the bits of the row's u64 noise stream; ``position_M``
-    int64, position of the predicting row. A request's own fp64 numbers draw what the host's sampler draws.
+    ``temperature_M`` fp32, below 1e-5: greedy. ``top_k_M`` int32, ``vocab_size`` or more: off. ``top_p_M`` fp32 or
+    fp64, 1 or more: off. ``min_p_M`` fp32 or fp64, 0: off. ``stream_M`` int64, the bits of the row's u64 noise stream;
+    ``position_M`` int64, position of the predicting row. A request's own fp64 numbers draw what the host's sampler
+    draws.
 
-    Returns fp32 [3, M]: token id, largest of all columns (NaN if any is), largest of the first ``vocab_size``. A row whose
-    largest is NaN or infinite has some id below ``vocab_size`` that means nothing.
+    Returns fp32 [3, M]: token id, largest of all columns (NaN if any is), largest of the first ``vocab_size``. A row
+    whose largest is NaN or infinite has some id below ``vocab_size`` that means nothing.
     """
     draw = sample_rows_triton if use_triton(logits_MV) else sample_rows_ref
     return draw(logits_MV, temperature_M, top_k_M, top_p_M, min_p_M, stream_M, position_M, vocab_size)

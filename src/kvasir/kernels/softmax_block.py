@@ -1,5 +1,6 @@
-"""The running softmax that the attention kernels share (FlashAttention-2, arXiv:2307.08691). Logarithms are to base 2, for
-which the hardware has an instruction. Their reference is that of the kernels that call them.
+"""The running softmax that the attention kernels share (FlashAttention-2, arXiv:2307.08691).
+
+Logarithms are to base 2, for which the hardware has an instruction. The reference is that of the kernels that call it.
 
 Legend: M rows of a tile, N keys of a block, D head dim.
 """
@@ -11,7 +12,8 @@ from kvasir.kernels._triton import jit, tl
 
 @jit
 def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """Fold one block of keys into the running softmax of a tile: k [D, N], v [N, D], seen [M, N] or [1, N]. ``scale`` > 0."""
+    """Fold one block of keys into the running softmax of a tile: k [D, N], v [N, D], seen [M, N] or [1, N]. ``scale`` >
+    0."""
     s = tl.dot(q, k, input_precision="ieee")
     factor = scale * 1.4426950408889634
     if CAPPED:
@@ -30,7 +32,7 @@ def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.cons
 
 @jit
 def sink_logits(sinks_ptr, head, live, top, total, acc):
-    """A learned logit a head joins the softmax without a value."""
+    """Let a learned logit of each head join the softmax without a value."""
     sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
     peak = tl.maximum(top, sink)
     shrink = tl.exp2(top - peak)

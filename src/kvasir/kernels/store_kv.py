@@ -18,7 +18,9 @@ from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
 MAX_BLOCK = 2048  # elements of a row that one program copies
 
 
-def store_kv_ref(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, slots_T: torch.Tensor) -> None:
+def store_kv_ref(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor,
+                 slots_T: torch.Tensor) -> None:
+    """``store_kv`` in plain torch."""
     if slots_T.numel() and int(slots_T.min()) < 0:
         keep = slots_T >= 0
         k_TGD, v_TGD, slots_T = k_TGD[keep], v_TGD[keep], slots_T[keep]
@@ -29,14 +31,14 @@ def store_kv_ref(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor,
 
 
 def row_view(pages_NGPD: torch.Tensor) -> torch.Tensor:
-    """The pages as a matrix [rows, D] over the same memory, whose row ``row_index`` says is where a head of a token goes."""
+    """The pages as a matrix [rows, D] over the same memory. ``row_index`` gives the row of a token's head."""
     count, heads, size, dim = pages_NGPD.shape
     return pages_NGPD.as_strided((((count - 1) * pages_NGPD.stride(0)) // dim + heads * size, dim), (dim, 1))
 
 
 def row_index(slots_T: torch.Tensor, pages_NGPD: torch.Tensor) -> torch.Tensor | None:
-    """Rows of ``row_view`` that hold the heads of these slots: [T * G] int64, the same for every layer of a pool. None when
-    some slot is -1, or a page is not a whole number of rows: then ``store_kv`` does it."""
+    """Rows of ``row_view`` that hold the heads of these slots: [T * G] int64, the same for every layer of a pool. None
+    when some slot is -1, or a page is not a whole number of rows: then ``store_kv`` does it."""
     _, heads, size, dim = pages_NGPD.shape
     slots = slots_T.cpu().numpy()  # numpy costs a fraction of torch for so few numbers
     if pages_NGPD.stride(0) % dim or (slots < 0).any():
@@ -59,10 +61,13 @@ def _store_kv(k, v, k_pages, v_pages, slots, k_row, k_head, v_row, v_head, page_
         tl.store(v_pages + target, tl.load(v + row * v_row + head * v_head + i, mask=inside), mask=inside)
 
 
-def store_kv_triton(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, slots_T: torch.Tensor) -> None:
+def store_kv_triton(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor,
+                    slots_T: torch.Tensor) -> None:
+    """``store_kv`` on a GPU."""
     rows, heads, dim = k_TGD.shape
     pages, _, size, _ = k_NGPD.shape
-    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \
+        "planes must be page-strided with dense slots"
     assert k_TGD.stride(-1) == 1 and v_TGD.stride(-1) == 1, "rows must be dense along the head dim"
     if rows == 0:
         return
@@ -72,12 +77,14 @@ def store_kv_triton(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tens
         k_NGPD.stride(0), k_NGPD.stride(1), pages * size, G=heads, P=size, D=dim, BLOCK=block, num_warps=4)
 
 
-def store_kv(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, slots_T: torch.Tensor) -> None:
+def store_kv(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor,
+             slots_T: torch.Tensor) -> None:
     """Write row t of ``k``, ``v`` [T, G, D] to slot ``slots[t]`` (int64; -1: nowhere) of two [N, G, P, D] page views.
 
     Rows are cast to the pages' dtype. Two rows must not share a slot: which one stays is undefined.
     """
-    assert k_TGD.shape == v_TGD.shape and k_TGD.shape[1:] == (k_NGPD.shape[1], k_NGPD.shape[3]), "rows do not fit the pages"
+    assert k_TGD.shape == v_TGD.shape and k_TGD.shape[1:] == (k_NGPD.shape[1], k_NGPD.shape[3]), \
+        "rows do not fit the pages"
     assert slots_T.shape == k_TGD.shape[:1] and slots_T.dtype == torch.int64, "one int64 slot a row"
     (store_kv_triton if use_triton(k_TGD) else store_kv_ref)(k_TGD, v_TGD, k_NGPD, v_NGPD, slots_T)
 

@@ -1,9 +1,9 @@
-"""The KV codec seam: what the bytes of one token's keys and values are. Nothing outside a codec touches the bytes.
+"""The KV codec seam: what the bytes of one token's keys and values are. Only a codec touches the bytes.
 
-A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost, then
-slots, then the plane's width: element (page n, layer l, plane p, head g, slot s, i) is at
-``n * page_bytes + l * layer_bytes + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64).
-Scales of a quantising codec are planes of their own, so that copies, forks and transfers carry them.
+A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost,
+then slots, then the plane's width. Element (page n, layer l, plane p, head g, slot s, i) is at ``n * page_bytes + l *
+layer_bytes + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64). The scales of a quantising codec are
+planes of their own, so that copies, forks and transfers carry them.
 
 Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 """
@@ -26,7 +26,8 @@ CODECS = "kvasir.kv.codecs"
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One array of a slot and head: ``width`` elements of ``dtype``. The names ``k`` and ``v`` are taken by the data."""
+    """One array of a slot and head: ``width`` elements of ``dtype``. The planes ``k`` and ``v`` hold the data
+    itself."""
 
     name: str
     width: int
@@ -35,8 +36,8 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a page).
-    ``views``: the codec's own views of the same memory, kept so that no step derives them again."""
+    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a
+    page). ``views``: the codec's own views of the same memory, kept so that no step derives them again."""
 
     planes: dict[str, torch.Tensor]
     codec: Codec
@@ -48,25 +49,29 @@ class LayerCache:
 
 
 class Codec(Technique):
-    """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the pages directly;
-    give a new layout a name of its own (other planes by a name of ours are refused): it then runs by the reference, which calls ``read``
-    (right everywhere, slow on a GPU, as start-up says), until a kernel knows it. Round-trip rule: a token's K/V *is* what the codec
-    returns, from the step that produces it. So a row is encoded alone, and its bytes depend on no other row, nor on its batch.
+    """Encodes K/V on write and decodes them on read.
 
-    `kvasir.kv.quantized.QuantizedCodec` makes one of ``side``, ``encode`` and ``decode``."""
+    Round-trip rule: a token's K/V *is* what the codec returns, from the step that produces it. So a row is encoded
+    alone, and its bytes depend neither on another row nor on its batch.
+
+    ``kernel`` names the layout that a fused attention kernel must know to read the pages directly. A new layout needs a
+    new name; a known name with other planes is refused. Until a kernel knows the name, the reference runs it through
+    ``read``: correct everywhere, slow on a GPU, as start-up says.
+
+    `kvasir.kv.quantized.QuantizedCodec` makes a codec of ``side``, ``encode`` and ``decode``.
+    """
 
     exact = False
     affects_kv = True
     kernel: ClassVar[str] = ""
-    page_slots: ClassVar[int] = (
-        16  # by default; small pages are shared more often, and less of the last one is read in vain
-    )
+    # Slots of a page by default. Small pages are shared more often, and less of the last one is read in vain.
+    page_slots: ClassVar[int] = 16
     fuses = False  # whether ``write_fused`` exists
 
     @abstractmethod
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
-        """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not fit. One plane at least
-        holds floats, for a freed page that is read to show as NaN (``poison``)."""
+        """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not
+        fit. At least one plane must hold floats, so that a read of a freed page shows as NaN (``poison``)."""
         raise NotImplementedError
 
     @abstractmethod
@@ -80,24 +85,27 @@ class Codec(Technique):
     ) -> None:
         """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
-        ``held``: what does not depend on the layer; empty at first, passed again for the group's other layers with the same
-        slots."""
+        ``held``: what does not depend on the layer; empty at first, passed again for the group's other layers with the
+        same slots."""
         raise NotImplementedError
 
     def write_fused(
         self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor
     ) -> torch.Tensor:
-        """What ``ops`` says, and ``write``, in one kernel: the heads of a projection (queries, keys, values) to rotated
-        queries [T, H, D], in the cache's basis. Called where ``fuses`` says so, ``kernels.fused_qkv.fits``, and the attention
-        backend reads this codec's layout."""
+        """Do what ``ops`` says, and ``write``, in one kernel: the heads of a projection (queries, keys, values) become
+        rotated queries [T, H, D] in the cache's basis.
+
+        Called where ``fuses`` and ``kernels.fused_qkv.fits`` hold and the attention backend reads this codec's layout.
+        """
         raise NotImplementedError
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
-        """Queries in the cache's basis, as ``write_fused`` returns them: for a layer that reads another one's cache."""
+        """Queries in the cache's basis, as ``write_fused`` returns them, for a layer that reads another layer's
+        cache."""
         return q_THD
 
     def restore(self, out_THD: torch.Tensor) -> None:
-        """Take attention's result from the basis of the cached values to the model's, in place."""
+        """Turn attention's result from the basis of the cached values into the model's, in place."""
 
     @abstractmethod
     def read(

@@ -31,15 +31,15 @@ def _plane_bytes(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.
 
 
 def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
-    """On a CPU from numpy, which takes memory that the system has zeroed and that costs nothing until it is touched; torch
-    writes the zeros itself."""
+    """Zeroed pages. On a CPU they come from numpy, whose memory the system has zeroed and which costs nothing until it
+    is touched; torch would write the zeros itself."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
     return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
 
 class KVPool:
-    """Pages of every group, all allocated up front. Raises torch's out-of-memory error when they do not fit."""
+    """The pages of every group, all allocated up front. Raises torch's out-of-memory error when they do not fit."""
 
     def __init__(
         self,
@@ -58,9 +58,8 @@ class KVPool:
         sizes = [self.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
         self.pages = [_zeros(n, size, torch.device(device)) for n, size in zip(num_pages, sizes)]
         self._dtype = dtype
-        self._slot_words: dict[
-            int, tuple[torch.Tensor, torch.Tensor, torch.dtype]
-        ] = {}  # by group, made when first asked for
+        # By group, made when first asked for.
+        self._slot_words: dict[int, tuple[torch.Tensor, torch.Tensor, torch.dtype]] = {}
         self._layers = {
             layer: self._view(i, at, dtype) for i, group in enumerate(groups) for at, layer in enumerate(group.layers)
         }
@@ -71,6 +70,7 @@ class KVPool:
         return len(group.layers) * sum(_plane_bytes(group, codec, page_slots, dtype))
 
     def page_bytes(self, group: int) -> int:
+        """Bytes of one page of ``group``."""
         return self.pages[group].shape[1]
 
     def bytes_per_token(self) -> float:
@@ -87,14 +87,13 @@ class KVPool:
             mine = [c for c in copies if c.group == group]
             words = self.pages[group].view(torch.int64)
             pairs = torch.tensor([[c.source for c in mine], [c.target for c in mine]], pin_memory=words.is_cuda)
-            source, target = pairs.to(
-                words.device, non_blocking=True
-            )  # from pinned memory: a step in flight is not waited for
+            # From pinned memory, so that the copy does not wait for a step in flight.
+            source, target = pairs.to(words.device, non_blocking=True)
             words.index_copy_(0, target, words.index_select(0, source))
 
     def move_slots(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the bytes of whole slots (page * page_slots + place): every layer, codes and scales, as they are. Every source
-        is read before any target is written; a target may appear once."""
+        """Copy the bytes of whole slots (page * page_slots + place): every layer, codes and scales, unchanged. Every
+        source is read before any target is written; a target may appear once."""
         if group not in self._slot_words:
             self._slot_words[group] = self._words_of_a_slot(self.groups[group], self._dtype)
         base, step, unit = self._slot_words[group]
@@ -114,12 +113,10 @@ class KVPool:
         self.pages[group][torch.as_tensor(pages, dtype=torch.int64, device=self.pages[group].device)] = 0xFF
 
     def _words_of_a_slot(self, group: CacheGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-        """Where a page of ``group`` keeps its slot 0, word by word, and how far each word is from slot to slot; and the words:
-        the widest in which every row of every plane is whole."""
-        planes, sizes = (
-            self.codec.planes(group.head_dim, dtype),
-            _plane_bytes(group, self.codec, self.page_slots, dtype),
-        )
+        """The places of slot 0's words in a page of ``group``, each word's distance from slot to slot, and the word
+        type: the widest in which every row of every plane is a whole number of words."""
+        planes = self.codec.planes(group.head_dim, dtype)
+        sizes = _plane_bytes(group, self.codec, self.page_slots, dtype)
         rows = [p.width * p.dtype.itemsize for p in planes]  # bytes of a slot of one head
         unit = next(
             u for u in (torch.int64, torch.int32, torch.int16, torch.uint8) if not any(r % u.itemsize for r in rows)

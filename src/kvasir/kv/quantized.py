@@ -1,4 +1,4 @@
-"""What the quantising codecs share: rotations, and a codec made of encode and decode.
+"""The common base of the quantising codecs: rotations, and a codec made of ``encode`` and ``decode``.
 
 A row is one token's key or value of one head. Rows are encoded alone, and need no row after them (the round-trip rule).
 
@@ -22,15 +22,17 @@ from kvasir.kv.codec import Codec, LayerCache, Plane
 
 
 class Rotation:
-    """R = diag(signs) H: an orthonormal rotation of the head dim. With ``signs``, fixed random ones, a constant offset of a
-    row is spread as well, which the bare Hadamard matrix would gather in one element; R is then no longer its own inverse.
+    """R = diag(signs) H: an orthonormal rotation of the head dim.
+
+    ``signs``: fixed random signs also spread a row's constant offset, which the bare Hadamard matrix would gather in
+    one element. R is then no longer its own inverse.
     """
 
     def __init__(self, order: int, dim: int, signs: bool) -> None:
         if order < 2 or order & (order - 1) or dim % order:
             raise ConfigError(
-                f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the head dim, "
-                f"such as {dim & -dim}"
+                f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the "
+                f"head dim, such as {dim & -dim}"
             )
         self.order = order
         flips = np.random.Generator(np.random.Philox(dim)).integers(0, 2, dim) if signs else np.zeros(dim, np.int64)
@@ -47,7 +49,7 @@ class Rotation:
         return hadamard(x, self.order) * self.signs_D.to(x.device)
 
     def undo_product(self, x: torch.Tensor) -> torch.Tensor:
-        """``undo`` as one matrix product: for a GPU, where a row's order of summation need not be fixed."""
+        """``undo`` as one matrix product, for a GPU, where a row's order of summation need not be fixed."""
         if x.device not in self._inverse:
             self._inverse[x.device] = self.matrix_DD.T.contiguous().to(x.device)
         return x.float() @ self._inverse[x.device]
@@ -59,11 +61,11 @@ class Rotation:
 
     @cached_property
     def factors_D(self) -> torch.Tensor:
-        """What a row is multiplied by before its sums and differences: fp32 signs over the root of the order."""
+        """Factors of a row before its sums and differences: fp32 signs over the root of the order."""
         return self.signs_D * self.order**-0.5
 
     def basis(self, dtype: torch.dtype, device: torch.device, values: bool) -> Basis:
-        """R as the kernels take it: made once a device."""
+        """R as the kernels take it, made once a device."""
         key = dtype, device, values
         if key not in self._bases:
             dim, order = len(self.signs_D), self.order
@@ -76,8 +78,8 @@ class Rotation:
 
 
 class QuantizedCodec(Codec):
-    """A codec by three functions: ``side`` (planes of keys or of values), ``encode`` and ``decode``. Subclasses with a
-    rotation set it in ``rotations``."""
+    """A codec made of three functions: ``side`` (planes of keys or of values), ``encode`` and ``decode``. A subclass
+    with a rotation overrides ``rotation``."""
 
     @abstractmethod
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
@@ -95,7 +97,7 @@ class QuantizedCodec(Codec):
         raise NotImplementedError
 
     def rotation(self, side: str, head_dim: int) -> Rotation | None:
-        """The cache's basis for ``k`` or ``v``; None: the model's own."""
+        """The rotation that gives the cache's basis for ``k`` or ``v``; None: the model's own basis."""
         return None
 
     def write_fused(
@@ -165,7 +167,7 @@ class QuantizedCodec(Codec):
 
 
 class IntegerCodec(QuantizedCodec):
-    """Integers of 4 or 8 bits on a grid of each row's own, with an fp16 scale and bias."""
+    """Integers of 4 or 8 bits on each row's own grid, with an fp16 scale and bias."""
 
     fuses = True
     bits = 8
@@ -173,7 +175,8 @@ class IntegerCodec(QuantizedCodec):
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
         if head_dim % 2:
             raise ConfigError(
-                f"'{self.name}' packs two elements into a byte and needs an even head dim, not {head_dim}. Use --kv-codec plain."
+                f"'{self.name}' packs two elements into a byte and needs an even head dim, not {head_dim}. "
+                "Use --kv-codec plain."
             )
         return {"": (head_dim * self.bits // 8, torch.uint8), "_meta": (2, torch.float16)}
 

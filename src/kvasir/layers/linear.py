@@ -1,8 +1,9 @@
-"""Linear layers, and exact mode: a row's bits do not depend on how many rows its batch has, nor on its place among them.
+"""Linear layers. In exact mode a row's bits depend neither on the number of rows in its batch nor on its place among
+them.
 
-A BLAS picks another order of summation for another number of rows. In exact mode every product therefore has one order: on
-a GPU that of ``kernels.matmul``; on a CPU every product has the same shape, tiles of ``TILE`` rows, the last one padded with
-zeros, at addresses aligned alike.
+A BLAS picks another order of summation for another number of rows. In exact mode every product therefore has one order.
+On a GPU it is that of ``kernels.matmul``. On a CPU every product has the same shape: tiles of ``TILE`` rows, the last
+one padded with zeros, at equally aligned addresses.
 
 Legend: T rows, K inputs, N outputs.
 """
@@ -22,19 +23,22 @@ from kvasir.layers.norm import RMSNorm
 from kvasir.layers.weights import Placement, Slot
 
 TILE = 32
-NARROW = 16  # outputs; below, a BLAS may compute the last rows of a tile by another kernel (seen on an AMD EPYC: 5 to 7 and 9 to 11)
+# outputs; below, a BLAS may compute the last rows of a tile by another kernel (seen on an AMD EPYC: 5 to 7 and 9 to 11)
+NARROW = 16
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may look at when it picks a kernel
 
 
 def matrix(*shape: int, place: Placement) -> torch.Tensor:
-    """An empty weight [..., N, K]. On a CPU the memory order is [..., K, N], in which few-row products are up to twice as fast."""
+    """An empty weight [..., N, K]. On a CPU the memory order is [..., K, N], with which products of few rows are up to
+    twice as fast."""
     if place.device.type == "cuda":
         return torch.empty(shape, device=place.device, dtype=place.dtype)
     return torch.empty(*shape[:-2], shape[-1], shape[-2], device=place.device, dtype=place.dtype).transpose(-1, -2)
 
 
 def streams(place: Placement) -> bool:
-    """Whether products of a few rows may take the kernels of ``kernels.gemv``: their bits depend on the number of rows."""
+    """Whether products of few rows may take the kernels of ``kernels.gemv``, whose bits depend on the number of
+    rows."""
     return place.device.type == "cuda" and place.dtype == torch.bfloat16 and place.fused and not place.exact
 
 
@@ -57,7 +61,7 @@ def linear(
         wide = weight_NK.new_zeros(width, NARROW).t()
         wide[:width_out] = weight_NK
         weight_NK = wide
-    # The bias is added apart: fused, it would be one more thing that a BLAS may do in another order.
+    # The bias is added separately: a BLAS might add a fused one in another order.
     parts = [F.linear(tile, weight_NK) for tile in tiles.split(TILE)]
     product = (
         (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows]
@@ -70,7 +74,7 @@ def linear(
 
 
 class Linear:
-    """One or more stored matrices with the same input, fused along the output: ``widths`` are their output sizes."""
+    """One or more stored matrices with the same input, fused along the output. ``widths``: the output size of each."""
 
     def __init__(self, num_inputs: int, widths: dict[str, int], *, bias: bool, place: Placement) -> None:
         total = sum(widths.values())
@@ -90,8 +94,8 @@ class Linear:
         residual_TN: torch.Tensor | None = None,
         activation: str | None = None,
     ) -> torch.Tensor:
-        """[T, N] of x, or of ``norm``(x). ``activation``: the halves of N are gate and up, the result is [T, N / 2].
-        ``residual_TN`` is added, and its memory may be used for the result."""
+        """The product of x, or of ``norm``(x): [T, N]. With ``activation`` the halves of N are gate and up, and the
+        result is [T, N / 2]. ``residual_TN`` is added, and its memory may be used for the result."""
         if self.streams and self.bias_N is None and activation in GATES:
             halves = activation is not None
             if (ring := choose_ring(x_TK.shape[0], self.weight_NK, halves)) is not None:

@@ -13,7 +13,7 @@ from kvasir.layers.weights import Placement, Slot
 
 
 class RMSNorm:
-    """``shape``: of the scale; its last dimension is the one that is normalised."""
+    """An RMS norm. ``shape``: that of the scale; its last dimension is the one that is normalised."""
 
     def __init__(self, shape: int | tuple[int, ...], spec: NormSpec, place: Placement) -> None:
         # 1 + w rounded to bf16 would lose most of w, so a shifted scale stays in fp32.
@@ -27,7 +27,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps, self.eps_1, self.fused)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether adding to the stream and this norm may be one kernel."""
+        """Whether one kernel may add to the stream and compute this norm."""
         return self.fused and fits(x, self.weight)
 
     @property
@@ -40,9 +40,10 @@ class RMSNorm:
 
 
 class Stream:
-    """The residual stream h [T, E] of a step, and a sublayer's result that is still to be added to it.
+    """The residual stream h [T, E] of a step, and a sublayer's result that is not added yet.
 
-    Adding is put off until the next norm, which does both in one kernel. ``h`` belongs to the stream: adding overwrites it.
+    The addition waits for the next norm, which does both in one kernel. ``h`` belongs to the stream: adding overwrites
+    it.
     """
 
     __slots__ = ("_post", "_x_TE", "h_TE")
@@ -53,12 +54,13 @@ class Stream:
         self._post: RMSNorm | None = None
 
     def add(self, x_TE: torch.Tensor, post: RMSNorm | None = None) -> None:
-        """x, or ``post``(x), joins the stream. x may be overwritten."""
+        """Let x, or ``post``(x), join the stream. x may be overwritten."""
         assert self._x_TE is None, "one result at a time"
         self._x_TE, self._post = x_TE, post
 
     def enter(self, norm: RMSNorm) -> tuple[torch.Tensor, RMSNorm | None]:
-        """The input of the sublayer that begins with ``norm``: normed, or with the norm left to do by its first product."""
+        """The input of the sublayer that begins with ``norm``, and the norm that is left to its first product (None:
+        already applied)."""
         if self._x_TE is None:
             return self.h_TE, norm
         if not norm.fits(self._x_TE):
@@ -80,7 +82,8 @@ class Stream:
         return self.h_TE
 
     def peek(self, out: torch.Tensor) -> None:
-        """Write the same into ``out`` [T, E] and leave the stream as it is: who looks on changes no bit of it."""
+        """Write the stream's value into ``out`` [T, E] and leave the stream as it is, so that observing it changes no
+        bit."""
         x, post = self._x_TE, self._post
         if x is None:
             out.copy_(self.h_TE)

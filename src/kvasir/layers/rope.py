@@ -1,8 +1,7 @@
 """Rotary angles: frequencies of every scaling kind, and a table of cosines and sines by position.
 
-Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), the Llama 3.1 rule (its model card).
-Legend: T rows, D head dim.
-"""
+Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), the Llama 3.1 rule (its model
+card). Legend: T rows, D head dim."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
-    """Dimensions that turn more than beta_fast times are kept, less than beta_slow stretched, between them a linear ramp."""
+    """Keep dimensions that turn more than beta_fast times, stretch those that turn less than beta_slow times, and blend
+    linearly in between."""
 
     def dimension(turns: float) -> float:
         return spec.head_dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -48,8 +48,8 @@ def _yarn(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
 
 
 class Angles:
-    """The angles of a step's rows, shared by the layers with the same table: a fused kernel reads the table by position, the
-    plain path takes ``rows``."""
+    """The angles of a step's rows, shared by all layers with the same table. A fused kernel reads the table by
+    position; the plain path takes ``rows``."""
 
     __slots__ = ("_rows", "positions_T", "table")
 
@@ -66,16 +66,17 @@ class Angles:
 
 
 class RopeTable:
-    """Cosines and sines of positions 0 .. num_positions - 1, computed once: a row's angle never depends on its batch."""
+    """Cosines and sines of positions 0 .. num_positions - 1, computed once, so that a row's angle never depends on its
+    batch."""
 
     def __init__(self, spec: RopeSpec, num_positions: int, device: torch.device) -> None:
         # Made on the CPU, so that every device has the same bits.
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies(spec))
-        self.table = (
-            torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor).to(device)
-        )  # [num_positions, D] fp32
+        table = torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor)
+        self.table = table.to(device)  # [num_positions, D] fp32
 
     def rows(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``kernels.rope.rotate`` needs for rows at these positions: fp32 cosines [T, 1, 1, D/2], sines [T, 1, 2, D/2]."""
+        """Cosines [T, 1, 1, D/2] and sines [T, 1, 2, D/2] in fp32 for rows at these positions, as
+        ``kernels.rope.rotate`` takes them."""
         cos, sin = self.table.index_select(0, positions_T).view(positions_T.shape[0], 1, 2, -1).split(1, 2)
         return cos, torch.cat((-sin, sin), 2)

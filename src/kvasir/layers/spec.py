@@ -1,4 +1,4 @@
-"""What the parts of a layer are, as plain data: read by front ends, sizing and cost without torch.
+"""The parts of a layer as plain data, read by front ends, sizing and cost without torch.
 
 A ``kind`` names the module that computes the part: ``GQASpec.kind = "gqa"`` is ``kvasir.layers.mixers.gqa``.
 """
@@ -23,9 +23,12 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of the whole head, first half paired with second half. Fields beyond ``theta`` belong to one kind:
-    linear: factor; llama3: factor, low/high_freq_factor, original_max_position; yarn: factor, betas, truncate,
-    attention_factor (multiplies cos and sin), original_max_position."""
+    """Rotary embedding of the whole head; the first half is paired with the second half.
+
+    Fields after ``theta`` belong to one kind each. linear: factor. llama3: factor, low/high_freq_factor,
+    original_max_position. yarn: factor, betas, truncate, attention_factor (multiplies cos and sin),
+    original_max_position.
+    """
 
     theta: float
     head_dim: int
@@ -57,6 +60,7 @@ class GQASpec:
     o_bias: bool = False
 
     def attention(self) -> AttentionSpec:
+        """The attention that a backend is asked for."""
         return AttentionSpec(
             self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window, self.softcap, self.sinks
         )
@@ -64,7 +68,7 @@ class GQASpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """down(activation(gate(x)) * up(x)). ``intermediate_size``: F."""
+    """down(activation(gate(x)) * up(x)). ``intermediate_size``: the width F."""
 
     kind: ClassVar[str] = "dense"
     intermediate_size: int
@@ -74,8 +78,8 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """A softmax router over all experts picks ``top_k`` dense blocks of ``intermediate_size`` per row; ``renormalize``: the
-    picked weights are scaled to sum to one."""
+    """A softmax router over all experts picks ``top_k`` dense blocks of ``intermediate_size`` per row. ``renormalize``:
+    the picked weights are scaled to sum to one."""
 
     kind: ClassVar[str] = "moe"
     num_experts: int

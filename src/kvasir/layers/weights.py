@@ -1,4 +1,4 @@
-"""Where a model's weights live, and the places in them that stored tensors fill."""
+"""The device and dtype of a model's weights, and the places that stored tensors fill."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how a model's layers live. ``exact``: exact mode. ``fused`` False: norms, RoPE, activations and products of a few
-    rows are torch's own, one after the other, to measure what fusing them is worth."""
+    """Device, dtype and mode of a model's layers. ``exact``: exact mode. ``fused`` False: norms, RoPE, activations and
+    products of few rows are torch's own, one after the other, to measure what fusing gains."""
 
     device: torch.device
     dtype: torch.dtype
@@ -20,8 +20,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for one stored tensor: often a slice of a fused weight. ``offset`` is added to what is stored; ``repeat``: one
-    stored vector fills every row of the target."""
+    """The place of one stored tensor, often a slice of a fused weight. ``offset`` is added to the stored value;
+    ``repeat``: one stored vector fills every row of the target."""
 
     target: torch.Tensor
     offset: float = 0.0
@@ -33,7 +33,7 @@ class Slot:
         return self.target.shape[1:] if self.repeat else self.target.shape
 
     def fill(self, stored: torch.Tensor) -> None:
-        """Copy, converting dtype and device."""
+        """Copy ``stored`` into place, converting dtype and device."""
         self.target.copy_(stored)
         if self.offset:
             self.target.add_(self.offset)

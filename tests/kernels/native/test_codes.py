@@ -37,7 +37,7 @@ def still(dim: int) -> torch.Tensor:
 
 
 def write(heads_TXD, cache, slots, num_heads, angles, norm=None, positions=None):
-    """By the kernel. Queries [T, H, D], in the cache's basis."""
+    """Write by the kernel. Returns queries [T, H, D] in the cache's basis."""
     rows, total, dim = heads_TXD.shape
     at, program, heads = torch.arange(rows), Program(native().library), heads_TXD.clone()
     program.heads(heads, planes_of(cache), angles, num_heads, (total - num_heads) // 2, norm=norm)
@@ -63,7 +63,8 @@ def pool_of(spec: str, groups: int, dim: int, pages: int = 40, page_slots: int =
 
 
 def rows_of_every_size(count: int, *shape: int) -> torch.Tensor:
-    """Ordinary numbers; then tiny and huge ones, outliers, offsets, equal elements, halves of a step, zeros of both signs."""
+    """Ordinary numbers; then tiny and huge ones, outliers, offsets, equal elements, halves of a step, zeros of both
+    signs."""
     x = torch.randn(count, *shape)
     sizes = torch.logspace(-9, 6, count // 2)
     x[: count // 2] *= sizes.view(-1, *[1] * len(shape))
@@ -101,7 +102,8 @@ def test_a_row_that_is_no_number_reads_as_none(spec):
 @pytest.mark.parametrize("spec", CODECS)
 @pytest.mark.parametrize("normed", [True, False])
 def test_norm_and_angles_come_before_the_grid(spec, normed):
-    """In C they round differently, in the last bit: a code differs where that falls on a border, rarely, and by one step."""
+    """C rounds norm and angles differently, in the last bit: a code differs rarely, where that falls on a border, and
+    by one step."""
     torch.manual_seed(1)
     heads, groups, dim, rows = 4, 2, 128, 190
     mine, reference, table = (
@@ -180,8 +182,8 @@ def plain_of(world):
 
 
 def hold(world):
-    """At most twice the error of plain torch; the bits of a plain cache that holds what the codes stand for; and a row's bits
-    are its own."""
+    """Check three things: the error is at most twice that of plain torch; the bits are those of a plain cache that
+    holds the decoded codes; a row's bits are the same alone."""
     out, (want, _) = attended(world), truth(world)
     backend = TorchBackend()
     backend.prepare(world.site())
@@ -209,7 +211,7 @@ def hold(world):
 )
 @pytest.mark.parametrize("spec", CODECS)
 def test_attention_over_codes(spec, options):
-    """What a span does not see is NaN."""
+    """Slots that a span does not see hold NaN."""
     for spans in SPANS[2:]:
         world = world_of(spans, spec, **options)
         hold(world)

@@ -1,4 +1,5 @@
-"""Both ends of a decode in C: what rows start from, and their draws beside the reference, which also says how sure they must be."""
+"""Both ends of a decode in C: the inputs of rows, and their draws against the reference, which also says how certain
+they must be."""
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def test_draws_are_those_of_the_reference(kind, rows, vocab_size, width):
 
 
 def test_only_what_rounding_might_change_is_left():
-    """Two tokens whose scores are a little more, or less, apart than CLOSE, by the reference's noise: its error must be small beside it."""
+    """Two tokens whose scores differ by slightly more, or less, than CLOSE, by the reference's noise, whose error must
+    be small compared with it."""
     rows = 20_000
     draw = torch.Generator().manual_seed(5)
     stream, position = (

@@ -1,5 +1,5 @@
-"""Each C operation against plain torch: sizes that fill no panel, every number of rows, both formats of weights, with and
-without matrix tiles."""
+"""Each C operation against plain torch: sizes that fill no panel, every number of rows, both formats of weights, with
+and without matrix tiles."""
 
 import pytest
 import torch
@@ -74,7 +74,8 @@ def test_products_are_as_exact_as_in_fp32(rows, narrow, tiles):
 
 
 def test_numbers_of_every_size_keep_their_24_bits():
-    """Products in tiles take fp32 rows in three parts of eight bits: one weight of one shows what is left of a number."""
+    """Products in tiles take fp32 rows in three parts of eight bits: one weight of one shows what is left of a
+    number."""
     x = torch.cat([torch.randn(16, 32) * 10.0**e for e in (-20, -3, 0, 5, 30)], 1)
     for tiles in TILES:
         assert torch.equal(product(x, torch.eye(160), tiles), x)
@@ -229,7 +230,7 @@ SPANS = [
 )
 @pytest.mark.parametrize("spans", SPANS, ids=str)
 def test_attention_over_pages(spans, options):
-    """What a span does not see is NaN. A row's bits are the same when it is a span of its own."""
+    """Slots that a span does not see hold NaN. A row's bits are the same when it is a span of its own."""
     world = make_world(list(spans), **options)
     out = attended(world)
     torch.testing.assert_close(out.double(), truth(world)[0], atol=3e-6, rtol=3e-6)
@@ -274,7 +275,7 @@ WIDE_TREE = [-1, *[i // 2 for i in range(69)]]  # more rows than a word has bits
 )
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 2, 3, 1], WIDE_TREE], ids=["small", "wide"])
 def test_a_tree_s_rows_see_their_ancestors(parents, options):
-    """Beside spans that are causal, one of them with a row's worth of bits that says nothing."""
+    """The step also holds causal spans, one of them with a row's worth of ancestor bits, all zero."""
     world = make_world([(40, 1), (59, len(parents)), (3, 37)], trees={1: parents}, **options)
     out = attended(world)
     torch.testing.assert_close(out.double(), truth(world)[0], atol=3e-6, rtol=3e-6)
@@ -287,7 +288,7 @@ def test_a_tree_s_rows_see_their_ancestors(parents, options):
     "options", [{}, {"heads": 6, "kv_heads": 2}, {"window": 3}, {"window": 70, "softcap": 2.0}], ids=str
 )
 def test_a_tree_s_row_has_the_bits_of_its_path(options):
-    """As a decode over its ancestors alone, wherever they stand among the others."""
+    """A tree's row has the bits of a decode over its ancestors alone, wherever they stand among the others."""
     start = 61  # the border of two chunks of keys lies among the rows
     world = make_world([(start, len(WIDE_TREE))], trees={0: WIDE_TREE}, page_slots=1, **options)
     pages, width = world.batch.tables[0][0], start + max(world.trees[0].depths()) + 1

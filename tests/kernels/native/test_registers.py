@@ -1,4 +1,5 @@
-"""Registers of four and of eight floats, on a machine that may have longer ones: the same sources for an older processor."""
+"""Registers of four and of eight floats, on a machine that may have longer ones: the same sources for an older
+processor."""
 
 import os
 import platform
@@ -18,7 +19,10 @@ pytestmark = pytest.mark.skipif(
 )
 FOLDER = Path(__file__).parent
 WHICH = "as_exact or others or fused or activations or of_its_path or reference_encoder or (over and 80) or draws"
-LANES = "import kvasir.kernels.native.library as l; print(l.native().library.kvasir_lanes(), l.native().library.kvasir_tiles())"
+LANES = (
+    "import kvasir.kernels.native.library as l; "
+    "print(l.native().library.kvasir_lanes(), l.native().library.kvasir_tiles())"
+)
 
 
 @pytest.mark.parametrize("machine, lanes, flag", [("x86-64", 4, "sse2"), ("x86-64-v3", 8, "avx2")])

@@ -29,8 +29,8 @@ if _triton.INTERPRETED:
     patch_lang, patched = interpreter._patch_lang, {}
 
     def patch_lang_once(fn):
-        """The interpreter gives the language its numpy form in every launch and again in every call of a jitted function, a fifth of a
-        test's time. Here it keeps that form: nothing in this process compiles."""
+        """The interpreter gives the language its numpy form in every launch and again in every call of a jitted
+        function, a fifth of a test's time. Here it keeps that form: nothing in this process compiles."""
         if id(fn.__globals__) not in patched:
             patch_lang(fn)
             patched[id(fn.__globals__)] = fn.__globals__
@@ -55,7 +55,8 @@ if _triton.INTERPRETED:
             self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
 
     def get_type_or_field(self, name):
-        """A tuple's type is made where it is first asked for: every tensor has a tuple, its shape, whose type nobody asks for."""
+        """Make a tuple's type when it is first asked for: every tensor has a tuple, its shape, whose type is never
+        used."""
         if name != "type":
             return get_field(self, name)
         self.type = core._type_for_tuple_values(self.values)
@@ -65,8 +66,8 @@ if _triton.INTERPRETED:
     create_dot = interpreter.InterpreterBuilder.create_dot
 
     def dot_of_no_place(self, a, b, d, *how):
-        """A product's bits depend on its row and column alone, as on a GPU. NumPy's BLAS may compute the last rows of a block by another
-        kernel; in fp64, rounded afterwards, that makes no difference."""
+        """A product's bits depend on its row and column alone, as on a GPU. NumPy's BLAS may compute the last rows of a
+        block by another kernel; in fp64, rounded afterwards, that makes no difference."""
         if d.data.dtype.kind != "f" or 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
             return create_dot(self, a, b, d, *how)
         wide = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))

@@ -23,7 +23,7 @@ def test_fp16(case, device):
 
 @pytest.mark.parametrize("shape", [decode.Shape(64, 2, 2, 12, 4), decode.Shape(32, 2, 4, 12, 4)], ids=str)
 def test_shapes_of_many_rows(shape, device, monkeypatch):
-    """Which the grid's few rows do not take."""
+    """These shapes are not taken by the grid's few rows."""
     monkeypatch.setattr(decode.Shape, "of", staticmethod(lambda *what: shape))
     check_decode_attention(
         decode.Case(contexts=(333, 5, 64, 31, 130), heads=4, kv_heads=2, dim=128), torch.float16, device
@@ -31,13 +31,14 @@ def test_shapes_of_many_rows(shape, device, monkeypatch):
 
 
 def test_long_work_is_cut_finer(device, monkeypatch):
-    """On the GPU that starts at a length which takes the interpreter long."""
+    """A GPU starts to do so at a length that takes the interpreter long."""
     monkeypatch.setattr(decode, "SHORT_CHUNK", 64)
     check_decode_attention(decode.Case(contexts=(900, 500, 300), programs=2), torch.float32, device)
 
 
 def test_a_launch_may_be_repeated_with_other_contexts(device):
-    """As a CUDA graph does: the same tensors with new contents, and counters that every launch leaves at zero."""
+    """A launch is repeated as a CUDA graph does it: the same tensors with new contents, and counters that every launch
+    leaves at zero."""
     case = decode.Case(contexts=(700, 3, 260), programs=2)
     world, rows = decode_world(case, torch.float32, device)
     first = run_decode(world, rows, case)[0].clone()
@@ -64,7 +65,7 @@ def _find(context, spans, out, count, wave, budget, COUNT_PAD: tl.constexpr):
         ([1088] * 128, 66, 1088),
         ([1088] * 127 + [32768], 66, 2464),
     ],
-)  # more than one wave: whole but for the long one
+)
 def test_how_long_a_chunk_is(keys, wave, want, device):
     context = torch.tensor([k - 1 for k in keys], dtype=torch.int32, device=device)
     out = torch.zeros(1, dtype=torch.int32, device=device)

@@ -24,9 +24,9 @@ def test_tiles_of_other_shapes(device):
     check_dense_attention(case, torch.float16, device, shape=dense.Shape(block_m=64, block_n=64, warps=4, stages=3))
 
 
-@pytest.mark.parametrize("shape", [dense.Shape(), None], ids=str)
+@pytest.mark.parametrize("shape", [dense.Shape.of(64), None], ids=str)
 def test_maxima_that_grow(shape, device):
-    """By more than 2 ** 8 from block to block, in some rows."""
+    """Maxima grow by more than 2 ** 8 from block to block, in some rows."""
 
     def loud(*args, **named):
         world = make_world(*args, **named)
@@ -48,15 +48,15 @@ hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_by_hand(case, dtype, device):
-    check_dense_attention(case, dtype, device, shape=HopperShape())
+    check_dense_attention(case, dtype, device, shape=HopperShape.of())
 
 
 @pytest.mark.parametrize("case", list(dense.ragged()), ids=str)
 def test_ragged(case, device):
-    """What the kernels placed by hand are held to."""
+    """Check the kernels placed by hand."""
     if _triton.INTERPRETED and (case.spans[0][0] > 1000 or len(case.spans) > 8):
         pytest.skip("takes the interpreter long")
-    check_dense_attention(case, torch.float16, device, shape=dense.Shape())
+    check_dense_attention(case, torch.float16, device, shape=dense.Shape.of(64))
 
 
 @pytest.mark.parametrize(

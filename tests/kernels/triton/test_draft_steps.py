@@ -29,7 +29,8 @@ TREE = [-1, 0, 0, 1, 1, 2, 5]
 
 @pytest.mark.parametrize("codec_name", ["plain", "int4_bdr", "int8", "fp8"])
 def test_the_step_is_the_eager_one(codec_name, device, monkeypatch):
-    """A decode, a chain and a tree with a guest, twice with other lengths in the same buffers. The interpreter rounds to fp8 wrongly."""
+    """A decode, a chain and a tree with a guest, twice with other lengths in the same buffers. The interpreter rounds
+    to fp8 wrongly."""
     if device == "cpu" and codec_name not in ("plain", "int4_bdr"):
         pytest.skip("the GPU runs this")
     if device == "cpu":  # in the interpreter idle programs take time

@@ -27,7 +27,7 @@ KINDS = ("pre-norm", "sandwich", "experts")
 
 
 class World:
-    """One decoder, and a pool with room for the text and for others beside it."""
+    """One decoder, and a pool with room for the text and for other sequences."""
 
     def __init__(self, layers: tuple, device: str, dtype: torch.dtype) -> None:
         self.spec = ModelSpec(
@@ -48,7 +48,7 @@ class World:
     def logits(
         self, chunks: tuple[int, ...], before: tuple[int, ...] = (), after: tuple[int, ...] = ()
     ) -> torch.Tensor:
-        """Of every row of the text [LENGTH, V], computed in ``chunks``, each step beside new prompts of these lengths."""
+        """Logits of every row of the text [LENGTH, V], computed in ``chunks``; steps also hold new prompts."""
         pool = KVPool(
             self.spec.cache_groups(),
             PlainCodec(),

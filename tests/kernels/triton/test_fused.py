@@ -80,7 +80,8 @@ def tap_logits(model: Decoder, device: str, sizes: tuple[int, ...]) -> tuple[tor
 
 @pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
 def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypatch):
-    """In fp32, with every product of up to 16 rows on the GEMV kernels, against the same weights without any kernel."""
+    """The decoder in fp32, with every product of up to 16 rows on the GEMV kernels, agrees with the same weights
+    without any kernel."""
     spec = ModelSpec(
         family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec()
     )
@@ -135,7 +136,7 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
 
 @pytest.mark.parametrize("layers", [MODELS["mixed"], MODELS["shared cache"]], ids=["mixed", "shared cache"])
 def test_a_decoder_that_may_not_fuse_is_the_plain_decoder(layers, device, monkeypatch):
-    """What the bench's ladder compares with: torch's own norms, RoPE, activations and products."""
+    """The form that the bench's ladder compares with: torch's own norms, RoPE, activations and products."""
     spec = ModelSpec(
         family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec()
     )

@@ -26,7 +26,8 @@ def test_against_the_reference(case, dtype, device):
 
 
 def test_behind_each_other(device):
-    """Each starts while the one before it runs, and reads what that one writes: a hundred in one graph, as often as it is replayed."""
+    """Each starts while the one before it runs, and reads what that one writes: a hundred in one graph, as often as it
+    is replayed."""
     draw = Draw(0, torch.bfloat16, device)
     up, down, ones = (
         draw(6144, 1024, scale=1024**-0.5),

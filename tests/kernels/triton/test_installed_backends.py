@@ -1,4 +1,5 @@
-"""Optional packages themselves, where they are installed beside a GPU: test_optional_backends.py has stand-ins for them."""
+"""The optional packages themselves, where they and a GPU are present; test_optional_backends.py has stand-ins for
+them."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_the_package_attends_as_the_reference_does(name, spans, dim, softcap):
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_steps_that_wait_for_the_gpu_keep_their_plans(name):
-    """Planned while the GPU is busy: memory that a step's plan is copied from may not be written over by the next step's."""
+    """Planned while the GPU is busy: memory that a step's plan is copied from may not be written over by the next
+    step's."""
     worlds = [
         make_world(spans, heads=8, kv_heads=2, device="cuda", dtype=torch.bfloat16, dim=128, seed=i)
         for i, spans in enumerate([[(0, 300)], [(700, 90), (0, 200)], [(16, 100), (0, 100), (300, 33)], [(0, 64)]])

@@ -66,7 +66,7 @@ def test_fixed_tiling_keeps_a_rows_bits(device):
 
 
 def test_weights_stored_transposed(device):
-    """As a CPU model keeps them."""
+    """A CPU model keeps its weights this way."""
     case = moe.Case(rows=6)
     x, logits, gate_up, down = draw_case(case, torch.float32, device)
     want = moe.moe_triton(x, logits, gate_up, down, 2, True)

@@ -1,4 +1,5 @@
-"""Backends of optional packages, with stand-ins for the packages: what they are handed, and that results land in the right rows."""
+"""Backends of optional packages, with stand-ins for the packages: what they are handed, and that results land in the
+right rows."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.attention.paged import key_of
 from kvasir.engine.batch import pack
 from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv
+from kvasir.kernels.fused_qkv import HeadOps
+from kvasir.kernels.quantize import quantize
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.spec import DenseSpec, GQASpec, NormSpec, RopeSpec
@@ -19,13 +21,14 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.technique import load
-from kvasir.types import Request, SamplingParams, Sequence, Span
+from kvasir.types import CacheGroup, Request, SamplingParams, Sequence, Span
 from tests.kernels.check import reference
 from tests.kernels.check_quantized import (
     check_gather,
     check_quantized_attention,
     check_quantized_decode,
     check_quantized_qkv,
+    codec_of,
     quantized_world,
     written,
 )
@@ -41,9 +44,32 @@ def test_write(case, dtype, device):
     check_quantized_qkv(case, dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("order", [0, 64])
+def test_the_grid_is_made_of_rows_in_their_own_dtype(order, dtype, device):
+    """The scale and bias of nearly every row are those of the reference's grid, whose rows have the heads' dtype after
+    the rotation. Mutations that this kills: keys are rounded to bf16 before they are quantised (fp32 rows); a rotated
+    key is not rounded to the rows' dtype (fp16 rows)."""
+    heads = torch.randn(48, 4, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    table = torch.cat((torch.ones(48, 32), torch.zeros(48, 32)), 1).to(device)  # no angle: a key stays as it is
+    ops = HeadOps(2, table, torch.arange(48, device=device))
+    codec, slots = codec_of("int4", order, False), torch.arange(48, device=device)
+    cache = KVPool([CacheGroup("full", (0,), 1, 64)], codec, [2], 32, device, dtype).layer(0)
+    basis = codec.rotation("k", 64).basis(dtype, torch.device(device), False) if order else None
+    quantized_qkv.quantized_qkv(heads, ops, cache.planes, slots, "int4", basis)
+    stored = cache.planes["k_meta"][slots // 32, 0, slots % 32]
+    turned = heads[:, 2].double() if basis is None else quantized_qkv.turn(heads[:, 2].double(), basis)
+    mutant = turned.bfloat16() if dtype == torch.float32 else turned.float()
+    meta, mutated = (quantize(row, 4)[1] for row in (turned.to(dtype), mutant))
+    assert (stored == meta).float().mean() > 0.9
+    if dtype == torch.float32 or order:
+        assert (mutated == meta).float().mean() < 0.75, "or nothing is shown"
+
+
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
 def test_an_exact_row_does_not_look_at_its_company(format, device):
-    """In bits. Otherwise few rows are written by smaller programs, whose sums run in another order."""
+    """A row's bits are the same in any batch. Without exact mode few rows are written by smaller programs, whose sums
+    run in another order."""
     if format == "fp8" and device == "cpu":
         pytest.skip("the interpreter loses a carry when it rounds to fp8; the GPU runs this")
     rows = 1000 if device == "cuda" else quantized_qkv.FEW + 4
@@ -54,7 +80,7 @@ def test_an_exact_row_does_not_look_at_its_company(format, device):
 
 
 def test_few_rows_are_written_otherwise_where_nothing_has_to_be_exact(device):
-    """Else the test above could not fail."""
+    """This shows that the test above can fail."""
     if device == "cpu":
         pytest.skip("the interpreter sums in one order")
     few, step = [], quantized_qkv.FEW
@@ -75,7 +101,7 @@ def test_decode(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("place, case", list(enumerate(quantized_attention.grid())), ids=str)
 def test_rows_and_trees(place, case, dtype, device):
-    """In the interpreter the precisions take turns, but for what differs by format."""
+    """In the interpreter the precisions take turns, except for cases that differ by format."""
     if (
         device == "cpu"
         and place >= 2 * len(quantized_qkv.FORMATS)
@@ -173,7 +199,8 @@ def test_queries_are_turned_into_the_caches_basis_where_nothing_fuses(device):
 
 @pytest.mark.parametrize("codec", ["int4_bdr", "int4_bdr:order=16,rotate_v=true"])
 def test_a_decoder_over_codes_is_the_one_over_what_they_stand_for(codec, device, monkeypatch):
-    """Fused write, decode over codes, gathered chunks, windows and a shared cache, against the plain path of the same codec."""
+    """Fused write, decode over codes, gathered chunks, windows and a shared cache, against the plain path of the same
+    codec."""
     layers = (DEEP, WINDOWED, replace(DEEP, cache_of=0))
     model = Decoder(
         ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=layers, final_norm=NormSpec()),

@@ -30,7 +30,8 @@ SHAPES = [(1, 1, 16), (37, 40, 64), (301, 320, 32), (700, 700, 16)]
     "vocab_size, width, block, kind", [(*SHAPES[i % 4], kind) for k, kind in enumerate(KINDS) for i in (k + 2, k + 3)]
 )
 def test_same_as_the_reference(vocab_size, width, block, kind, device):
-    """Fewer columns than k, fewer chunks than k, and many more of both; columns past the vocabulary hold what must not count."""
+    """Fewer columns than k, fewer chunks than k, and many more of both; columns past the vocabulary hold what must not
+    count."""
     draw = torch.Generator().manual_seed(vocab_size)
     x = logits(kind, ROWS, width, draw)
     tokens, most = given(ROWS, vocab_size, draw)
@@ -75,9 +76,8 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_where_it_is_written(device):
     tokens, most = (a.to(device) for a in given(ROWS, 300, draw))
     whole = report_rows_triton(x, tokens, most, 300, block=16)
     out = torch.full((3, 2 * ROWS), 7.0, device=device)
-    report_rows_triton(
-        x.float(), tokens.float(), most.long(), 300, out[:, 2 : 2 + ROWS], block=16
-    )  # the same numbers in other types
+    # The same numbers in other types.
+    report_rows_triton(x.float(), tokens.float(), most.long(), 300, out[:, 2 : 2 + ROWS], block=16)
     assert torch.equal(out[:, 2 : 2 + ROWS], whole) and (out[:, :2] == 7).all() and (out[:, 2 + ROWS :] == 7).all()
     for row in range(ROWS):
         alone = report_rows_triton(x[row : row + 1], tokens[row : row + 1], most[row : row + 1], 300, block=16)

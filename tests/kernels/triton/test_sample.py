@@ -32,7 +32,8 @@ def test_same_draws_as_the_reference(kind, vocab_size, width, block, pack, devic
 
 
 def test_a_bound_from_chunks_that_takes_in_too_many(device, monkeypatch):
-    """All large values stand in one chunk, so the k-th largest chunk says little: the candidates above it cannot be packed."""
+    """All large values stand in one chunk, so the k-th largest chunk says little: the candidates above it cannot be
+    packed."""
     monkeypatch.setattr(sample, "PACK", 1)
     x = torch.randn(8, 160, generator=torch.Generator().manual_seed(2))
     x[:, :60] += 3
@@ -50,10 +51,12 @@ def test_a_bound_from_chunks_that_takes_in_too_many(device, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 def test_a_cut_one_token_off_would_show(kind, device):
-    """With the noise of a row made to favour the last kept token and the first dropped one, both sides of the cut are seen."""
+    """The noise of a row is made to favour the last kept token and the first dropped one, so that both sides of the cut
+    are seen."""
     draw = torch.Generator().manual_seed(5)
     vocab_size, rows = 40, 20
     x = logits(kind, 1, vocab_size, draw).repeat(rows, 1)
+    # So hot that all three are drawn often.
     given = [
         torch.full((rows,), 30.0),
         torch.full((rows,), 3, dtype=torch.int32),
@@ -61,7 +64,7 @@ def test_a_cut_one_token_off_would_show(kind, device):
         torch.zeros(rows),
         torch.arange(rows),
         torch.arange(rows),
-    ]  # so hot that all three are drawn often
+    ]
     want, found = both(x, given, vocab_size, device, 16)
     assert torch.equal(found, want) and len(set(found[0].tolist())) == 3
     given[1] = given[1] - 1

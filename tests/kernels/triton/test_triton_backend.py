@@ -26,9 +26,8 @@ def prepared(world, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_agrees_with_scalar_loops(kind, device, monkeypatch):
-    monkeypatch.setattr(
-        dense_attention, "MIN_ROWS", 30
-    )  # the last span is a long one, where the kernel for those can serve
+    # The last span is a long one, where the kernel for those can serve.
+    monkeypatch.setattr(dense_attention, "MIN_ROWS", 30)
     world = make_world([(40, 1), (33, 5), (0, 20)], device=device, **KINDS[kind])
     chosen = prepared(world, device)
     chosen.plan(world.batch)
@@ -43,7 +42,7 @@ def test_agrees_with_scalar_loops(kind, device, monkeypatch):
 
 
 def test_single_rows_are_planned_from_their_number_alone(device):
-    """What a CUDA graph needs: one plan serves every step of as many rows, whatever the host's starts say."""
+    """A CUDA graph needs this: one plan serves every step of as many rows, whatever the host's starts say."""
     world, other = (make_world(spans, device=device, seed=5) for spans in ([(300, 1), (7, 1)], [(2, 1), (170, 1)]))
     chosen = prepared(world, device)
     chosen.plan(world.batch)

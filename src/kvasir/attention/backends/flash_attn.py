@@ -1,9 +1,9 @@
 """FlashAttention 3 for long spans, where ``flash_attn_interface`` is installed; own kernels for the rest.
 
 Facts about the package (github.com/Dao-AILab/flash-attention, folder hopper): ``flash_attn_with_kvcache`` reads pages
-[N, P, G, D] of any strides and size through a table; rows of several sequences lie one after the other, bottom-right causal;
-the log-sum-exp is natural, [H, L]. No attention sinks. FlashAttention 2 (``flash_attn``) reads pages of 256 slots only.
-"""
+[N, P, G, D] of any strides and size through a table; rows of several sequences lie one after the other, bottom-right
+causal; the log-sum-exp is natural, [H, L]. No attention sinks. FlashAttention 2 (``flash_attn``) reads pages of 256
+slots only."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from kvasir.types import StepBatch
 
 
 class FlashAttentionBackend(PagedBackend):
+    """Long spans by FlashAttention 3, all other spans by our own kernels."""
+
     rank = 10
 
     def why_not(self, site: Site) -> list[str]:

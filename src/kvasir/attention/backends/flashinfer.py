@@ -1,9 +1,9 @@
 """FlashInfer for long spans, where it is installed; own kernels for the rest.
 
-Facts about the package (docs.flashinfer.ai): ``BatchPrefillWithPagedKVCacheWrapper`` is planned on the host for a batch, the plan copied from
-pinned memory of its own, and then run for every layer of the same head layout; pages [N, G, P, D] are its layout HND; the log-sum-exp is to
-base 2, [L, H].
-Kernels are compiled at first use, which takes a CUDA toolkit and minutes, but for those that `flashinfer-jit-cache` brings.
+Facts about the package (docs.flashinfer.ai): ``BatchPrefillWithPagedKVCacheWrapper`` is planned on the host for a batch
+and then run for every layer of the same head layout. It copies its plan from pinned memory of its own. Pages [N, G, P,
+D] are its layout HND. The log-sum-exp is to base 2, [L, H]. Kernels are compiled at first use, which takes a CUDA
+toolkit and minutes, unless `flashinfer-jit-cache` brings them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ WORKSPACE_BYTES = 128 << 20  # what its documentation advises
 
 
 class FlashInferBackend(PagedBackend):
+    """Long spans by FlashInfer, all other spans by our own kernels."""
+
     rank = 5
 
     def why_not(self, site: Site) -> list[str]:
@@ -60,7 +62,8 @@ class FlashInferBackend(PagedBackend):
         return worth_it(length, spec.num_heads // spec.num_kv_heads)
 
     def plan_long(self, batch: StepBatch, spec: AttentionSpec, spans: list[int]) -> CutOut:
-        """One plan a cache group, since each has pages of its own; made when the first layer of the group runs."""
+        """Cut the long spans out. Each cache group has its own pages, so the package's plan is made when the group's
+        first layer runs."""
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=batch.input_ids.device)
         plan = cut_out(batch, spans)
@@ -90,8 +93,8 @@ class FlashInferBackend(PagedBackend):
             out_THD[plan.rows] = found if lse_TH is None else found[0]
 
     def _planned(self, plan: CutOut, spec: AttentionSpec, table_SW: torch.Tensor, size: int, dtype: torch.dtype) -> Any:
-        """A wrapper, kept from step to step: each has 8 MiB of pinned memory, which its plan is copied from. What it is told is on the host,
-        or it would wait for the device to read it back."""
+        """A planned wrapper for these spans. Wrappers are kept from step to step: each has 8 MiB of pinned memory. All
+        arguments are on the host; otherwise planning would wait for the device."""
         counts = [cdiv(end, size) for end in plan.ends_host]
         on_host = partial(torch.tensor, dtype=torch.int32)
         key, on_gpu = (spec, len(plan.state)), table_SW.is_cuda
@@ -100,7 +103,7 @@ class FlashInferBackend(PagedBackend):
             self._wrappers[key] = wrapper, torch.cuda.Event() if on_gpu else None
         wrapper, copied = self._wrappers[key]
         if copied:
-            copied.synchronize()  # the plan of an earlier step: it may not be written over before it was copied
+            copied.synchronize()  # the pinned plan of an earlier step must not be overwritten before it was copied
         wrapper.plan(
             on_host([0, *accumulate(plan.lengths_host)]),
             on_host([0, *accumulate(counts)]),

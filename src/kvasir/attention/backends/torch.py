@@ -1,7 +1,7 @@
 """Plain torch: the reference, the CPU path and, in exact mode, the oracle for everything else.
 
-Normal mode: all spans of one row run together over their gathered pages (in buckets of similar length), longer spans one
-by one. Exact mode: one row at a time over exactly the keys it sees, copied into fresh memory, so that every shape,
+Normal mode: all spans of one row run together over their gathered pages (in buckets of similar length), longer spans
+one by one. Exact mode: one row at a time over exactly the keys it sees, copied into fresh memory, so that every shape,
 stride and order of operations is a function of the row's position alone and its bits are the same in any batch, for any
 chunk size, after a prefix hit and as a node of a draft tree.
 
@@ -27,11 +27,10 @@ from kvasir.types import StepBatch
 class _Part:
     """Spans that one call computes, for one cache group and window. Derived once a step, used by every layer.
 
-    ``rows``: of the step; ``whole``: they are all. ``pages`` [B, W]. ``keep``: the gathered slots that may hold something seen
-    (None: all). ``seen``/``bias``: the mask as bool and as addend, broadcast to [B, G, R, N] (single rows) or [L, N]; None:
-    everything kept is seen.
-    ``stale``: rows of the [B * G * N, D] matrix of gathered slots that nobody sees; they may hold anything, NaN included.
-    """
+    ``rows``: of the step; ``whole``: they are all. ``pages`` [B, W]. ``keep``: the gathered slots that may hold
+    something seen (None: all). ``seen``/``bias``: the mask as bool and as addend, broadcast to [B, G, R, N] (single
+    rows) or [L, N]; None: everything kept is seen. ``stale``: rows of the [B * G * N, D] matrix of gathered slots that
+    nobody sees; they may hold anything, NaN included."""
 
     rows: slice | torch.Tensor
     whole: bool
@@ -45,6 +44,8 @@ class _Part:
 
 
 class TorchBackend(AttentionBackend):
+    """The reference in plain torch; in exact mode a row's bits are the same in any batch."""
+
     exact = True
 
     def run(
@@ -66,8 +67,8 @@ class TorchBackend(AttentionBackend):
     # ---------------------------------------------------------------------------------------------------- normal mode
 
     def pin(self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, held: dict) -> None:
-        """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled anew for each step: read the pages
-        that ``held`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
+        """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled again for each step: read the
+        pages that ``held`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
         pages = batch.tables[0]
         batch.scratch["parts", 0, spec.window, dtype] = [
             _Part(slice(0, len(pages)), True, True, pages, bias=bias, held=held)
@@ -174,7 +175,7 @@ class TorchBackend(AttentionBackend):
         return out_THD, lse_TH
 
 
-# ------------------------------------------------------------------------------------------------- what a step looks like
+# ----------------------------------------------------------------------------------------------- what a step looks like
 
 
 def _parts(batch: StepBatch, cache: LayerCache, spec: AttentionSpec, dtype: torch.dtype) -> list[_Part]:
@@ -195,7 +196,7 @@ def _parts(batch: StepBatch, cache: LayerCache, spec: AttentionSpec, dtype: torc
 
 
 def _buckets(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Spans that may be padded to the longest of them without reading much more than they hold."""
+    """Group spans so that each can be padded to the longest of its group without reading much more than it holds."""
     if not singles or max(singles)[0] <= 2 * min(singles)[0] + 2:
         return [singles] if singles else []
     buckets: list[list[tuple[int, int, int]]] = []
@@ -208,7 +209,7 @@ def _buckets(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, i
 
 
 def _dense(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
-    """An index of these rows: a slice where they follow each other, which copies nothing."""
+    """An index of the rows ``numbers``: a slice where they are consecutive, which copies nothing."""
     first, count = numbers[0], len(numbers)
     return (
         slice(first, first + count)
@@ -226,7 +227,7 @@ def _single_part(
     spec: AttentionSpec,
     dtype: torch.dtype,
 ) -> _Part:
-    """One-row spans. A lone one is cut exactly; several are padded to the longest and masked."""
+    """A part of one-row spans. A lone span is cut exactly; several are padded to the longest and masked."""
     window, device = spec.window, table_SW.device
     starts = [batch.starts[s] for s in spans]
     first = [_first_page(start, window, size) for start in starts]
@@ -265,14 +266,14 @@ def _long_part(
 
 
 def _tree(batch: StepBatch, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Ancestor bits and positions of the span at ``row``, when it is a tree."""
+    """Ancestor bits and positions of the span at ``row`` if it is a tree, else None."""
     if batch.ancestors is None or not bool(batch.ancestors[row].any()):
         return None
     return batch.ancestors[row : row + length], batch.positions[row : row + length]
 
 
 def _first_page(start: int, window: int | None, size: int) -> int:
-    """The first page that a span from ``start`` reads; pages before it may have been dropped."""
+    """The first page that a span from ``start`` reads. Earlier pages may have been dropped."""
     return 0 if window is None else max(0, start - window + 1) // size
 
 

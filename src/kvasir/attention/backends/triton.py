@@ -1,7 +1,7 @@
-"""Triton: own kernels over plain and quantised pages, on GPUs (and, for tests, in Triton's interpreter).
+"""Triton: our own kernels over plain and quantised pages, on GPUs and, for tests, in Triton's interpreter.
 
-Over a quantised cache single rows and short spans (drafts, trees) read the codes; long spans and the rest read numbers that
-are made of them in scratch.
+Over a quantised cache, single rows and short spans (drafts, trees) read the codes. All other spans read keys and values
+that are decoded into scratch first.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from kvasir.types import StepBatch
 
 
 class TritonBackend(PagedBackend):
+    """All spans by our own kernels, over plain and quantised pages."""
+
     rank = 20
     codec_kernels = frozenset({"plain", *FORMATS})
 
@@ -46,21 +48,17 @@ class TritonBackend(PagedBackend):
     def prepare(self, site: Site) -> None:
         super().prepare(site)
         if site.codec_kernel != "plain":
-            self.depths = (
-                0,
-                DEEP,
-                5 * DEEP // 4,
-                9 * DEEP // 4,
-            )  # parts of a short span's keys are merged 16, 32 or 64 at a time
-        self.graphs = (
-            site.codec_kernel == "plain" or not site.exact
-        )  # exact rows over codes are gathered by a plan of the step's contexts
+            # The parts of a short span's keys are merged 16, 32 or 64 at a time.
+            self.depths = 0, DEEP, 5 * DEEP // 4, 9 * DEEP // 4
+        # Exact rows over codes are gathered by a plan that depends on the step's contexts.
+        self.graphs = site.codec_kernel == "plain" or not site.exact
 
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:
         return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)
 
     def together(self) -> tuple[int, ...]:
-        """Over codes there is one size of tile, and a span of more rows than ``worth_it`` is left to scratch, launched one by one."""
+        """Over codes there is one tile size. A span too long to read codes (``most_rows``) is decoded into scratch, and
+        such steps are launched one by one."""
         if self.site.codec_kernel == "plain" or self.site.exact:
             return super().together()
         most = min(most_rows(s.num_heads // s.num_kv_heads) for s in self.site.specs)

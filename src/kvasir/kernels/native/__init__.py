@@ -1,1 +1,1 @@
-"""Native kernels: C code for CPU decode steps and drafts, compiled on first use."""
+"""Kernels in C for decode steps on a CPU: compiled at first use, and run in one call a step."""

@@ -1,10 +1,12 @@
-/* ---------------------------------------------------------------------------------------------------------- attention */
+/* -------------------------------------------------------------------------------------------------------- attention */
 
 #define UNROLL16 _Pragma("GCC unroll 16")
 
-/* A projection's heads: norm and rotate queries and keys, and into the cache's basis; keys and values into their slots. */
+/* Norm and rotate a projection's queries and keys, turn them into the cache's basis, and write keys and values into
+ * their slots. */
 static void heads(const Heads *op, const Step *step) {
-    int64_t rotated = op->num_heads + (op->writes ? op->num_kv_heads : 0), all = rotated + (op->writes ? op->num_kv_heads : 0);
+    int64_t rotated = op->num_heads + (op->writes ? op->num_kv_heads : 0),
+        all = rotated + (op->writes ? op->num_kv_heads : 0);
     int64_t dim = op->dim, half = dim / 2, first, stop;
     const Cache *cache = &op->cache;
     share(step->num_rows * all, &first, &stop);
@@ -16,7 +18,8 @@ static void heads(const Heads *op, const Step *step) {
             int64_t slot = step->slots[cache->group][row], g = (head - op->num_heads) % op->num_kv_heads;
             if (slot < 0)
                 continue;
-            int64_t page = slot / cache->page_slots * cache->page_stride, place = g * cache->page_slots + slot % cache->page_slots;
+            int64_t page = slot / cache->page_slots * cache->page_stride,
+                place = g * cache->page_slots + slot % cache->page_slots;
             at = (head < rotated ? cache->k : cache->v) + page + place * cache->row;
             meta = (head < rotated ? cache->k_meta : cache->v_meta) + page + place * META;
             if (cache->format == NUMBERS)
@@ -33,7 +36,8 @@ static void heads(const Heads *op, const Step *step) {
             continue;
         }
         float scale = op->norm ? norm_scale(x, dim, op->eps) : 1;
-        const float *weight = op->norm + (op->norm ? head * dim : 0), *cos = op->angles + step->positions[row] * dim, *sin = cos + half;
+        const float *weight = op->norm + (op->norm ? head * dim : 0), *cos = op->angles + step->positions[row] * dim,
+            *sin = cos + half;
         int64_t i = 0;
         for (; i + LANES <= half; i += LANES) {
             vec a = load(x + i) * scale, b = load(x + i + half) * scale, c = load(cos + i), s = load(sin + i);
@@ -56,12 +60,15 @@ static void heads(const Heads *op, const Step *step) {
     }
 }
 
-/* One query head of one row: the positions that it sees, and what has come of them so far: the largest score, and sums weighted by
- * exp(score - best). */
-typedef struct { const float *q; float *y; int64_t head, first, stop; float best, total; vec out[MAX_DIM / LANES]; } Query;
+/* One query head of one row: the positions that it sees, and the state of its softmax so far: the largest score, and
+ * sums weighted by exp(score - best). */
+typedef struct {
+    const float *q; float *y; int64_t head, first, stop; float best, total; vec out[MAX_DIM / LANES];
+} Query;
 
-/* CHUNK positions from a multiple of CHUNK on, of which keys low .. high - 1 are there; pointers to others repeat these. */
-typedef struct { const float *key[CHUNK]; int64_t begin, low, high, apart; int fresh; } Keys; /* values lie ``apart`` behind keys */
+/* CHUNK positions from a multiple of CHUNK on. Keys low .. high - 1 exist; pointers to others repeat these. Values lie
+ * ``apart`` behind keys. */
+typedef struct { const float *key[CHUNK]; int64_t begin, low, high, apart; int fresh; } Keys;
 
 INLINE void fetch(const float *at, int64_t dim) {
     for (int64_t d = 0; d < dim; d += LINE)
@@ -70,7 +77,7 @@ INLINE void fetch(const float *at, int64_t dim) {
 
 #define AHEAD_KEYS 16
 
-/* The first to read keys lets the values, and the keys 16 further, come meanwhile. */
+/* The first query to read keys prefetches the values, and the keys 16 further. */
 INLINE void fetch_ahead(const Keys *keys, int64_t j, int64_t count, int64_t dim) {
     for (int64_t i = j; keys->fresh && i < j + count; i++) {
         fetch(keys->key[i] + keys->apart, dim);
@@ -112,11 +119,12 @@ INLINE int64_t high_of(const Query *query, const Keys *keys) {
     return query->stop - keys->begin < keys->high ? query->stop - keys->begin : keys->high;
 }
 
-/* Scores from .. to of a chunk become weights, zero but for low .. high. Returns what earlier sums fade by. */
+/* Turn scores from .. to of a chunk into weights, zero outside low .. high. Returns the factor of earlier sums. */
 static float weigh(Query *query, int64_t low, int64_t high, int64_t from, int64_t to, float weight[CHUNK]) {
     vec peak = splat(-INFINITY), lane = LANE_NUMBERS, mass = splat(0);
     for (int64_t j = from / LANES * LANES; j < to; j += LANES) {
-        vec at = lane + (float)j, s = choose((at >= (float)low) & (at < (float)high), load(weight + j), splat(-INFINITY));
+        vec at = lane + (float)j, s = choose((at >= (float)low) & (at < (float)high), load(weight + j),
+                                             splat(-INFINITY));
         store(weight + j, s);
         peak = bigger(s, peak);
     }
@@ -181,8 +189,9 @@ INLINE void any_of(int n, const Query *query, const Keys *keys, int64_t *low, in
     }
 }
 
-/* Two or four queries at once: what is read serves all. Every sum has the order that it has with one. */
-INLINE void weigh_some(const int n, const Attend *op, Query *query, const Keys *keys, float (*weight)[CHUNK], float *fade) {
+/* Two or four queries at once share what is read. Every sum has the order that it has with one query. */
+INLINE void weigh_some(const int n, const Attend *op, Query *query, const Keys *keys, float (*weight)[CHUNK],
+                       float *fade) {
     const int some = LANES / n;
     int64_t dim = op->dim, low, high;
     any_of(n, query, keys, &low, &high);
@@ -213,7 +222,8 @@ INLINE void weigh_some(const int n, const Attend *op, Query *query, const Keys *
         fade[i] = weigh(query + i, low_of(query + i, keys), high_of(query + i, keys), low, high, weight[i]);
 }
 
-INLINE void add_some(const int n, const Attend *op, Query *query, const Keys *keys, const float (*weight)[CHUNK], const float *fade) {
+INLINE void add_some(const int n, const Attend *op, Query *query, const Keys *keys, const float (*weight)[CHUNK],
+                     const float *fade) {
     const int some = LANES / n < 4 ? LANES / n : 4;
     int64_t parts = op->dim / LANES, low, high, d = 0;
     any_of(n, query, keys, &low, &high);
@@ -244,8 +254,8 @@ INLINE void add_some(const int n, const Attend *op, Query *query, const Keys *ke
 }
 #endif
 
-/* What a tree's row sees of its own span, slots ``context`` to ``stop``: those of its ancestors (bits) that stand in its window, from
- * depth ``first`` on. */
+/* The slots ``context`` to ``stop`` of its own span that a tree's row sees: those of its ancestors (bits) in its
+ * window, from depth ``first`` on. */
 typedef struct { const int64_t *bits, *positions; int64_t context, first, stop; } Tree;
 
 INLINE int is_seen(const Tree *tree, int64_t slot) {
@@ -253,10 +263,11 @@ INLINE int is_seen(const Tree *tree, int64_t slot) {
     return i < 0 || ((tree->bits[i / 64] >> i % 64) & 1 && tree->positions[i] >= tree->first);
 }
 
-/* ``count`` queries of one KV head: their rows, or heads of one row, or both. ``place``: of the head's first slot in a page.
- * ``mine``: of this thread; a chunk of a quantised cache becomes numbers there, keys and then values, which stay in the first
- * cache: each is made once for all queries, and then read as a plain cache is. */
-static void attend_queries(const Attend *op, Query *query, int64_t count, const int32_t *pages, int64_t place, const Tree *tree, float *mine) {
+/* Attention of ``count`` queries of one KV head: several rows, several heads of one row, or both. ``place``: place of
+ * the head's first slot in a page. ``mine``: this thread's memory. A chunk of a quantised cache is decoded there, keys
+ * and then values, once for all queries; it stays in the first-level cache and is read like a plain cache. */
+static void attend_queries(const Attend *op, Query *query, int64_t count, const int32_t *pages, int64_t place,
+                           const Tree *tree, float *mine) {
     const Cache *cache = &op->cache;
     int64_t dim = op->dim, size = cache->page_slots, first = query[0].first, stop = query[count - 1].stop;
     int coded = cache->format != NUMBERS;
@@ -268,16 +279,20 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
     Places now, then; /* of this chunk, and about where those of the next one are */
     Coded k = {&now, 0, 0}, v = {&now, cache->v - cache->k, cache->v_meta - cache->k_meta}, next = {&then, 0, 0};
     Weights weights;
-    int64_t slot = tree && first > tree->context ? tree->context : first, page = slot / size, offset = slot % size, ahead = 0;
+    int64_t slot = tree && first > tree->context ? tree->context : first, page = slot / size, offset = slot % size,
+        ahead = 0;
     for (int64_t begin = first / CHUNK * CHUNK; begin < stop; begin += CHUNK) {
         int64_t j = begin > first ? 0 : first - begin, end = stop - begin < CHUNK ? stop - begin : CHUNK;
         keys.begin = begin, keys.low = j;
-        for (; j < end && (!tree || slot < tree->stop); slot++) { /* a tree's row counts its ancestors only, and so has the bits that it has without the others */
+        /* a tree's row counts its ancestors only, so its bits are the same without the other rows */
+        for (; j < end && (!tree || slot < tree->stop); slot++) {
             if (!tree || is_seen(tree, slot)) {
                 const char *at = cache->k + pages[page] * cache->page_stride + (place + offset) * cache->row;
                 if (coded) {
-                    now.at[j] = at, now.meta[j] = cache->k_meta + pages[page] * cache->page_stride + (place + offset) * META;
-                    then.at[j] = now.at[j] + ahead * cache->page_stride, then.meta[j] = now.meta[j] + ahead * cache->page_stride;
+                    now.at[j] = at;
+                    now.meta[j] = cache->k_meta + pages[page] * cache->page_stride + (place + offset) * META;
+                    then.at[j] = now.at[j] + ahead * cache->page_stride,
+                        then.meta[j] = now.meta[j] + ahead * cache->page_stride;
                     at = (const char *)(mine + j * dim);
                 }
                 keys.key[j++] = (const float *)at;
@@ -331,21 +346,25 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
     }
 }
 
-/* Threads take rows of one span that follow each other, with query heads that share a KV head. */
+/* Each thread takes consecutive rows of one span, with query heads that share a KV head. */
 static void attend(const Attend *op, const Step *step, const Team *team) {
     int64_t shared = op->num_heads / op->num_kv_heads, base = 0, span = 0, item = take(team);
-    /* Heads that share keys stay together, unless there is too little work for all threads then. */
-    int64_t at_once = step->num_rows * op->num_kv_heads < omp_get_num_threads() ? 1 : shared < HEADS_AT_ONCE ? shared : HEADS_AT_ONCE;
+    /* Heads that share keys stay together, unless that leaves too little work for all threads. */
+    int64_t at_once = step->num_rows * op->num_kv_heads < omp_get_num_threads() ? 1
+                      : shared < HEADS_AT_ONCE ? shared : HEADS_AT_ONCE;
     int64_t parts = (shared + at_once - 1) / at_once, per_block = op->num_kv_heads * parts;
     Query query[QUERIES];
     for (; span < step->num_spans; span++) {
-        int64_t start = step->row_start[span], length = step->row_start[span + 1] - start, context = step->context[span];
+        int64_t start = step->row_start[span], length = step->row_start[span + 1] - start,
+            context = step->context[span];
         const int64_t *bits = step->ancestors && length ? step->ancestors + start * step->num_words : 0;
         int is_tree = bits && bits[0] & 1; /* a row's bits count itself, and those of a causal span are zero */
         int64_t height = is_tree ? 1 : QUERIES / at_once, items = (length + height - 1) / height * per_block;
         for (; item < base + items; item = take(team)) {
-            int64_t block = (item - base) / per_block, part = (item - base) % per_block, group = part / parts, skipped = part % parts * at_once;
-            int64_t head = group * shared + skipped, heads = shared - skipped < at_once ? shared - skipped : at_once, count = 0;
+            int64_t block = (item - base) / per_block, part = (item - base) % per_block, group = part / parts,
+                skipped = part % parts * at_once;
+            int64_t head = group * shared + skipped, heads = shared - skipped < at_once ? shared - skipped : at_once,
+                count = 0;
             int64_t i = block * height, last = i + height < length ? i + height : length;
             Tree tree = {bits + i * step->num_words, step->positions + start, context, 0, context + length};
             for (int64_t row = i; row < last; row++)
@@ -359,7 +378,8 @@ static void attend(const Attend *op, const Step *step, const Team *team) {
                     each->stop = depth + 1;
                 }
             tree.first = query[0].first;
-            attend_queries(op, query, count, step->tables[op->cache.group] + span * step->table_width, group * op->cache.page_slots,
+            attend_queries(op, query, count, step->tables[op->cache.group] + span * step->table_width,
+                           group * op->cache.page_slots,
                            is_tree ? &tree : 0, team->mine);
         }
         base += items;

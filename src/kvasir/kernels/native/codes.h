@@ -1,7 +1,7 @@
-/* -------------------------------------------------------------------------------------------------------------- codes */
+/* ------------------------------------------------------------------------------------------------------------ codes */
 
-/* Rows of a quantised cache: what kernels/quantize.py and kv/codecs/fp8.py do to a row, bit by bit, from the same fp32 numbers.
- * Sums and products that must not become one rounding are kept apart by KEEP_APART. */
+/* Rows of a quantised cache, with the same bits from the same fp32 numbers as kernels/quantize.py and kv/codecs/fp8.py.
+ * KEEP_APART keeps a compiler from fusing sums and products that must be rounded separately. */
 
 #define KEEP_APART(at) __asm__ volatile("" ::"r"(at) : "memory")
 #define FP16_TINY 0x1p-14f
@@ -55,12 +55,14 @@ INLINE uint32_t to_fp16(float x) {
 /* fp16 numbers in the low halves of words. */
 INLINE vec from_fp16(uvec h) {
     uvec size = (h & 0x7fff) << 13;
-    vec normal = (vec)(size + (112u << 23)), small = (vec)(size + (113u << 23)) - FP16_TINY, odd = (vec)(size + (224u << 23));
+    vec normal = (vec)(size + (112u << 23)), small = (vec)(size + (113u << 23)) - FP16_TINY,
+        odd = (vec)(size + (224u << 23));
     vec y = choose((ivec)(size < 1u << 23), small, choose((ivec)(size >= 31u << 23), odd, normal));
     return (vec)((uvec)y | (h & 0x8000) << 16);
 }
 
-/* x times the block-diagonal matrix of +-1 of Sylvester and Hadamard, blocks of ``order``: sums and differences of two. */
+/* x times the block-diagonal matrix of +-1 of Sylvester and Hadamard, blocks of ``order``: sums and differences of
+ * two. */
 static void butterflies(float *x, int64_t dim, int64_t order) {
     static const ivec LANE = LANE_NUMBERS;
     for (int64_t i = 0; i < dim; i += LANES) { /* partners in one vector */
@@ -97,7 +99,7 @@ static void turn(float *x, const float *factors, int64_t dim, int64_t order) {
     butterflies(x, dim, order);
 }
 
-/* x R^T, but for the order of roundings. */
+/* x R^T, up to the order of roundings. */
 static void turn_back(float *x, const float *factors, int64_t dim, int64_t order) {
     butterflies(x, dim, order);
     for (int64_t i = 0; i < dim; i += LANES)
@@ -119,12 +121,13 @@ static void encode_floats(const float *x, int64_t dim, uint8_t *codes, float *me
         vec y = load(x + i) / scale;
         uvec sign = (uvec)y >> 31 << 7;
         y = smaller((vec)((uvec)y & 0x7fffffff), splat(E4M3_MAX));
-        uvec size = (uvec)y, normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120u << 3), small = (uvec)(y + 16384.0f) - bits_of(16384.0f);
+        uvec size = (uvec)y, normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120u << 3),
+            small = (uvec)(y + 16384.0f) - bits_of(16384.0f);
         narrow(codes + i, sign | (uvec)choose(y < 0x1p-6f, (vec)small, (vec)normal));
     }
 }
 
-/* One row, in the cache's basis, on a grid of its own: codes, and scale and bias. */
+/* Encode one row, in the cache's basis, on its own grid: codes, and scale and bias. */
 static void encode(int64_t format, const float *x, int64_t dim, char *at, char *meta) {
     if (format == FP8) {
         encode_floats(x, dim, (uint8_t *)at, (float *)meta);
@@ -158,7 +161,8 @@ static void encode(int64_t format, const float *x, int64_t dim, char *at, char *
         ((uint8_t *)at)[i] = codes[i] | codes[i + dim / 2] << 4;
 }
 
-/* Where the codes of a chunk's rows are, ``apart`` bytes behind ``at``, and what goes with them, ``meta_apart`` behind ``meta``. */
+/* Places of a chunk's rows: values' codes lie ``apart`` bytes behind ``at``, and their scales ``meta_apart`` behind
+ * ``meta``. */
 typedef struct { const char *at[CHUNK], *meta[CHUNK]; } Places;
 typedef struct { const Places *places; int64_t apart, meta_apart; } Coded;
 
@@ -177,7 +181,7 @@ INLINE vec from_e4m3(const uint8_t *p) {
 #endif
 }
 
-/* Rows low .. high - 1 into x [CHUNK, D], while those of ``next``, which are decoded next, come nearer. */
+/* Decode rows low .. high - 1 into x [CHUNK, D], and prefetch those of ``next``, which are decoded next. */
 static void decode(int64_t format, Coded from, Coded next, int64_t low, int64_t high, int64_t dim, float *x) {
     float scales[CHUNK], biases[CHUNK];
     uint32_t metas[CHUNK];
@@ -205,7 +209,8 @@ static void decode(int64_t format, Coded from, Coded next, int64_t low, int64_t 
                 store(y + i, whole((ivec)widen(codes + i) - 128) * scale + bias);
         else {
 #if LANES == 16
-            vec sixteen = (vec){-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * scale + bias; /* looked up in a register */
+            /* looked up in a register */
+            vec sixteen = (vec){-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * scale + bias;
 #endif
             for (; i + LANES <= half; i += LANES) {
                 uvec pair = widen(codes + i);

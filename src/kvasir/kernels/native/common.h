@@ -17,8 +17,8 @@ static int omp_get_thread_num(void) { return 0; }
 static int omp_get_num_threads(void) { return 1; }
 #endif
 
-/* LANES: floats of one register. What takes several is kept in memory between any two operations, by gcc at least. TILE: rows that share a
- * loaded weight; two registers of sums each, and what goes into them, are all there are. */
+/* LANES: floats of one register. gcc keeps vectors of several registers in memory between any two operations. TILE:
+ * rows that share a loaded weight; with two registers of sums for each, all registers are in use. */
 #if defined(__AVX512F__)
 #define LANES 16
 #define TILE 8
@@ -37,7 +37,8 @@ static int omp_get_num_threads(void) { return 1; }
 #define HEADS_AT_ONCE 8
 #define QUERIES 32 /* of one KV head that read a chunk of keys together */
 #define MAX_DIM 512
-#define ROWS 32   /* up to here every thread prepares a product's rows for itself: less than a barrier costs */
+/* rows up to which every thread prepares all of a product's rows itself, which costs less than a barrier */
+#define ROWS 32
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -51,7 +52,8 @@ typedef struct {
     const int32_t *row_start, *context;
     const int64_t *const *slots; /* of each cache group: [T], -1: nowhere */
     const int32_t *const *tables; /* of each cache group: [S, table_width] */
-    const int64_t *ancestors; int64_t num_words; /* [T, num_words]: bits of the rows of its span that a tree's row sees; or none */
+    /* [T, num_words]: bits of the rows of its span that a tree's row sees; or none */
+    const int64_t *ancestors; int64_t num_words;
 } Step;
 
 enum { EMBED, LINEAR, NORM, HEADS, ATTEND, GATHER, OPEN, DRAW };
@@ -66,10 +68,16 @@ typedef struct { /* y = act(norm(x) W^T + bias) * scale, capped; or y += of it *
     double eps; int64_t format, num_inputs, num_outputs, activation, add, wanted; double scale, softcap;
 } Linear;
 
-typedef struct { int64_t kind; const float *x; float *y; const float *weight; double eps; int64_t width, add, wanted; } Norm; /* y (+)= norm(x) */
+/* y = norm(x), or y += norm(x) */
+typedef struct {
+    int64_t kind; const float *x; float *y; const float *weight; double eps; int64_t width, add, wanted;
+} Norm;
 
-typedef struct { /* strides in bytes; a row: one token's key or value of one head. ``turn``: factors of the rotation of keys, of values */
-    int64_t page_stride, page_slots, group, format, row; char *k, *v, *k_meta, *v_meta; const float *turn_k, *turn_v; int64_t order;
+/* Pages of a cache. Strides are in bytes; a row is one token's key or value of one head. ``turn_k``, ``turn_v``:
+ * factors of the rotation of keys and of values. */
+typedef struct {
+    int64_t page_stride, page_slots, group, format, row; char *k, *v, *k_meta, *v_meta; const float *turn_k, *turn_v;
+    int64_t order;
 } Cache;
 
 typedef struct { /* norm, rotate and write: queries in place, keys and values into their pages */
@@ -85,15 +93,16 @@ typedef struct {
 typedef struct { int64_t kind; const float *x; float *y; int64_t width; } Gather;
 
 typedef struct { /* ids, context, tables and slots of decodes, from what is kept of their rows [num_kept] */
-    int64_t kind; const int64_t *rows; int64_t *ids; int32_t *context; const int32_t *token, *tables; int64_t num_kept, num_groups, page_slots;
+    int64_t kind; const int64_t *rows; int64_t *ids; int32_t *context; const int32_t *token, *tables;
+    int64_t num_kept, num_groups, page_slots;
 } Open;
 
 typedef struct { /* the tokens of logits [M, width], of which the first ``count`` columns are tokens */
-    int64_t kind; const float *logits; int64_t width, count; const int64_t *rows; int64_t *tokens; int32_t *token; const int32_t *top_k;
-    const float *temperature, *top_p, *min_p; const int32_t *stream; /* low and high words */
+    int64_t kind; const float *logits; int64_t width, count; const int64_t *rows; int64_t *tokens; int32_t *token;
+    const int32_t *top_k; const float *temperature, *top_p, *min_p; const int32_t *stream; /* low and high words */
 } Draw;
 
-/* ------------------------------------------------------------------------------------------------------------ vectors */
+/* ---------------------------------------------------------------------------------------------------------- vectors */
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -107,8 +116,8 @@ INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 INLINE vec bigger(vec a, vec b) { return choose(a > b, a, b); }
 
-/* a b + c, rounded once where the machine can. Left to itself a compiler fuses some sums and not others, and a row has other bits then in
- * another batch: gcc unfuses chains that it takes for slow on some processors. */
+/* a b + c, rounded once where the machine can. Left alone a compiler fuses some sums and not others, and a row's bits
+ * then depend on its batch: on some processors gcc unfuses chains that it considers slow. */
 INLINE vec fused(vec a, vec b, vec c) {
 #if LANES == 16
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -193,7 +202,7 @@ INLINE vec activate(int64_t kind, vec x) {
     return x;
 }
 
-/* What a thread works with: ``mine`` is its own, ``next`` the team's: the first item that nobody has taken. */
+/* A thread's memory ``mine``, and the team's counter ``next``: the first item that no thread has taken. */
 typedef struct { float *mine; int64_t *next; } Team;
 
 INLINE int64_t take(const Team *team) { return __atomic_fetch_add(team->next, 1, __ATOMIC_RELAXED); }

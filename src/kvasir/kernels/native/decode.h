@@ -1,6 +1,6 @@
-/* ------------------------------------------------------------------------------------------------ both ends of a decode */
+/* -------------------------------------------------------------------------------------------- both ends of a decode */
 
-/* What a step's rows start from, out of what is kept of every sequence's row (kernels/decode_rows.py). */
+/* The inputs of a step's rows, from the state kept for every sequence (kernels/decode_rows.py). */
 static void open_rows(const Open *op, const Step *step) {
     int64_t first, stop;
     share(step->num_rows, &first, &stop);
@@ -16,8 +16,8 @@ static void open_rows(const Open *op, const Step *step) {
     }
 }
 
-/* ln x of positive normal numbers, to 2 ulp, near 1 too: ln 2^n m with m in [sqrt(1/2), sqrt 2), by the series of atanh: s = (m - 1) / (m + 1),
- * ln m = 2 (s + s^3 / 3 + ..). */
+/* ln x of positive normal numbers, to 2 ulp, near 1 too: ln 2^n m with m in [sqrt(1/2), sqrt 2), by the series of
+ * atanh: s = (m - 1) / (m + 1), ln m = 2 (s + s^3 / 3 + ..). */
 INLINE vec logarithm(vec x) {
     ivec bits = (ivec)x - 0x3f3504f3; /* sqrt(1/2) */
     ivec n = bits >> 23;
@@ -30,8 +30,8 @@ INLINE vec logarithm(vec x) {
     return power * 0.693359375f + (2.0f * s + (s * z * p + power * -2.12194440e-4f));
 }
 
-/* Gumbel noise of 32-bit words: -ln(-ln(1 - v)), v = (word + 0.5) / 2^32 rounded as in kernels/noise.py. The rounding error of 1 - v
- * cancels in the quotient (Goldberg 1991, theorem 4). */
+/* Gumbel noise of 32-bit words: -ln(-ln(1 - v)), v = (word + 0.5) / 2^32 rounded as in kernels/noise.py. The rounding
+ * error of 1 - v cancels in the quotient (Goldberg 1991, theorem 4). */
 INLINE vec gumbel(uvec word) {
     vec v = (__builtin_convertvector(word, vec) + 0.5f) * 2.3283064365386963e-10f;
     v = choose(v > 0.999999940395355f, splat(0.999999940395355f), v);
@@ -50,20 +50,23 @@ static void philox(uint64_t stream, uint32_t position, uint32_t quad, uvec words
             c0[i] = (uint32_t)(q >> 32) ^ c1[i] ^ k0, c1[i] = (uint32_t)q;
             c2[i] = (uint32_t)(p >> 32) ^ c3[i] ^ k1, c3[i] = (uint32_t)p;
         }
-    memcpy(words, c0, sizeof c0), memcpy(words + 1, c1, sizeof c1), memcpy(words + 2, c2, sizeof c2), memcpy(words + 3, c3, sizeof c3);
+    memcpy(words, c0, sizeof c0), memcpy(words + 1, c1, sizeof c1), memcpy(words + 2, c2, sizeof c2),
+        memcpy(words + 3, c3, sizeof c3);
 }
 
-/* A draw is made here only where rounding cannot change it: noise and weights differ from torch's by a few units in the last place, which
- * is less than a tenth of these bounds. Else the row is left to the host. */
+/* A draw is made here only where rounding cannot change it: noise and weights differ from torch's by a few units in the
+ * last place, less than a tenth of these bounds. Otherwise the host draws the row. */
 #define CLOSE 5e-5f       /* between two scores */
 #define CLOSE_MASS 1e-5   /* between a mass and a share of the total, relative to the total */
 #define CLOSE_FLOOR 1e-6f /* between a log-weight and that of min-p, relative */
 #define BLOCK (4 * LANES) /* tokens whose noise is made together; DRAW_BLOCK in program.py is a multiple */
 
-/* Log-weights y = (x - best) / temperature and scores y + noise of ``count`` tokens, padded with -inf to whole blocks. */
+/* Log-weights y = (x - best) / temperature and scores y + noise of ``count`` tokens, padded with -inf to whole
+ * blocks. */
 typedef struct { float *y, *score; int64_t count; } Drawn;
 
-static void fill_scores(Drawn *row, const float *x, float best, float temperature, float floor, uint64_t stream, uint32_t position) {
+static void fill_scores(Drawn *row, const float *x, float best, float temperature, float floor, uint64_t stream,
+                        uint32_t position) {
     for (int64_t at = 0; at < row->count; at += BLOCK) {
         float last[BLOCK], noise[4][LANES];
         const float *from = x + at;
@@ -112,7 +115,8 @@ static int64_t ahead(const Drawn *row, float y, int64_t at, double *mass) {
     return found;
 }
 
-/* The sum of the weights of the first ``top_k`` tokens: those above the largest value that so many reach, and as many of it as it takes. */
+/* The sum of the weights of the first ``top_k`` tokens: those above the largest value that ``top_k`` tokens reach, and
+ * as many tokens of that value as are missing. */
 static double mass_of(const Drawn *row, int64_t top_k) {
     double mass;
     if (top_k >= row->count) {
@@ -140,8 +144,8 @@ static double mass_of(const Drawn *row, int64_t top_k) {
     return mass + (top_k - above) * (double)expf(value);
 }
 
-/* The token of the best score among those that the filters keep; -1: the host must say. What comes behind a token that is not kept
- * is not kept either, so each one found to be none of them narrows the choice. */
+/* The token with the best score among those that the filters keep; -1: the host must decide. Tokens after a dropped one
+ * are dropped, too, so each dropped token narrows the choice. */
 static int64_t draw_hot(const Drawn *row, int64_t top_k, double top_p, float floor) {
     float behind = -INFINITY;
     int64_t behind_at = row->count;
@@ -149,7 +153,8 @@ static int64_t draw_hot(const Drawn *row, int64_t top_k, double top_p, float flo
     for (;;) {
         vec bests = splat(-INFINITY);
         for (int64_t i = 0; i < row->count; i += LANES)
-            bests = bigger(choose(before(load(row->y + i), i, behind, behind_at), load(row->score + i), splat(-INFINITY)), bests);
+            bests = bigger(choose(before(load(row->y + i), i, behind, behind_at), load(row->score + i),
+                                  splat(-INFINITY)), bests);
         float best = bests[0];
         for (int lane = 1; lane < LANES; lane++)
             best = bests[lane] > best ? bests[lane] : best;

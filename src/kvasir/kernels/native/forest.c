@@ -1,8 +1,8 @@
-/* Draft trees of a step, all at once: what their nodes are worth, which are kept, and what is learnt of those that were verified.
+/* Draft trees of a step, all at once: the worth of their nodes, the nodes to keep, and learning from verified trees.
  *
- * It does what kvasir/speculation/controller.py does tree by tree, which says what and why, to the same bits: sums run in the
- * same order, and nothing is fused where that could change a rounding (volatile). Tree i has the nodes from ends[i - 1] to ends[i]; its
- * parents are numbered within it, -1 for the anchor, and stand before their children.
+ * It computes what kvasir/speculation/controller.py computes tree by tree, and explains, with the same bits: sums run
+ * in the same order, and nothing is fused where that could change a rounding (volatile). Tree i has the nodes from
+ * ends[i - 1] to ends[i]; its parents are numbered within it, -1 for the anchor, and stand before their children.
  *
  * ``bins``: [right, tried] by depth (DEPTHS) and place of the estimate among its edges (PLACES). */
 
@@ -43,7 +43,8 @@ static void sort(Ranked *items, Ranked *scratch, int64_t count) {
     Ranked *from = items, *to = scratch;
     for (int64_t width = 1; width < count; width *= 2) {
         for (int64_t low = 0; low < count; low += 2 * width) {
-            int64_t middle = low + width < count ? low + width : count, high = low + 2 * width < count ? low + 2 * width : count;
+            int64_t middle = low + width < count ? low + width : count,
+                high = low + 2 * width < count ? low + 2 * width : count;
             int64_t a = low, b = middle;
             for (int64_t k = low; k < high; k++)
                 to[k] = a < middle && (b >= high || from[a].key <= from[b].key) ? from[a++] : from[b++];
@@ -54,9 +55,10 @@ static void sort(Ranked *items, Ranked *scratch, int64_t count) {
     if (from != items) memcpy(items, from, (size_t)count * sizeof *items);
 }
 
-/* The nodes by falling chance to be reached and right: ``order``; ``expected`` [nodes + 1]: ``first`` and the chances of the best n nodes.
- * Returns -1 without memory. */
-int64_t kvasir_forest_rank(int64_t num, const int32_t *ends, const int32_t *parents, const int32_t *depths, const double *est,
+/* Rank the nodes by the chance to be reached and right, largest first: ``order``. ``expected`` [nodes + 1]: ``first``
+ * plus the chances of the best n nodes. Returns -1 if there is no memory. */
+int64_t kvasir_forest_rank(int64_t num, const int32_t *ends, const int32_t *parents, const int32_t *depths,
+                           const double *est,
                            const double *bins, double first, int32_t *order, double *expected) {
     int64_t count = num ? ends[num - 1] : 0, start = 0;
     Ranked *items = malloc((size_t)(count ? count : 1) * (2 * sizeof(Ranked) + sizeof(double)));
@@ -78,10 +80,13 @@ int64_t kvasir_forest_rank(int64_t num, const int32_t *ends, const int32_t *pare
     return 0;
 }
 
-/* The trees of the nodes order[:count]: one that keeps all nodes as it is, a chain's leading part, else a walk from the anchor with the
- * likeliest child of each node first. ``out_ends``: as ``ends``. Returns -1 without memory. */
-int64_t kvasir_forest_keep(int64_t num, const int32_t *ends, const int32_t *tokens, const int32_t *parents, const int32_t *depths,
-                           const double *est, const int32_t *order, int64_t count, int32_t *out_ends, int32_t *out_tokens, int32_t *out_parents,
+/* Keep the nodes order[:count]. A tree that keeps all nodes stays as it is; of a chain the leading part stays; any
+ * other tree is walked from the anchor, the likeliest child of each node first. ``out_ends``: as ``ends``. Returns -1
+ * if there is no memory. */
+int64_t kvasir_forest_keep(int64_t num, const int32_t *ends, const int32_t *tokens, const int32_t *parents,
+                           const int32_t *depths,
+                           const double *est, const int32_t *order, int64_t count, int32_t *out_ends,
+                               int32_t *out_tokens, int32_t *out_parents,
                            int32_t *out_depths, double *out_est) {
     int64_t all = num ? ends[num - 1] : 0, start = 0, total = 0;
     int32_t *below = malloc((size_t)(3 * all + 1) * sizeof *below + (size_t)all);
@@ -122,11 +127,14 @@ int64_t kvasir_forest_keep(int64_t num, const int32_t *ends, const int32_t *toke
     return total;
 }
 
-/* Trees were verified: tree which[k] was right at its nodes on the path that ends at path_ends[k] of ``rows``; rows[first] is the anchor's
- * row, and a node's row less that one is its number and 1. Every child of a node on the path was tried. ``by_depth``: [tried, accepted],
- * has room for all depths. Returns the nodes of these trees. */
-int64_t kvasir_forest_learn(int64_t num, const int32_t *which, const int32_t *rows, const int32_t *path_ends, const int32_t *ends,
-                            const int32_t *parents, const int32_t *depths, const double *est, double *bins, int64_t *by_depth) {
+/* Learn from verified trees. Tree which[k] was right at the nodes on the path that ends at path_ends[k] of ``rows``.
+ * rows[first] is the anchor's row; a node's row minus the anchor's is its number plus 1. Every child of a node on the
+ * path was tried. ``by_depth``: [tried, accepted], with room for all depths. Returns the number of nodes of these
+ * trees. */
+int64_t kvasir_forest_learn(int64_t num, const int32_t *which, const int32_t *rows, const int32_t *path_ends,
+                            const int32_t *ends,
+                            const int32_t *parents, const int32_t *depths, const double *est, double *bins,
+                                int64_t *by_depth) {
     int64_t total = 0;
     for (int64_t k = 0, first = 0; k < num; first = path_ends[k++]) {
         int64_t start = which[k] ? ends[which[k] - 1] : 0, last = path_ends[k], at = first + 1;

@@ -1,9 +1,9 @@
-"""C as a shared library: compiled on first use by the machine's compiler for its processor, and kept. The kernels, and others.
+"""C sources as shared libraries: compiled at first use by the machine's compiler for its processor, and kept.
 
-A file in the user's cache folder is named after all that decides what is in it (source, flags, compiler, processor) and ends
-with a digest of its content, so that a damaged one is built again. Processes that build at once write files of their own and
-rename them into place. OpenMP's symbols stay undefined: they are found in the runtime that torch has loaded, so both share
-one team of threads.
+A file in the user's cache folder is named after everything that decides its content (source, flags, compiler,
+processor) and ends with a digest, so that a damaged file is built again. Processes that build at the same time write
+separate files and rename them into place. OpenMP's symbols stay undefined: they are found in the runtime that torch has
+loaded, so both share one team of threads.
 
 ``KVASIR_NATIVE=0`` in the environment switches the kernels off.
 """
@@ -34,7 +34,7 @@ COMPILE_SECONDS = 60
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """``library``: None where there is none, and ``reason`` says why; else ``reason`` says where it came from."""
+    """A loaded ``library``, or None. ``reason`` says where it came from, or why there is none."""
 
     library: ctypes.CDLL | None
     reason: str
@@ -47,23 +47,26 @@ def native() -> Native:
 
 
 def shared(source: Path, declare: Callable[[ctypes.CDLL], None]) -> Native:
-    """The library of a C file. ``declare`` sets the types of its functions, and raises AttributeError or OSError where it cannot
-    be used. Never raises."""
+    """The library of a C file. ``declare`` sets the types of its functions, and raises AttributeError or OSError if it
+    cannot be used. Never raises."""
     if os.environ.get("KVASIR_NATIVE", "1").lower() in ("0", "false", "off", "no"):
         return Native(None, "switched off by KVASIR_NATIVE")
     return load(cache_folder(), source, declare)
 
 
 def cache_folder() -> Path:
+    """Folder of the compiled libraries, in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvasir" / "native"
 
 
 def load(folder: Path, source: Path | None = None, declare: Callable[[ctypes.CDLL], None] | None = None) -> Native:
-    """From ``folder``, or compiled into it. Default: the kernels."""
+    """Load the library from ``folder``, or compile it into there. Default: the kernels."""
     source, declare = source or SOURCE, declare or _declare
     if sys.platform != "linux" or sys.byteorder != "little":
-        return Native(None, f"made for Linux and little-endian processors, this is {sys.platform}, {sys.byteorder}-endian")
-    compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
+        return Native(None, "made for Linux and little-endian processors, this is "
+                            f"{sys.platform}, {sys.byteorder}-endian")
+    compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc",
+                                       "clang") if name and (path := shutil.which(name))), None)
     if compiler is None:
         return Native(None, "no C compiler (install gcc, or set CC)")
     try:
@@ -86,7 +89,8 @@ def load(folder: Path, source: Path | None = None, declare: Callable[[ctypes.CDL
 
 
 def _key(compiler: str, source: Path | None = None) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True,
+                             timeout=COMPILE_SECONDS).stdout
     source = source or SOURCE
     texts = (file.read_text() for file in (source, *sorted(source.parent.glob("*.h"))))  # with what it may include
     parts = (*texts, *FLAGS, *WIDE, compiler, version, _processor())
@@ -94,15 +98,16 @@ def _key(compiler: str, source: Path | None = None) -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at: the instructions that this machine has."""
+    """The processor's model and instructions, on which -march=native depends."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     said = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
-    return "\n".join([platform.machine(), *(said[k] for k in ("model name", "flags", "Features", "CPU part") if k in said)])
+    return "\n".join([platform.machine(), *(said[k] for k in ("model name", "flags", "Features",
+                                                              "CPU part") if k in said)])
 
 
 def _compile(compiler: str, folder: Path, source: Path) -> Path:
-    """In two calls: given -fopenmp, a linker would bring an OpenMP runtime of its own."""
+    """Compile in two calls: given -fopenmp, a linker would add its own OpenMP runtime."""
     unit, library = folder / "unit.o", folder / "unit.so"
 
     def call(*arguments: str) -> None:
@@ -115,7 +120,7 @@ def _compile(compiler: str, folder: Path, source: Path) -> Path:
 
 
 def _keep(built: Path, file: Path) -> Path | None:
-    """Move a built library into the cache, whole or not at all. None: it cannot be written there."""
+    """Move a built library into the cache, whole or not at all. None: the cache cannot be written."""
     content = built.read_bytes()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +138,8 @@ def _whole(file: Path) -> bool:
         content = file.read_bytes()
     except OSError:
         return False
-    return len(content) > DIGEST and hashlib.blake2b(content[:-DIGEST], digest_size=DIGEST).digest() == content[-DIGEST:]
+    return len(content) > DIGEST and hashlib.blake2b(content[:-DIGEST],
+                                                     digest_size=DIGEST).digest() == content[-DIGEST:]
 
 
 def _open(file: Path, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
@@ -149,7 +155,8 @@ def _open(file: Path, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
 
 def _declare(library: ctypes.CDLL) -> None:
     library.kvasir_run.restype = None
-    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
+                                   ctypes.c_int64, ctypes.c_int64)
     library.kvasir_pack.restype = ctypes.c_int64
     library.kvasir_pack.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 7, ctypes.c_void_p, ctypes.c_int64)
     library.kvasir_tiles.restype = ctypes.c_int64
@@ -164,6 +171,6 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def _runtimes() -> list[str]:
-    """OpenMP runtimes that this process has mapped."""
+    """Paths of the OpenMP runtimes that this process has mapped."""
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     return sorted(p for p in paths if "omp" in Path(p).name and ".so" in p)

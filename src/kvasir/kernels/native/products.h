@@ -1,49 +1,50 @@
-/* ----------------------------------------------------------------------------------------------------------- products */
+/* --------------------------------------------------------------------------------------------------------- products */
 
 #define NEAR_FLOATS (192 << 10) /* of input rows that stay in a core's own cache; as in program.py */
 
-/* R rows times a panel of 2 x LANES outputs. bf16 panel: for each pair of inputs LANES words a block, the first input's weight in
- * the low half: widening is a shift or a mask. fp32 panel: for each input LANES floats a block. */
+/* R rows times a panel of 2 x LANES outputs. bf16 panel: for each pair of inputs LANES words a block, the first input's
+ * weight in the low half: widening is a shift or a mask. fp32 panel: for each input LANES floats a block. */
 #define UNROLL _Pragma("GCC unroll 8")
-#define PRODUCT(R)                                                                                                                  \
-    static void product_bf16_##R(const float *x, int64_t stride, const uint32_t *w, int64_t inputs, vec out[2][TILE]) {             \
-        vec left[R], right[R];                                                                                                      \
-        UNROLL for (int r = 0; r < R; r++)                                                                                          \
-            left[r] = right[r] = splat(0);                                                                                          \
-        const uint32_t *w2 = w + inputs / 2 * LANES;                                                                                \
-        for (int64_t k = 0; k < inputs; k += 2, w += LANES, w2 += LANES) {                                                          \
-            uvec a = *(const uvec *)w, b = *(const uvec *)w2;                                                                       \
-            __builtin_prefetch(w + AHEAD);                                                                                          \
-            __builtin_prefetch(w2 + AHEAD);                                                                                         \
-            vec a0 = (vec)(a << 16), a1 = (vec)(a & 0xffff0000u), b0 = (vec)(b << 16), b1 = (vec)(b & 0xffff0000u);                 \
-            UNROLL for (int r = 0; r < R; r++) {                                                                                    \
-                vec p = splat(x[r * stride + k]), q = splat(x[r * stride + k + 1]);                                                 \
-                left[r] = fused(a0, p, left[r]);                                                                                    \
-                right[r] = fused(b0, p, right[r]);                                                                                  \
-                left[r] = fused(a1, q, left[r]);                                                                                    \
-                right[r] = fused(b1, q, right[r]);                                                                                  \
-            }                                                                                                                       \
-        }                                                                                                                           \
-        UNROLL for (int r = 0; r < R; r++)                                                                                          \
-            out[0][r] = left[r], out[1][r] = right[r];                                                                              \
-    }                                                                                                                               \
-    static void product_fp32_##R(const float *x, int64_t stride, const float *w, int64_t inputs, vec out[2][TILE]) {                \
-        vec left[R], right[R];                                                                                                      \
-        UNROLL for (int r = 0; r < R; r++)                                                                                          \
-            left[r] = right[r] = splat(0);                                                                                          \
-        const float *w2 = w + inputs * LANES;                                                                                       \
-        for (int64_t k = 0; k < inputs; k++, w += LANES, w2 += LANES) {                                                             \
-            vec a = load(w), b = load(w2);                                                                                          \
-            __builtin_prefetch(w + AHEAD);                                                                                          \
-            __builtin_prefetch(w2 + AHEAD);                                                                                         \
-            UNROLL for (int r = 0; r < R; r++) {                                                                                    \
-                vec p = splat(x[r * stride + k]);                                                                                   \
-                left[r] = fused(a, p, left[r]);                                                                                     \
-                right[r] = fused(b, p, right[r]);                                                                                   \
-            }                                                                                                                       \
-        }                                                                                                                           \
-        UNROLL for (int r = 0; r < R; r++)                                                                                          \
-            out[0][r] = left[r], out[1][r] = right[r];                                                                              \
+#define PRODUCT(R)                                                                                                     \
+    static void product_bf16_##R(const float *x, int64_t stride, const uint32_t *w, int64_t inputs, \
+                                 vec out[2][TILE]) { \
+        vec left[R], right[R];                                                                                         \
+        UNROLL for (int r = 0; r < R; r++)                                                                             \
+            left[r] = right[r] = splat(0);                                                                             \
+        const uint32_t *w2 = w + inputs / 2 * LANES;                                                                   \
+        for (int64_t k = 0; k < inputs; k += 2, w += LANES, w2 += LANES) {                                             \
+            uvec a = *(const uvec *)w, b = *(const uvec *)w2;                                                          \
+            __builtin_prefetch(w + AHEAD);                                                                             \
+            __builtin_prefetch(w2 + AHEAD);                                                                            \
+            vec a0 = (vec)(a << 16), a1 = (vec)(a & 0xffff0000u), b0 = (vec)(b << 16), b1 = (vec)(b & 0xffff0000u);    \
+            UNROLL for (int r = 0; r < R; r++) {                                                                       \
+                vec p = splat(x[r * stride + k]), q = splat(x[r * stride + k + 1]);                                    \
+                left[r] = fused(a0, p, left[r]);                                                                       \
+                right[r] = fused(b0, p, right[r]);                                                                     \
+                left[r] = fused(a1, q, left[r]);                                                                       \
+                right[r] = fused(b1, q, right[r]);                                                                     \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int r = 0; r < R; r++)                                                                             \
+            out[0][r] = left[r], out[1][r] = right[r];                                                                 \
+    }                                                                                                                  \
+    static void product_fp32_##R(const float *x, int64_t stride, const float *w, int64_t inputs, vec out[2][TILE]) {   \
+        vec left[R], right[R];                                                                                         \
+        UNROLL for (int r = 0; r < R; r++)                                                                             \
+            left[r] = right[r] = splat(0);                                                                             \
+        const float *w2 = w + inputs * LANES;                                                                          \
+        for (int64_t k = 0; k < inputs; k++, w += LANES, w2 += LANES) {                                                \
+            vec a = load(w), b = load(w2);                                                                             \
+            __builtin_prefetch(w + AHEAD);                                                                             \
+            __builtin_prefetch(w2 + AHEAD);                                                                            \
+            UNROLL for (int r = 0; r < R; r++) {                                                                       \
+                vec p = splat(x[r * stride + k]);                                                                      \
+                left[r] = fused(a, p, left[r]);                                                                        \
+                right[r] = fused(b, p, right[r]);                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int r = 0; r < R; r++)                                                                             \
+            out[0][r] = left[r], out[1][r] = right[r];                                                                 \
     }
 #ifndef AHEAD
 #define AHEAD 512
@@ -57,13 +58,15 @@ PRODUCT(5)
 PRODUCT(6)
 PRODUCT(7)
 PRODUCT(8)
-#define ALL(name) {(Product)name##1, (Product)name##2, (Product)name##3, (Product)name##4, (Product)name##5, (Product)name##6, \
+#define ALL(name) {(Product)name##1, (Product)name##2, (Product)name##3, (Product)name##4, (Product)name##5, \
+                   (Product)name##6, \
                    (Product)name##7, (Product)name##8}
 #else
 #define ALL(name) {(Product)name##1, (Product)name##2, (Product)name##3, (Product)name##4}
 #endif
 
-/* One row times two panels: a sum waits for the one before it, and the two of a panel are too few to hide that. */
+/* One row times two panels: each sum waits for the one before it, and the two sums of one panel are too few to hide
+ * that. */
 static void pair_bf16(const float *x, const void *panels, int64_t inputs, vec out[2][TILE]) {
     const uint32_t *w = panels;
     vec y[4] = {0};
@@ -97,15 +100,17 @@ static void (*const PAIRS_OF_PANELS[2])(const float *, const void *, int64_t, ve
 typedef void (*Product)(const float *, int64_t, const void *, int64_t, vec[2][TILE]);
 static const Product PRODUCTS[2][TILE] = {ALL(product_bf16_), ALL(product_fp32_)};
 
-/* ------------------------------------------------------------------------------------------- products in matrix tiles */
+/* ----------------------------------------------------------------------------------------- products in matrix tiles */
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 #define TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define tile_load(t, at, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(at), "r"((int64_t)(stride)) : "memory")
-#define tile_store(t, at, stride) __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(at), "r"((int64_t)(stride)) : "memory")
+#define tile_load(t, at, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(at), "r"((int64_t)(stride)) : "memory")
+#define tile_store(t, at, stride) \
+    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(at), "r"((int64_t)(stride)) : "memory")
 #define tile_zero(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define tile_add(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::) /* c += a b */
 
@@ -128,7 +133,8 @@ static void tiles_begin(int rows) { /* 0 .. 3: sums; 4: weights of one block, 5:
 
 static void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
 
-/* An fp32 number is the sum of three bf16 ones, exactly: its 24 bits, eight at a time. Row ``r`` into [K / 32][3][16 rows][32]. */
+/* An fp32 number is the sum of three bf16 ones, exactly: its 24 bits, eight at a time. Row ``r`` into [K / 32][3][16
+ * rows][32]. */
 static void split(const float *x, int64_t inputs, int64_t r, float *into) {
     for (int64_t k = 0; k < inputs; k += LANES) {
         uint16_t *to = (uint16_t *)into + (k / TILE_INPUTS * 3 * TILE_ROWS + r) * TILE_INPUTS + k % TILE_INPUTS;
@@ -141,7 +147,7 @@ static void split(const float *x, int64_t inputs, int64_t r, float *into) {
     }
 }
 
-/* The leading parts have sums of their own: a sum waits for the one before it, and small ones lose less. */
+/* The leading parts have sums of their own: a sum waits for the one before it, and small sums lose less to rounding. */
 static void product_tiles(const float *x, const char *w, int64_t inputs, int fresh, float out[4][TILE_ROWS][LANES]) {
     const char *w2 = w + inputs * LANES * 2, *part = (const char *)x;
     tile_zero(0);
@@ -213,7 +219,8 @@ INLINE void finish(const Linear *op, int64_t panel, int64_t row, vec left, vec r
 }
 
 /* Panels first .. stop - 1 for ``count`` rows from ``row`` on, whose inputs are x, padded. */
-static void panels_of(const Linear *op, const float *x, int64_t stride, int64_t inputs, int64_t row, int64_t count, int64_t first, int64_t stop) {
+static void panels_of(const Linear *op, const float *x, int64_t stride, int64_t inputs, int64_t row, int64_t count,
+                      int64_t first, int64_t stop) {
     int64_t panel_bytes = inputs * (op->format == BF16 ? 2 : 4) * 2 * LANES;
     vec out[2][TILE];
     for (; count == 1 && first + 2 <= stop; first += 2) {
@@ -225,21 +232,24 @@ static void panels_of(const Linear *op, const float *x, int64_t stride, int64_t 
         for (int64_t r = 0, some; r < count; r += some) { /* tiles of one height, or a row less */
             int64_t tiles = (count - r + TILE - 1) / TILE;
             some = (count - r + tiles - 1) / tiles;
-            PRODUCTS[op->format][some - 1](x + r * stride, stride, (const char *)op->weights + panel * panel_bytes, inputs, out);
+            PRODUCTS[op->format][some - 1](x + r * stride, stride, (const char *)op->weights + panel * panel_bytes,
+                                           inputs, out);
             for (int64_t i = 0; i < some; i++)
                 finish(op, panel, row + r + i, out[0][i], out[1][i]);
         }
 }
 
 #ifdef TILES
-/* The same for rows that are split: 16 of them are 24 * inputs floats. */
-static void panels_of_tiles(const Linear *op, const float *parts, int64_t inputs, int64_t row, int64_t count, int64_t first, int64_t stop) {
+/* ``panels_of`` for split rows: 16 of them are 24 * inputs floats. */
+static void panels_of_tiles(const Linear *op, const float *parts, int64_t inputs, int64_t row, int64_t count,
+                            int64_t first, int64_t stop) {
     float out[4][TILE_ROWS][LANES] __attribute__((aligned(64)));
     tiles_begin(count < TILE_ROWS ? count : TILE_ROWS); /* beyond ``count`` lies anything, and nothing comes of it */
     for (int64_t panel = first; panel < stop; panel++)
         for (int64_t r = 0; r < count; r += TILE_ROWS) {
             int64_t some = count - r < TILE_ROWS ? count - r : TILE_ROWS;
-            product_tiles(parts + r * inputs * 3 / 2, (const char *)op->weights + panel * inputs * 4 * LANES, inputs, r == 0, out);
+            product_tiles(parts + r * inputs * 3 / 2, (const char *)op->weights + panel * inputs * 4 * LANES, inputs,
+                          r == 0, out);
             for (int64_t i = 0; i < some; i++)
                 finish(op, panel, row + r + i, load(out[0][i]) + load(out[2][i]), load(out[1][i]) + load(out[3][i]));
         }
@@ -247,7 +257,7 @@ static void panels_of_tiles(const Linear *op, const float *parts, int64_t inputs
 }
 #endif
 
-/* How a product takes its rows: as they lie, or normed and padded, or as parts for tiles. */
+/* The form in which a product takes its rows: as stored, normed and padded, or as parts for tiles. */
 typedef struct { int64_t padded, copied, tiles; } Shape;
 
 static const float *prepare(const Linear *op, const Shape *shape, int64_t row, float *into) { /* one row, padded */
@@ -262,13 +272,14 @@ static const float *prepare(const Linear *op, const Shape *shape, int64_t row, f
     return into;
 }
 
-/* ``count`` rows from ``row`` on, behind a row of scratch at ``mine``. */
+/* Prepare ``count`` rows from ``row`` on, after a row of scratch at ``mine``. */
 static const float *prepare_rows(const Linear *op, const Shape *shape, int64_t row, int64_t count, float *mine) {
     float *to = mine + shape->padded;
     for (int64_t r = 0; r < count; r++) {
 #ifdef TILES
         if (shape->tiles) {
-            split(prepare(op, shape, row + r, mine), shape->padded, r % TILE_ROWS, to + r / TILE_ROWS * TILE_ROWS * shape->padded * 3 / 2);
+            split(prepare(op, shape, row + r, mine), shape->padded, r % TILE_ROWS,
+                  to + r / TILE_ROWS * TILE_ROWS * shape->padded * 3 / 2);
             continue;
         }
 #endif
@@ -279,7 +290,8 @@ static const float *prepare_rows(const Linear *op, const Shape *shape, int64_t r
     return to;
 }
 
-static void panels(const Linear *op, const Shape *shape, const float *x, int64_t row, int64_t count, int64_t first, int64_t stop) {
+static void panels(const Linear *op, const Shape *shape, const float *x, int64_t row, int64_t count, int64_t first,
+                   int64_t stop) {
 #ifdef TILES
     if (shape->tiles) {
         panels_of_tiles(op, x, shape->padded, row, count, first, stop);
@@ -289,10 +301,11 @@ static void panels(const Linear *op, const Shape *shape, const float *x, int64_t
     panels_of(op, x, shape->padded, shape->padded, row, count, first, stop);
 }
 
-/* Few rows: threads share the panels, and each prepares all rows. Many: they take blocks of rows, and parts of the panels where
- * blocks are few, as they come: a block stays in a core's own cache while panels pass by. */
+/* With few rows, threads share the panels, and each prepares all rows. With many, each takes the next block of rows,
+ * and where blocks are few part of the panels: a block stays in a core's own cache while panels pass by. */
 static void linear(const Linear *op, int64_t rows, const Team *team, int64_t tiles_from) {
-    int64_t blocks = (op->num_outputs + LANES - 1) / LANES, num_panels = op->activation ? blocks : (blocks + 1) / 2, first, stop;
+    int64_t blocks = (op->num_outputs + LANES - 1) / LANES, num_panels = op->activation ? blocks : (blocks + 1) / 2,
+        first, stop;
     Shape shape = {.padded = op->format == BF16 ? (op->num_inputs + 31) / 32 * 32 : op->num_inputs};
     shape.tiles = tiles_from && op->format == BF16 && rows >= tiles_from;
     shape.copied = op->norm || shape.padded > op->num_inputs;
@@ -302,10 +315,12 @@ static void linear(const Linear *op, int64_t rows, const Team *team, int64_t til
             panels(op, &shape, prepare_rows(op, &shape, 0, rows, team->mine), 0, rows, first, stop);
         return;
     }
-    int64_t threads = omp_get_num_threads(), height = (rows + 2 * threads - 1) / (2 * threads), most = NEAR_FLOATS * 2 / 3 / shape.padded;
+    int64_t threads = omp_get_num_threads(), height = (rows + 2 * threads - 1) / (2 * threads),
+        most = NEAR_FLOATS * 2 / 3 / shape.padded;
     height = (height < most ? height : most) / ROWS * ROWS;
     height = height < ROWS ? ROWS : height;
-    int64_t high = (rows + height - 1) / height, across = high == threads || high >= 2 * threads ? 1 : (2 * threads + high - 1) / high;
+    int64_t high = (rows + height - 1) / height,
+        across = high == threads || high >= 2 * threads ? 1 : (2 * threads + high - 1) / high;
     const float *x = 0;
     for (int64_t item, held = -1; (item = take(team)) < high * across;) {
         int64_t row = item / across * height, count = rows - row < height ? rows - row : height, part = item % across;

@@ -1,10 +1,12 @@
 /* A decoder's step on a CPU: a list of operations that one team of threads runs through, a barrier after each.
  *
- * Numbers are fp32. Weights are fp32, or bf16 where that loses nothing, in panels of 2 x LANES outputs. Every sum has one order,
- * whatever the number of rows and of threads, so a row's bits depend on that row alone (and on whether there are rows enough for
- * matrix tiles). Vectors are the compiler's own, a register each: LANES is 16 with AVX-512, 8 with AVX2, else 4.
+ * Numbers are fp32. Weights are fp32, or bf16 where that loses nothing, in panels of 2 x LANES outputs. Every sum has
+ * one order, whatever the number of rows and threads, so a row's bits depend on that row alone (and on whether the step
+ * has enough rows for matrix tiles). Vectors are the compiler's own, one register each: LANES is 16 with AVX-512, 8
+ * with AVX2, else 4.
  *
- * Legend: T rows, M wanted rows, K inputs, N outputs, H query heads, G KV heads, X = H + 2 G, D head dim, P slots per page. */
+ * Legend: T rows, M wanted rows, K inputs, N outputs, H query heads, G KV heads, X = H + 2 G, D head dim, P slots per
+ * page. */
 
 #include "common.h"
 #include "products.h"
@@ -12,7 +14,7 @@
 #include "attention.h"
 #include "decode.h"
 
-/* --------------------------------------------------------------------------------------------------------------- rows */
+/* ------------------------------------------------------------------------------------------------------------- rows */
 
 static void embed(const Embed *op, const Step *step) {
     int64_t first, stop;
@@ -40,9 +42,10 @@ static void gather(const Gather *op, const Step *step) {
         memcpy(op->y + i * op->width, op->x + step->wanted[i] * op->width, 4 * op->width);
 }
 
-/* ``scratch``: 64-byte aligned, ``scratch_size`` floats a thread: a row of the most inputs, and ROWS rows in parts of half more or
- * NEAR_FLOATS, whichever is more; to draw, two rows of logits. */
-void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t threads, float *scratch, int64_t scratch_size,
+/* Run the operations. ``scratch``: 64-byte aligned, ``scratch_size`` floats a thread: a row of the most inputs, plus
+ * the larger of ROWS rows in parts (half as much again) and NEAR_FLOATS; to draw, two rows of logits. */
+void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t threads, float *scratch,
+                int64_t scratch_size,
                 int64_t tiles) {
     int64_t next[2] = {0, 0}; /* operations take turns: nobody counts with the other one while it is set back */
 #pragma omp parallel num_threads(threads)
@@ -55,7 +58,8 @@ void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t
                 next[(i + 1) % 2] = 0;
             switch (*(const int64_t *)op) {
             case EMBED: embed(op, step); break;
-            case LINEAR: linear(op, ((const Linear *)op)->wanted ? step->num_wanted : step->num_rows, &team, tiles); break;
+            case LINEAR: linear(op, ((const Linear *)op)->wanted ? step->num_wanted : step->num_rows, &team,
+                                tiles); break;
             case NORM: norm(op, ((const Norm *)op)->wanted ? step->num_wanted : step->num_rows); break;
             case HEADS: heads(op, step); break;
             case ATTEND: attend(op, step, &team); break;
@@ -68,9 +72,10 @@ void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t
     }
 }
 
-/* fp32 weights [parts * outputs, inputs] into bf16 panels of ``padded`` inputs; ``blocks`` of LANES outputs a part, which take turns.
- * Returns whether nothing was lost. */
-int64_t kvasir_pack(const float *weights, int64_t row, int64_t column, int64_t parts, int64_t outputs, int64_t inputs, int64_t blocks,
+/* Pack fp32 weights [parts * outputs, inputs] into bf16 panels of ``padded`` inputs, with ``blocks`` of LANES outputs
+ * for each part in turn. Returns whether the packing is exact. */
+int64_t kvasir_pack(const float *weights, int64_t row, int64_t column, int64_t parts, int64_t outputs, int64_t inputs,
+                    int64_t blocks,
                     int64_t padded, uint32_t *to, int64_t threads) {
     uint32_t lost = 0;
     const uint32_t *w = (const uint32_t *)weights;
@@ -89,7 +94,7 @@ int64_t kvasir_pack(const float *weights, int64_t row, int64_t column, int64_t p
     return !lost;
 }
 
-/* Whether products can be made in matrix tiles. */
+/* Whether products can use matrix tiles. */
 int64_t kvasir_tiles(void) {
 #ifdef TILES
     return tiles_granted();

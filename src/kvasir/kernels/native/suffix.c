@@ -1,13 +1,14 @@
-/* What followed a text's longest known suffix: suffix automata that many texts extend, a step of all sequences in one call.
+/* Drafts from a text's longest known suffix: suffix automata that many texts extend; one call serves a step's
+ * sequences.
  *
- * It does what kvasir/speculation/suffixes.py does, which says what and why, to the same numbers: states are made in the same
- * order, a state's edges keep the order in which they came, and ties go the same way.
+ * It computes what kvasir/speculation/suffixes.py computes, and explains, with the same numbers: states are made in the
+ * same order, a state's edges keep the order in which they came, and ties go the same way.
  *
- * A state takes 24 bytes and holds its edge itself if it has one only, which nearly all do; else they lie in a block of words
- * whose room is a power of two, tokens first, then targets, and with much room, an open hash table of them. Blocks that were
- * outgrown are kept for others. An automaton of n tokens has at most 2 n states and 3 n edges.
+ * A state takes 24 bytes and holds its edge itself if it has only one, as nearly all do. Several edges lie in a block
+ * of words whose room is a power of two: tokens first, then targets, and in large blocks an open hash table of them.
+ * Outgrown blocks are kept for other states. An automaton of n tokens has at most 2 n states and 3 n edges.
  *
- * Without memory a call returns -1, and the stores of its cursors may only be cleared or freed after it. */
+ * If there is no memory a call returns -1, and the stores of its cursors may only be cleared or freed afterwards. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -50,7 +51,7 @@ typedef struct { /* the layout of the class of the same name in suffixes_native.
     int32_t context[CONTEXT]; /* a ring: the last tokens that were read */
 } Cursor;
 
-/* ----------------------------------------------------------------------------------------------------- memory */
+/* ----------------------------------------------------------------------------------------------------------- memory */
 
 static void *grown(void *memory, int64_t *max, int64_t wanted, int64_t size, int64_t *held) {
     int64_t now = *max ? *max : 64;
@@ -97,7 +98,7 @@ static void release(Automaton *a, int64_t *held) {
     memset(a, 0, sizeof *a);
 }
 
-/* ------------------------------------------------------------------------------------------------------ edges */
+/* ------------------------------------------------------------------------------------------------------------ edges */
 
 static uint32_t hash(int32_t token) { return (uint32_t)token * 2654435769u >> 7; }
 
@@ -107,7 +108,7 @@ static void put(int32_t *index, uint32_t mask, int32_t token, uint32_t place) {
     index[at] = (int32_t)place + 1;
 }
 
-/* Where the target of the edge lies; NULL: there is no such edge. */
+/* Address of the edge's target; NULL: there is no such edge. */
 static int32_t *find(Automaton *a, int64_t state, int32_t token) {
     State *s = a->states + state;
     if (s->degree <= 1) return s->degree && s->one.token == token ? &s->one.target : NULL;
@@ -136,7 +137,7 @@ static void fill(int32_t *block, uint32_t size, const int32_t *tokens, const int
     for (uint32_t i = 0; i < count; i++) put(index, 2 * room - 1, tokens[i], i);
 }
 
-/* An edge more. */
+/* Add an edge. */
 static int add(Automaton *a, int64_t state, int32_t token, int32_t target, int64_t *held) {
     State *s = a->states + state;
     if (!s->degree) {
@@ -163,9 +164,9 @@ static int add(Automaton *a, int64_t state, int32_t token, int32_t target, int64
     return 0;
 }
 
-/* -------------------------------------------------------------------------------------------------- automaton */
+/* -------------------------------------------------------------------------------------------------------- automaton */
 
-/* Some suffixes of ``state`` now end at more places than the others: a state of their own. */
+/* Give those suffixes of ``state`` that now end at more places than the others a state of their own. */
 static int64_t split(Automaton *a, int64_t at, int32_t token, int64_t state, int64_t *held) {
     int64_t clone = new_state(a, held);
     if (clone < 0) return -1;
@@ -201,7 +202,8 @@ static int64_t extend(Automaton *a, int64_t last, int32_t token, int64_t *held) 
     int32_t *found = find(a, last, token);
     if (found) {
         state = *found;
-        if (a->states[state].length != a->states[last].length + 1 && (state = split(a, last, token, state, held)) < 0) return -1;
+        if (a->states[state].length != a->states[last].length + 1 && (state = split(a, last, token, state,
+            held)) < 0) return -1;
     } else {
         if ((state = new_state(a, held)) < 0) return -1;
         a->states[state].length = a->states[last].length + 1;
@@ -210,7 +212,8 @@ static int64_t extend(Automaton *a, int64_t last, int32_t token, int64_t *held) 
             if (add(a, at, token, (int32_t)state, held)) return -1;
         if (at >= 0) {
             int64_t target = *found;
-            if (a->states[target].length != a->states[at].length + 1 && (target = split(a, at, token, target, held)) < 0) return -1;
+            if (a->states[target].length != a->states[at].length + 1 && (target = split(a, at, token, target,
+                held)) < 0) return -1;
             a->states[state].link = (int32_t)target;
         }
     }
@@ -232,7 +235,7 @@ static void follow(Automaton *a, int32_t *state, int32_t *length, int32_t token)
     *length = target ? *length + 1 : 0;
 }
 
-/* ------------------------------------------------------------------------------------------------------- read */
+/* ------------------------------------------------------------------------------------------------------------- read */
 
 static int read_one(Cursor *c, int32_t token) {
     Store *s = c->store;
@@ -265,7 +268,7 @@ static int read_all(Cursor *c, const int32_t *tokens, int64_t count) {
     return 0;
 }
 
-/* ---------------------------------------------------------------------------------------------------- propose */
+/* ---------------------------------------------------------------------------------------------------------- propose */
 
 typedef struct { double survival, est; int32_t parent, depth, token, state; } Node;
 
@@ -318,14 +321,16 @@ static void push(Tree *t, const State *s) {
 }
 
 /* Begin with the most likely nodes below a match of ``length`` tokens. */
-static void begin(Tree *t, const Automaton *a, int32_t state, int32_t length, int64_t min_match, int32_t max_nodes, int32_t max_depth) {
+static void begin(Tree *t, const Automaton *a, int32_t state, int32_t length, int64_t min_match, int32_t max_nodes,
+                  int32_t max_depth) {
     t->a = a, t->length = t->matched = length, t->min_match = min_match, t->most = max_nodes, t->max_depth = max_depth;
     t->taken = t->known = t->depth = t->shorter = 0, t->worth = 0, t->above = 1, t->parent = -1;
     t->state = a->num_states && max_depth > 0 && max_nodes > 0 ? state : -1;
     if (t->state >= 0) __builtin_prefetch(a->states + state);
 }
 
-/* One place further: its state was being fetched while other trees grew. Returns whether there is more to do. */
+/* Grow the tree by one place; its state was being fetched while other trees grew. Returns whether there is more to do.
+ * */
 static int grow(Tree *t) {
     if (t->state < 0) return 0;
     const State *s = t->a->states + t->state;
@@ -352,8 +357,8 @@ static int grow(Tree *t) {
     return 0;
 }
 
-/* Nodes so that the likeliest child of each stands behind it: the places of tree ``t`` in the order of the walk. ``below``,
- * ``beside``: a first child and a next sibling for each node, and below[-1] for the anchor. */
+/* Order the nodes of tree ``t`` so that the likeliest child of each follows it. ``below``, ``beside``: first child and
+ * next sibling of each node, and below[-1] for the anchor. */
 static void order(const Tree *t, int32_t *below, int32_t *beside, int32_t *walk) {
     for (int32_t i = -1; i < t->taken; i++) below[i] = -1;
     for (int32_t i = 0; i < t->taken; i++) {
@@ -372,7 +377,7 @@ static void order(const Tree *t, int32_t *below, int32_t *beside, int32_t *walk)
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------ calls */
+/* ------------------------------------------------------------------------------------------------------------ calls */
 
 /* ``held``: the tokens and bytes of all stores that were given it. NULL: there is no memory. */
 Store *kvasir_suffix_new(int64_t max_tokens, int64_t min_match, int64_t *held) {
@@ -381,7 +386,7 @@ Store *kvasir_suffix_new(int64_t max_tokens, int64_t min_match, int64_t *held) {
     return s;
 }
 
-/* Forget all texts. Cursors start anew. */
+/* Forget all texts. Cursors start again. */
 void kvasir_suffix_clear(Store *s) {
     release(&s->young, s->held);
     release(&s->old, s->held);
@@ -396,11 +401,14 @@ void kvasir_suffix_free(Store *s) {
 
 int64_t kvasir_suffix_cursor_bytes(void) { return sizeof(Cursor); }
 
-/* Read new tokens with each cursor, all first, so that they learn from each other: those of cursor i end at ends[i] of
- * ``tokens``. Then propose a tree of at most max_nodes[i] nodes and max_depth[i] levels for each, NULL: none. counts[i]: its
- * nodes; they follow each other in ``out`` arrays, which have room for the sum of max_nodes. Returns the nodes in all. */
-int64_t kvasir_suffix_step(Cursor **cursors, int64_t num, const int32_t *tokens, const int32_t *ends, const int32_t *max_nodes,
-                           const int32_t *max_depth, int32_t *counts, int32_t *out_tokens, int32_t *out_parents, int32_t *out_depths,
+/* Read the new tokens of every cursor, so that sequences learn from each other; those of cursor i end at ends[i] of
+ * ``tokens``. Then propose a tree of at most max_nodes[i] nodes and max_depth[i] levels for each; NULL: none.
+ * counts[i]: nodes of tree i. The trees follow each other in the ``out`` arrays, which have room for the sum of
+ * max_nodes. Returns the number of all nodes. */
+int64_t kvasir_suffix_step(Cursor **cursors, int64_t num, const int32_t *tokens, const int32_t *ends,
+                           const int32_t *max_nodes,
+                           const int32_t *max_depth, int32_t *counts, int32_t *out_tokens, int32_t *out_parents,
+                               int32_t *out_depths,
                            double *out_est) {
     int64_t start = 0, total = 0;
     for (int64_t i = 0; i < num; start = ends[i++])
@@ -421,7 +429,8 @@ int64_t kvasir_suffix_step(Cursor **cursors, int64_t num, const int32_t *tokens,
             const Cursor *c = cursors[first + k];
             const Store *s = c->store;
             int32_t room = c->age == s->age ? max_nodes[first + k] : 0, deep = max_depth[first + k];
-            begin(&trees[2 * k], &s->young, c->last, room > 0 ? s->young.states[c->last].length : 0, s->min_match, room, deep);
+            begin(&trees[2 * k], &s->young, c->last, room > 0 ? s->young.states[c->last].length : 0, s->min_match, room,
+                  deep);
             begin(&trees[2 * k + 1], &s->old, c->state, c->length, s->min_match, room, deep);
         }
         for (int busy = 1; busy;) {

@@ -1,7 +1,8 @@
-"""8-bit floats (E4M3) with a scale for every token and head. Lossy: 3 bits of mantissa. 8.25 bits an element at D = 128.
+"""8-bit floats (E4M3) with a scale for every token and head. Lossy: 3 bits of mantissa. 8.25 bits an element at D =
+128.
 
-The scale makes a row's largest magnitude 448, the largest of E4M3, so that no calibration is needed and nothing saturates.
-"""
+The scale makes a row's largest magnitude 448, the largest of E4M3, so that no calibration is needed and nothing
+saturates."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ E4M3_MAX = 448.0
 
 
 class Fp8Codec(QuantizedCodec):
+    """E4M3 codes with an fp32 scale for each row."""
+
     kernel = "fp8"
     page_slots = 32  # as large as a page of 16 in bf16; a block of the decode kernel lies in one page
     fuses = True
@@ -24,7 +27,7 @@ class Fp8Codec(QuantizedCodec):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         x = x.float()
         scale = (x.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(FP16_TINY, FP16_MAX)
-        # Rounding may leave the largest element a little too large: E4M3 has no infinity, it would become NaN.
+        # Rounding may leave the largest element slightly above the range. E4M3 has no infinity: it would become NaN.
         return {"": (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), "_meta": scale}
 
     def decode(self, planes: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""4-bit floats (E2M1) in blocks of 16 with E4M3 scales (NVFP4), scales by ScaleSearch (arXiv:2605.12464). Lossy. 4.5 bits an element.
+"""4-bit floats (E2M1) in blocks of 16 with E4M3 scales (NVFP4), scales by ScaleSearch (arXiv:2605.12464). Lossy. 4.5
+bits an element.
 
-Emulated exactly: a code times its block's scale has 6 significant bits, which bf16 holds. Without ``search`` a block's
-scale puts its largest magnitude on 6, the largest of E2M1; with it, nine neighbouring scales are tried and the one with the
-least squared error is kept. ``unit``: the format's fp32 scale, fixed, since one taken from the tokens at hand would
-change what earlier tokens mean; the default covers magnitudes from 0.006 to 168. ``order``: a Hadamard rotation of the keys.
+The emulation is exact: a code times its block's scale has 6 significant bits, which bf16 holds. Without ``search`` a
+block's scale puts its largest magnitude on 6, the largest of E2M1. With it, nine neighbouring scales are tried and the
+one with the least squared error is kept. ``unit``: the format's fp32 scale. It is fixed, since one taken from the
+current tokens would change what earlier tokens mean; the default covers magnitudes from 0.006 to 168. ``order``: size
+of a Hadamard rotation of the keys; 0: none.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ LARGEST = 126  # code of 448; 127 is NaN
 
 @dataclass(frozen=True, slots=True)
 class Config:
+    """Options of ``nvfp4``; the module says what they do."""
+
     search: bool = True
     unit: float = 0.0625
     order: int = 0
@@ -40,11 +44,14 @@ def e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def e2m1_value(codes: torch.Tensor) -> torch.Tensor:
+    """The fp32 numbers that E2M1 ``codes`` stand for."""
     table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
     return table[codes.long()]
 
 
 class Nvfp4Codec(QuantizedCodec):
+    """E2M1 codes in blocks with E4M3 scales."""
+
     kernel = "nvfp4"
     page_slots = 32  # a page of 16 would be smaller than one of bf16
 
@@ -52,14 +59,15 @@ class Nvfp4Codec(QuantizedCodec):
         super().__init__(config)
         if not self.config.unit > 0:
             raise ConfigError(
-                f"nvfp4:unit={self.config.unit}: the unit of the scales must be positive; the default is {Config().unit}"
+                f"nvfp4:unit={self.config.unit}: the unit of the scales must be positive; "
+                f"the default is {Config().unit}"
             )
 
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
         if head_dim % (2 * BLOCK):
             raise ConfigError(
-                f"'nvfp4' has blocks of {BLOCK} and packs two elements into a byte: it needs a head dim that is a multiple of "
-                f"{2 * BLOCK}, not {head_dim}. Use --kv-codec int4_bdr."
+                f"'nvfp4' has blocks of {BLOCK} and packs two elements into a byte: it needs a head dim that is a "
+                f"multiple of {2 * BLOCK}, not {head_dim}. Use --kv-codec int4_bdr."
             )
         return {"": (head_dim // 2, torch.uint8), "_scale": (head_dim // BLOCK, torch.uint8)}
 

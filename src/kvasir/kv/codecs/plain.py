@@ -1,4 +1,5 @@
-"""Keys and values as the model computed them, in the model's dtype. Exact. 2 x G x D x itemsize bytes a token and layer."""
+"""Keys and values as the model computed them, in the model's dtype. Exact. 2 x G x D x itemsize bytes a token and
+layer."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from kvasir.kv.codec import Codec, LayerCache, Plane
 
 
 class PlainCodec(Codec):
+    """Stores keys and values unchanged."""
+
     exact = True
     kernel = "plain"
     fuses = True
@@ -65,11 +68,12 @@ class PlainCodec(Codec):
         return cache.views["blocks"].index_select(0, held["blocks"]).view(held["shape"]).unbind()
 
     def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-        """One head of one page is a dense block, so the pool is a matrix of blocks, and a read is one gather of its rows:
-        the rows for pages [..., W], and the shape of what they hold, [2, ..., G, W * P, D].
+        """Rows of the matrix of blocks to gather for pages [..., W], and the shape of the result, [2, ..., G, W * P,
+        D].
 
-        K and V share one allocation: the C allocator gives two that are freed together back to the system, and then faults
-        them in. None: pages of odd widths, whose planes are padded to their alignment, are no such matrix.
+        One head of one page is a dense block, so the pool is a matrix of blocks, and a read is one gather of its rows.
+        K and V share one allocation: the C allocator would return two that are freed together to the system and fault
+        them in again. None: pages of odd widths, whose planes are padded to their alignment, are no such matrix.
         """
         k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
         _, heads, size, dim = k_NGPD.shape

@@ -14,6 +14,8 @@ from kvasir.layers.weights import Placement, Slot
 
 
 class FFN:
+    """down(activation(gate(x)) * up(x))."""
+
     fuses = True  # ``forward`` takes the norm before it and the residual add after it
 
     def __init__(self, spec: DenseSpec, hidden_size: int, place: Placement) -> None:
@@ -26,7 +28,8 @@ class FFN:
     def forward(
         self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Of x, or of ``norm``(x); ``residual_TE`` is added, and its memory may be used for the result."""
+        """The block of x, or of ``norm``(x): [T, E]. ``residual_TE`` is added, and its memory may be used for the
+        result."""
         return self.down(self.gate_up(x_TE, norm, activation=self.activation), residual_TN=residual_TE)
 
     def slots(self) -> dict[str, Slot]:

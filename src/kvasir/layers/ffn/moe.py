@@ -1,8 +1,8 @@
-"""Mixture of experts: on a GPU the kernels of ``kernels.moe``, else the plain form: rows sorted by expert, one dense block at a
-time.
+"""Mixture of experts: the kernels of ``kernels.moe`` on a GPU, else one dense block after the other over rows sorted by
+expert.
 
-In both, a row's contributions are added in the order of its own top-k, never in the order the experts ran, so that its bits do
-not depend on who else is in the batch.
+Both add a row's contributions in the order of its own top-k, never in the order the experts ran, so that its bits do
+not depend on the rest of the batch.
 
 Legend: T rows, E model dim, F width of an expert, X experts, K experts per row.
 """
@@ -21,12 +21,13 @@ from kvasir.layers.weights import Placement, Slot
 
 
 class FFN:
+    """A router and its experts."""
+
     def __init__(self, spec: MoESpec, hidden_size: int, place: Placement) -> None:
         self.spec = spec
         self.exact = place.exact
-        self.fuses = (
-            place.fused and not place.exact
-        )  # ``forward`` takes the norm before it and the residual add after it
+        # Whether ``forward`` takes the norm before it and the residual add after it.
+        self.fuses = place.fused and not place.exact
         self.activation = ACTIVATIONS[spec.activation]
         self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=False, place=place)
         self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
@@ -43,7 +44,8 @@ class FFN:
     def forward(
         self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Of x, or of ``norm``(x); ``residual_TE`` is added, and its memory may be used for the result."""
+        """The block of x, or of ``norm``(x): [T, E]. ``residual_TE`` is added, and its memory may be used for the
+        result."""
         spec, kernels = self.spec, use_triton(x_TE)
         if kernels and x_TE.shape[0] == 1 and not self.exact:
             return moe_row_triton(
@@ -76,7 +78,7 @@ class FFN:
         return out_TE if residual_TE is None else out_TE.add_(residual_TE)
 
     def _forward_plain(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """One expert after the other. It reads back how many rows each has."""
+        """One expert after the other, in plain torch. The host reads back how many rows each expert has."""
         top_k = self.spec.top_k
         weights_TK, ids_TK = self.route(x_TE)
         order = ids_TK.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert

@@ -20,7 +20,8 @@ from kvasir.types import StepBatch
 
 
 class Mixer:
-    """``writes``: False for a layer that attends to another layer's cache and has queries only."""
+    """Grouped-query attention of one layer. ``writes`` False: the layer attends to another layer's cache and has
+    queries only."""
 
     def __init__(self, spec: GQASpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -49,15 +50,17 @@ class Mixer:
         residual_TE: torch.Tensor | None = None,
         wanted_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, E] -> [T, E]; of ``norm``(x) when one is given, and with ``residual_TE`` added, whose memory may be used for
-        the result. K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the rows of the
-        result, and of ``residual_TE``; default: all."""
+        """Attention of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
+        the result.
+
+        K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the rows of the result,
+        and of ``residual_TE``; None: all.
+        """
         spec, num_rows = self.spec, x_TE.shape[0]
         heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
-        in_basis = (
-            codec.fuses and codec.kernel in backend.codec_kernels
-        )  # the backend takes queries in the cache's basis
+        # Whether the backend takes queries in the cache's basis.
+        in_basis = codec.fuses and codec.kernel in backend.codec_kernels
         if self.fused and fits(heads_TXD) and (in_basis or not self.writes):
             norm_of = None if self.qk_norm is None else self.qk_norm.parameters
             ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, norm_of, self.exact)
@@ -73,7 +76,7 @@ class Mixer:
         return self.o(out_TE if wanted_M is None else out_TE.index_select(0, wanted_M), residual_TN=residual_TE)
 
     def _write(self, heads_TXD: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch) -> torch.Tensor:
-        """Step by step: norm, rotate, write. Rotated queries [T, H, D]."""
+        """Norm, rotate and write, one after the other. Returns rotated queries [T, H, D]."""
         qk, v_TGD = heads_TXD.split_with_sizes(self.split, 1) if self.writes else (heads_TXD, None)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)

@@ -1,0 +1,430 @@
+"""The table of tuned numbers: what each means, what it was measured on, and how to measure it again.
+
+A number belongs here when another machine or another workload would want another value. Code reads its tuned numbers
+from here, so that there is one place to change them. A table of shapes is a list of rows, each with conditions and a
+shape; the first row whose conditions hold gives the shape (``look_up``). Another GPU is another set of rows.
+``docs/tuning.md`` shows the table (``python -m tests.tuning`` writes it), and ``tests/test_tuning.py`` checks that
+every source, command and reader exists.
+
+Not here: limits of hardware (the rows of a tensor core), and the tile of ``kernels.matmul``, which must be the same on
+every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+Conditions = Mapping[str, int | str | bool]
+Rows = tuple[tuple[Conditions, tuple], ...]
+
+H200 = "NVIDIA H200"
+SIMULATED = "simulated, with step times of an NVIDIA H200"
+XEON = "Intel Xeon with AVX-512, 2 cores"
+
+ATTENTION = "python tools/gpu_attention.py RESULT.json"
+DECODE = "python tools/gpu_decode.py RESULT.json"
+FUSED = "python tools/gpu_fused.py FOLDER"
+CODES = "python tools/gpu_kv.py RESULT.json"
+EXPERTS = "python tools/gpu_moe.py RESULT.json --sweep"
+SERVING = "python tools/simulate_serving.py RESULT.json"
+NATIVE = "python tools/cpu_native.py RESULT.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned(Generic[T]):
+    """One tuned number or table of shapes.
+
+    ``readers``: the symbols that take the value from here. ``machine``: what it was measured on. ``results``: the files
+    below ``bench/results`` that hold the measurement; none: chosen while the code was written, and no result was kept.
+    ``command``: times the alternatives again; empty: no script for it is kept.
+    """
+
+    value: T
+    meaning: str
+    readers: tuple[str, ...]
+    machine: str
+    results: tuple[str, ...]
+    command: str
+
+
+def look_up(table: Rows, /, **facts: Any) -> tuple:
+    """Return the shape of the first row whose conditions hold.
+
+    A condition names a fact. A number is the largest value that the fact may have; a word or a flag is its exact value.
+    """
+    return next(
+        shape for conditions, shape in table if all(_holds(facts[name], conditions[name]) for name in conditions)
+    )
+
+
+def _holds(fact: Any, condition: int | str | bool) -> bool:
+    return fact == condition if isinstance(condition, str | bool) else fact <= condition
+
+
+# ---------------------------------------------------------------------------------------------- steps of the scheduler
+
+MIXED_STEP = Tuned(
+    12.5,
+    "Longest step in which prompts may join decodes, in times of reading all weights, where no target is set.",
+    ("kvasir.engine.pace.MIXED_STEP",),
+    SIMULATED,
+    ("cpu/simulate-serving-first.json", "h200/trace-conversation-18.json"),
+    SERVING,
+)
+SHORT_STEP = Tuned(
+    7.0,
+    "Length of a short step, in times of reading all weights.",
+    ("kvasir.engine.pace.SHORT_STEP",),
+    SIMULATED,
+    ("cpu/simulate-serving.json", "cpu/simulate-bounds.json", "h200/traces-full.json"),
+    SERVING,
+)
+SHORT_STEPS = Tuned(
+    3,
+    "Most short steps that may be spent on the queued prompts; where it takes more, steps are of full length.",
+    ("kvasir.engine.pace.SHORT_STEPS",),
+    SIMULATED,
+    ("cpu/simulate-serving.json", "h200/traces-full.json"),
+    SERVING,
+)
+SEVERAL_DECODES = Tuned(
+    range(12, 40),
+    "Decodes in a step for which short steps pay. With fewer, the prompts matter more; with more, too "
+    "many steps are long for short ones to lower the p99.",
+    ("kvasir.engine.pace.SEVERAL_DECODES",),
+    SIMULATED,
+    ("cpu/simulate-serving.json", "h200/traces-full.json"),
+    SERVING,
+)
+
+# ---------------------------------------------------------------------------------------------------- decode attention
+
+DECODE_ATTENTION = Tuned(
+    (
+        ({"dtype": "float32", "dim": 64, "rows": 16}, (32, 8, 2, 6, 3)),
+        ({"dtype": "float32", "dim": 64}, (32, 8, 2, 12, 3)),
+        ({"dtype": "float32", "rows": 16}, (16, 8, 2, 6, 3)),
+        ({"dtype": "float32"}, (16, 8, 2, 12, 3)),
+        ({"dim": 128, "rows": 16}, (64, 2, 3, 6, 3)),
+        ({"dim": 128, "rows": 31}, (64, 2, 3, 12, 3)),
+        ({"dim": 128, "uneven": True}, (32, 2, 4, 12, 4)),
+        ({"dim": 128}, (64, 2, 2, 12, 4)),
+        ({"rows": 16}, (32, 4, 3, 6, 3)),
+        ({}, (32, 4, 3, 12, 3)),
+    ),
+    "Shape of the kernel for single rows: keys of a block, warps, pipeline stages, chunks of long work for each "
+    "multiprocessor, and programs that fit on one at once.",
+    ("kvasir.kernels.decode_attention.Shape",),
+    H200,
+    ("h200/gpu_attention.json", "h200/gpu_decode.json", "h200/gpu_by-hand.json", "h200/gpu_by-hand-2.json"),
+    DECODE,
+)
+MIN_CHUNK = Tuned(
+    128,
+    "Least keys of a chunk of a single row; fewer are not worth a program of their own and a merge.",
+    ("kvasir.kernels.key_chunks.MIN_CHUNK",),
+    H200,
+    ("h200/gpu_decode.json",),
+    DECODE,
+)
+SHORT_CHUNK = Tuned(
+    1024,
+    "Longest chunk, in keys, for which all chunks of a launch run at once.",
+    ("kvasir.kernels.key_chunks.SHORT_CHUNK",),
+    H200,
+    (),
+    DECODE,
+)
+QUANTIZED_DECODE = Tuned(
+    (
+        ({"dtype": "float32"}, (32, 8, 2, 12, 3)),
+        ({"rows": 2, "words": 32, "share": 8}, (64, 1, 3, 6, 4)),
+        ({"rows": 2, "words": 64, "share": 8}, (128, 4, 3, 4, 2)),
+        ({"rows": 2}, (64, 4, 3, 6, 2)),
+        ({"words": 32, "share": 8}, (64, 1, 4, 16, 8)),
+        ({"words": 64, "share": 8}, (32, 1, 4, 14, 7)),
+        ({}, (32, 2, 3, 8, 4)),
+    ),
+    "Shape of the kernel for single rows over codes, as in DECODE_ATTENTION. words: 16-bit words of a head's codes.",
+    ("kvasir.kernels.quantized_decode.shape_of",),
+    H200,
+    ("h200/gpu_kv.json",),
+    CODES,
+)
+
+# ---------------------------------------------------------------------------------------------- attention of more rows
+
+PAGED_ATTENTION = Tuned(
+    (
+        ({"dtype": "float32", "dim": 64}, (32, 8, 2)),
+        ({"dtype": "float32"}, (16, 8, 2)),
+        ({"dim": 128, "block_m": 127}, (64, 4, 3)),
+        ({"dim": 128}, (64, 8, 3)),
+        ({"block_m": 32}, (32, 4, 3)),
+        ({"block_m": 127}, (32, 4, 2)),
+        ({}, (32, 8, 2)),
+    ),
+    "Shape of the kernel for any span: keys of a block, warps and pipeline stages. block_m: rows x heads of a tile.",
+    ("kvasir.kernels.paged_attention._blocks",),
+    H200,
+    ("h200/gpu_kernels.json", "h200/gpu_attention.json"),
+    ATTENTION,
+)
+SPLIT_KEYS = Tuned(
+    256,
+    "Least keys of a split of a tile; fewer are not worth a program of their own.",
+    ("kvasir.kernels.paged_attention.SPLIT_KEYS",),
+    H200,
+    (),
+    ATTENTION,
+)
+DRAFT_TILES = Tuned(
+    (({"block_m": 16}, (2, 4)), ({}, (1, 2))),
+    "Tiles of drafts in a captured step: programs that fit on a multiprocessor at once, and chunks of long work for "
+    "each. Large tiles leave large partial results.",
+    ("kvasir.kernels.paged_attention.TogetherShape",),
+    H200,
+    ("h200/gpu_kv.json", "h200/gpu_verify.json"),
+    f"{CODES} --together",
+)
+QUANTIZED_ROWS = Tuned(
+    (
+        ({"dtype": "float32", "dim": 64}, (32, 8, 2, 2)),
+        ({"dtype": "float32"}, (16, 8, 2, 2)),
+        ({"block_m": 16, "dim": 128}, (32, 1, 3, 8)),
+        ({"format": "int4"}, (64, 4, 3, 2)),
+        ({}, (32, 4, 3, 2)),
+    ),
+    "Shape of the kernel for short spans over codes: keys of a block, warps, pipeline stages, and programs that fit "
+    "on a multiprocessor at once.",
+    ("kvasir.kernels.quantized_attention.Shape",),
+    H200,
+    ("h200/gpu_kv.json",),
+    CODES,
+)
+QUANTIZED_COLUMNS = Tuned(
+    128,
+    "Most rows x query heads of a KV head that read codes directly; for more, the codes are decoded once into scratch.",
+    ("kvasir.kernels.quantized_attention.MAX_COLUMNS",),
+    H200,
+    ("h200/gpu_kv.json",),
+    CODES,
+)
+DENSE_ATTENTION = Tuned(
+    (({"dim": 128}, (64, 64, 4, 3)), ({}, (128, 64, 8, 2))),
+    "Shape of the kernel for long spans: rows x heads of a tile, keys of a block, warps and pipeline stages.",
+    ("kvasir.kernels.dense_attention.Shape",),
+    H200,
+    ("h200/gpu_attention.json",),
+    ATTENTION,
+)
+DENSE_ROWS = Tuned(
+    1024,
+    "Least rows x query heads of a KV head for which a span's keys are copied into dense scratch.",
+    ("kvasir.kernels.dense_attention.MIN_ROWS",),
+    H200,
+    ("h200/gpu_attention.json",),
+    ATTENTION,
+)
+HOPPER_ATTENTION = Tuned(
+    (128, 128, 2),
+    "Shape of the warp-specialised kernel for long spans: rows x heads of a tile, keys of a block, slots of a ring.",
+    ("kvasir.kernels.hopper_attention.HopperShape",),
+    H200,
+    ("h200/gpu_prefill.json", "h200/gpu_prefill-variants.json", "h200/gpu_prefill-persistent.json"),
+    f"{DECODE} --parts prefill",
+)
+
+# ------------------------------------------------------------------------------------------------- writes of the cache
+
+QUANTIZED_WRITE_ROWS = Tuned(
+    16,
+    "Most rows of a step for which the write to a quantised cache takes its small programs.",
+    ("kvasir.kernels.quantized_qkv.FEW",),
+    H200,
+    ("h200/gpu_kv-write.json",),
+    f"{CODES} --write",
+)
+QUANTIZED_WRITE = Tuned(
+    (
+        ({"rotation": "none", "few": True}, (4, 1)),
+        ({"rotation": "none"}, (16, 4)),
+        ({"rotation": "whole"}, (16, 4)),
+        ({"rotation": "blocks", "few": True}, (4, 1)),
+        ({"rotation": "blocks"}, (8, 1)),
+    ),
+    "Shape of the write to a quantised cache: heads of a program (at least; more fill a tensor core's rows) and warps.",
+    ("kvasir.kernels.quantized_qkv.Shape",),
+    H200,
+    ("h200/gpu_kv-write.json",),
+    f"{CODES} --write",
+)
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+MOE_TILINGS = Tuned(
+    (
+        ({"dtype": "float32"}, ((16, 32, 32, 4, 2), (16, 32, 32, 4, 2))),
+        ({"pairs": 8}, ((16, 32, 128, 4, 4), (16, 64, 128, 4, 4))),
+        ({"pairs": 24}, ((32, 32, 128, 4, 4), (32, 64, 128, 4, 4))),
+        ({"pairs": 96}, ((64, 64, 64, 4, 4), (64, 128, 64, 4, 4))),
+        ({}, ((128, 128, 64, 8, 3), (128, 128, 64, 8, 3))),
+    ),
+    "Tiles of the two products of a mixture of experts (gate and up; down): pairs, outputs, inputs of a block, warps "
+    "and pipeline stages. pairs: (row, expert) pairs an expert has on average.",
+    ("kvasir.kernels.moe.TILINGS",),
+    H200,
+    ("h200/gpu_moe.json",),
+    EXPERTS,
+)
+GEMV = Tuned(
+    {
+        # (rows up to, N, K): outputs of a program, inputs of a block, warps, stages, splits of K.
+        (1, 6144, 4096): (8, 256, 4, 1, 1),
+        (2, 6144, 4096): (64, 256, 4, 3, 1),
+        (4, 6144, 4096): (64, 256, 4, 3, 1),
+        (8, 6144, 4096): (64, 256, 4, 3, 1),
+        (16, 6144, 4096): (64, 256, 4, 3, 1),
+        (32, 6144, 4096): (64, 64, 4, 4, 4),
+        (64, 6144, 4096): None,
+        (1, 4096, 4096): (8, 512, 8, 1, 1),
+        (2, 4096, 4096): (64, 128, 4, 4, 4),
+        (4, 4096, 4096): (64, 128, 4, 4, 4),
+        (8, 4096, 4096): (64, 128, 4, 4, 4),
+        (16, 4096, 4096): (64, 128, 4, 4, 4),
+        (32, 4096, 4096): (64, 128, 4, 3, 4),
+        (64, 4096, 4096): None,
+        (1, 28672, 4096): (64, 256, 4, 3, 1),
+        (2, 28672, 4096): None,
+        (4, 28672, 4096): None,
+        (8, 28672, 4096): None,
+        (16, 28672, 4096): (64, 256, 4, 3, 1),
+        (32, 28672, 4096): (128, 128, 8, 3, 1),
+        (64, 28672, 4096): (128, 64, 4, 4, 1),
+        (1, 4096, 14336): (8, 512, 8, 1, 1),
+        (2, 4096, 14336): (64, 128, 4, 4, 4),
+        (4, 4096, 14336): (64, 128, 4, 4, 4),
+        (8, 4096, 14336): (64, 128, 4, 4, 4),
+        (16, 4096, 14336): (64, 128, 4, 4, 4),
+        (32, 4096, 14336): (64, 128, 4, 3, 4),
+        (64, 4096, 14336): (64, 64, 4, 4, 4),
+        (1, 128256, 4096): (8, 256, 4, 1, 1),
+        (2, 128256, 4096): None,
+        (4, 128256, 4096): None,
+        (8, 128256, 4096): None,
+        (16, 128256, 4096): None,
+        (32, 128256, 4096): (128, 64, 4, 4, 1),
+        (64, 128256, 4096): (128, 64, 4, 4, 1),
+        (1, 4096, 1024): (8, 512, 4, 1, 1),
+        (2, 4096, 1024): (64, 128, 4, 4, 4),
+        (4, 4096, 1024): (64, 128, 4, 4, 4),
+        (8, 4096, 1024): (64, 128, 4, 4, 4),
+        (16, 4096, 1024): (64, 128, 4, 4, 4),
+        (32, 4096, 1024): (64, 128, 4, 3, 4),
+        (64, 4096, 1024): None,
+        (1, 1024, 2048): (2, 2048, 4, 1, 1),
+        (2, 1024, 2048): (16, 256, 1, 4, 4),
+        (4, 1024, 2048): (32, 128, 4, 4, 4),
+        (8, 1024, 2048): (64, 128, 4, 3, 8),
+        (16, 1024, 2048): (64, 128, 4, 3, 8),
+        (32, 1024, 2048): (64, 128, 4, 3, 4),
+        (64, 1024, 2048): (64, 128, 4, 3, 8),
+        (1, 6144, 1024): (8, 256, 4, 1, 1),
+        (2, 6144, 1024): (64, 256, 4, 3, 1),
+        (4, 6144, 1024): (64, 256, 4, 3, 1),
+        (8, 6144, 1024): (64, 256, 4, 3, 1),
+        (16, 6144, 1024): (64, 256, 4, 3, 1),
+        (32, 6144, 1024): (64, 64, 4, 4, 4),
+        (64, 6144, 1024): None,
+        (1, 1024, 3072): (4, 1024, 8, 1, 1),
+        (2, 1024, 3072): (16, 256, 1, 4, 4),
+        (4, 1024, 3072): (64, 128, 4, 4, 4),
+        (8, 1024, 3072): (64, 128, 4, 3, 8),
+        (16, 1024, 3072): (64, 128, 4, 3, 8),
+        (32, 1024, 3072): (64, 128, 4, 3, 4),
+        (64, 1024, 3072): (64, 128, 4, 3, 8),
+        (1, 151936, 1024): (8, 256, 4, 1, 1),
+        (2, 151936, 1024): (128, 64, 8, 4, 1),
+        (4, 151936, 1024): (128, 64, 8, 4, 1),
+        (8, 151936, 1024): (128, 64, 8, 4, 1),
+        (16, 151936, 1024): (128, 64, 8, 4, 1),
+        (32, 151936, 1024): None,
+        (64, 151936, 1024): None,
+    },
+    "Products of a few rows with Llama-8B's and Qwen3-0.6B's matrices [N, K], norm and activation included where the "
+    "models have them: the fastest shape, none where cuBLAS is faster. Three shapes of 16 rows were "
+    "fastest in whole steps.",
+    ("kvasir.kernels.gemv.MEASURED",),
+    H200,
+    ("h200/gpu_fused.json", "h200/gpu_fused-rows-32-64.json", "h200/gpu_decode.json"),
+    FUSED,
+)
+GEMV_ONE_ROW = Tuned(
+    (({"width": 1023}, (4, 256, 2)), ({}, (4, 1024, 4))),
+    "Products of one row with a matrix that nobody measured: outputs of a program, inputs of a block, warps. As "
+    "many bytes are in flight as registers hold.",
+    ("kvasir.kernels.gemv._unmeasured",),
+    H200,
+    (),
+    FUSED,
+)
+HOPPER_GEMV_ROWS = Tuned(
+    17,
+    "Least rows for which products take the kernel with copies placed by hand; for fewer, GEMV's kernels are as fast.",
+    ("kvasir.kernels.hopper_gemv.MIN_ROWS",),
+    H200,
+    ("h200/gpu_by-hand.json",),
+    f"{DECODE} --parts steps",
+)
+HOPPER_GEMV = Tuned(
+    {
+        # (N, K, whether N is gate and up): outputs of a program, inputs of a block, blocks of W and of x at a time,
+        # splits of K.
+        (4096, 1024, False): (32, 256, 4, 4, 1),
+        (6144, 1024, True): (32, 256, 4, 3, 1),
+        (1024, 2048, False): (32, 256, 2, 2, 4),
+        (1024, 3072, False): (32, 256, 3, 3, 4),
+        (4096, 2048, False): (64, 256, 4, 3, 1),
+        (12288, 2048, True): (64, 128, 4, 4, 1),
+        (2048, 2048, False): (32, 256, 4, 4, 2),
+    },
+    "Products of 17 to 64 rows with Qwen3-0.6B's and Qwen3-1.7B's matrices (without the latter's down projection): the "
+    "shape that was fastest in whole steps.",
+    ("kvasir.kernels.hopper_gemv.MEASURED",),
+    H200,
+    ("h200/gpu_by-hand.json", "h200/gpu_by-hand-2.json"),
+    f"{DECODE} --parts steps",
+)
+
+# ---------------------------------------------------------------------------------------------------------------- CPUs
+
+PACKED_ROWS = Tuned(
+    32,
+    "Most rows for which a CPU product reads its weights as fp16; with 64 rows MKL in fp32 is faster.",
+    ("kvasir.kernels.packed_fp16.MAX_ROWS",),
+    XEON,
+    (),
+    "",
+)
+PACKED_WEIGHTS = Tuned(
+    1 << 18,
+    "Least elements of a weight that is worth an fp16 copy on a CPU; the call costs more than smaller ones gain.",
+    ("kvasir.kernels.packed_fp16.MIN_NUMEL",),
+    XEON,
+    (),
+    "",
+)
+MATRIX_TILE_ROWS = Tuned(
+    8,
+    "Least rows for which the C kernels use the processor's matrix tiles (AMX), where it has them.",
+    ("kvasir.kernels.native.program.TILES_FROM",),
+    XEON,
+    (),
+    NATIVE,
+)
+
+TABLE: dict[str, Tuned] = {name: value for name, value in list(globals().items()) if isinstance(value, Tuned)}
