@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     Tensors = Iterator[tuple[str, torch.Tensor]]  # stored name, values as stored (CPU)
 
 PACKAGE = "kvasir.convert.converters"
+# Bytes of a shard at most: the size that the hub and transformers take for their own shards.
+SHARD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,13 @@ class Source:
 
 
 class Converter(Technique):
-    """Rewrites a checkpoint. ``exact``: the result computes the same function as the source."""
+    """Rewrites a checkpoint. ``exact``: the result computes the same function as the source. ``packed``: its shards are packed.
+
+    ``shard_bytes``: most bytes of weights in a shard, before packing.
+    """
+
+    packed = False
+    shard_bytes = SHARD_BYTES
 
     def check(self, source: Source) -> None:
         """Raise ConfigError when this converter cannot take ``source``: called before anything is read or written."""
