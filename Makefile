@@ -14,7 +14,7 @@ test: .venv/.ready
 
 # What needs no torch: under 20 seconds, for the minutes between two commits.
 test-fast: .venv/.ready
-	$(PYTEST) -q -p tests.no_torch -n 2 -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -q -p tests.no_torch -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 # Full products, fuzz, overload and soaks as well.
 test-all: .venv/.ready

@@ -13,7 +13,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -38,7 +38,7 @@ from tools.kernels.pages import (
 PREFILLS: dict[str, Spans] = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "8k at 24k": [(24576, 8192)]}
 TRIAL_SECONDS = 75  # until the kernel by hand counts as hanging: compiling it takes most of a minute
 DENSE, BY_HAND = dense.Shape(), HopperShape()
-Shape = dense.Shape | HopperShape
+Shape: TypeAlias = dense.Shape | HopperShape
 
 
 def plan_dense(batch: StepBatch, shape: Shape) -> dense.LongSpans:
