@@ -26,7 +26,7 @@ exit $status
 
 @pytest.fixture
 def sanitize(tmp_path, monkeypatch):
-    """Runs the tool over made-up tests of a folder of their own. Returns its exit status, the metrics of each file, and its report."""
+    """Run the tool over made-up tests in a folder of their own: its exit status, the metrics of each file, its report."""
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_a.py").write_text(

@@ -1,4 +1,4 @@
-"""Checkpoint folders as streams: tensors read one by one, written in shards, and a whole conversion from folder to folder.
+"""Convert checkpoint folders as streams: tensors are read one by one and written in shards.
 
 The new folder appears under its name only when it is complete and fits its config.json; until then it has another name.
 """
@@ -31,9 +31,10 @@ RECORD = "conversion.json"
 
 
 def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES, packed: bool = False) -> int:
-    """Write a stream as model.safetensors, or as shards of at most ``shard_bytes`` (one tensor at least) and their index.
+    """Write a stream as model.safetensors, or as shards of at most ``shard_bytes`` (one tensor at least) and an index.
 
-    ``packed``: write each file packed, under its name with ``packed.SUFFIX``; ``shard_bytes`` counts the bytes before packing.
+    ``packed``: write each file packed, with ``packed.SUFFIX`` after its name; ``shard_bytes`` counts bytes before
+    packing.
 
     Holds one shard in memory. Returns the bytes of all tensors.
     """
@@ -87,9 +88,9 @@ def convert(
 ) -> dict[str, Any]:
     """Convert the checkpoint in ``source`` into the new folder ``target``, with its tokenizer and all else it needs.
 
-    ``spec`` is the converter as written, for the record that is returned and kept in ``conversion.json``. ``shard_bytes``
-    takes the place of the converter's own. ``progress`` is told the bytes of each tensor read. Raises ConfigError when the source cannot be converted or the target not be
-    written; nothing is left behind then.
+    ``spec``: the converter as written, for the record that is returned and kept in ``conversion.json``. ``shard_bytes``
+    replaces the converter's own. ``progress`` is given the bytes of each tensor read. Raises ConfigError when the
+    source cannot be converted or the target cannot be written; nothing is left behind then.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
@@ -152,7 +153,7 @@ def _counted(tensors: Tensors, progress: Callable[[int], None]) -> Iterator[tupl
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and generation defaults. Not the model card: its figures are the source's."""
+    """Copy tokenizer, chat template and generation defaults. The model card stays: its figures are the source's."""
     patterns = [p for p in checkpoint.WANTED if p != "config.json" and "safetensors" not in p]
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch.fnmatch(file.name, p) for p in patterns):

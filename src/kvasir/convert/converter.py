@@ -1,8 +1,9 @@
 """The seam of offline conversions: a stream of stored tensors in, a stream out, and edits to config.json.
 
-A converter is one module in `kvasir/convert/converters/`, chosen as ``name:key=value``. It never holds more of the model
-than the tensors it works on, so that a checkpoint larger than the memory converts, too. ``exact`` is its promise: the
-converted model computes the same function, and `exactly` holds it to that where stored numbers are rescaled.
+A converter is one module in `kvasir/convert/converters/`, chosen as ``name:key=value``. It never holds more of the
+model than the tensors it works on, so a checkpoint larger than the memory can be converted. ``exact`` is its promise
+that the converted model computes the same function; a converter that rescales stored numbers checks that none of them
+is rounded.
 """
 
 from __future__ import annotations
@@ -37,17 +38,21 @@ class Source:
 
     @classmethod
     def of(cls, path: Path, config: dict[str, Any]) -> Source:
-        """Raises ConfigError when the config is not one that the engine serves."""
+        """Build the source of a folder. Raises ConfigError when the engine does not serve its config."""
         return cls(path, config, build_spec(config))
 
     def stored(self, slot: str) -> str:
-        """The checkpoint's name of one of our weight slots: ``layers.0.mixer.q.weight`` -> ``model.layers.0.self_attn.q_proj.weight``."""
+        """The checkpoint's name of one of our weight slots.
+
+        For instance, ``layers.0.mixer.q.weight`` may be ``model.layers.0.self_attn.q_proj.weight``.
+        """
         return find_family(self.config["model_type"]).stored_name(slot)
 
 
 class Converter(Technique):
-    """Rewrites a checkpoint. ``exact``: the result computes the same function as the source. ``packed``: its shards are packed.
+    """A rewriting of a checkpoint.
 
+    ``exact``: the result computes the same function as the source. ``packed``: the result's shards are packed.
     ``shard_bytes``: most bytes of weights in a shard, before packing.
     """
 
@@ -63,7 +68,7 @@ class Converter(Technique):
 
     @abstractmethod
     def tensors(self, source: Source, tensors: Tensors) -> Tensors:
-        """The tensors of the result, in any order, made from those of ``source`` in any order. Inputs may be changed in place."""
+        """The tensors of the result, in any order, made from those of ``source``. Inputs may be changed in place."""
         raise NotImplementedError
 
 

@@ -63,7 +63,7 @@ class Part:
 
 
 def parts_of(tensor: Stored, slot: Slot) -> Iterator[Part]:
-    """Split along the first dimension: chunk by chunk if packed, else into parts of at most PART_BYTES (one row at least)."""
+    """Split along the first dimension: by chunks if packed, else into parts of at most PART_BYTES (one row at least)."""
     rows = tensor.shape[0] if tensor.shape else 0
     if slot.repeat or rows < 2:
         yield Part(tensor, slot, tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks)

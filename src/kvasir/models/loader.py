@@ -83,7 +83,7 @@ def load_again(decoder: Decoder, path: Path) -> None:
 
 
 def read_headers(path: Path) -> list[Stored]:
-    """All tensors of a checkpoint folder: one file, or the shards its index names. Each may be packed (``packed.py``)."""
+    """All tensors of a checkpoint folder: one file or the shards of its index, each plain or packed (``packed.py``)."""
     single, shards = stored_as(path / SINGLE), _weight_map(path) if (path / INDEX).is_file() else {}
     # transformers leaves the index behind when it saves one file over shards, and the file when it saves shards over it.
     if shards and (not single or any(stored_as(path / shard) for shard in shards.values())):
@@ -129,7 +129,7 @@ def _read_index(path: Path, weight_map: dict[str, str]) -> list[Stored]:
 
 
 def read_header(file: Path) -> list[Stored]:
-    """The tensors of one safetensors file, packed or not, its layout checked: no gap, no overlap, nothing past its end."""
+    """The tensors of one safetensors file, packed or not. Checked: no gap, no overlap, nothing past its end."""
     size = file.stat().st_size
     with file.open("rb") as f:
         length = struct.unpack("<Q", head)[0] if len(head := f.read(8)) == 8 else None

@@ -1,17 +1,17 @@
 """Packed weights: safetensors files whose bf16 tensors take about two thirds of their bytes, without loss.
 
-The high byte of a bf16 number holds the sign and most of the exponent, so it repeats: a Huffman code stores it in about a
-third of its size. The low byte is close to random and stays as it is. ``model.safetensors.packed`` stands for
+The high byte of a bf16 number holds the sign and most of the exponent, so it repeats: a Huffman code stores it in about
+a third of its size. The low byte is close to random and stays as it is. ``model.safetensors.packed`` stands for
 ``model.safetensors``, shards and their index included: the index names the plain files.
 
-The file begins like a safetensors file: the header's length as a little-endian uint64, then the header as JSON. An entry of a
-packed tensor has two more fields, and its ``data_offsets`` bound the packed bytes:
+The file begins like a safetensors file: the header's length as a little-endian uint64, then the header as JSON. An
+entry of a packed tensor has two more fields, and its ``data_offsets`` bound the packed bytes:
 
 - ``rows``: rows of the first dimension in a chunk (the last chunk may have fewer). Chunks are unpacked independently.
 - ``high``: bytes that the deflated high plane of each chunk takes.
 
-A chunk is its deflated high plane (zlib format, with a checksum) followed by its low plane. Tensors of other types, and those
-that would not shrink, have neither field and are stored as in safetensors.
+A chunk is its deflated high plane (zlib format, with a checksum) followed by its low plane. Tensors of other types, and
+those that would not shrink, have neither field and are stored as in safetensors.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import torch
 from kvasir.errors import ConfigError
 
 SUFFIX = ".packed"
-# Bytes of a chunk before packing, at most (one row at least): small enough to keep several threads busy on a small model, and
-# large enough that the 100 or so bytes of a Huffman table do not count.
+# Bytes of a chunk before packing, at most (one row at least). Small chunks keep several threads busy on a small model;
+# much smaller ones would waste space on their Huffman tables.
 CHUNK_BYTES = 4 << 20
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of a packed tensor. ``offset``: of its first byte in the file; ``high_bytes``: size of its deflated high plane."""
+    """Some rows of a packed tensor: its ``offset`` in the file, and the ``high_bytes`` of its deflated high plane."""
 
     rows: int
     num_bytes: int
@@ -57,7 +57,10 @@ def is_packed(file: Path) -> bool:
 
 
 def chunks_of(entry: dict[str, Any], shape: tuple[int, ...], offset: int) -> tuple[tuple[Chunk, ...], int]:
-    """The chunks that a header entry describes, and the bytes they take from ``offset`` on. Raises ValueError if it is damaged."""
+    """The chunks that a header entry describes, and the bytes they take from ``offset`` on.
+
+    Raises KeyError, TypeError or ValueError for a damaged entry.
+    """
     step, high = entry["rows"], entry["high"]
     if not isinstance(high, list) or not all(type(n) is int and n > 0 for n in [step, *high]):
         raise ValueError("rows and high must be positive whole numbers")
@@ -116,7 +119,7 @@ def write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _packed(tensor: torch.Tensor) -> tuple[dict[str, Any], list[bytes]]:
-    """The fields that packing adds to a tensor's entry (none where it gains nothing), and the tensor's bytes in the file."""
+    """Fields that packing adds to a tensor's entry (none if it gains nothing), and the tensor's bytes in the file."""
     plain = tensor.reshape(-1).view(torch.uint8).numpy()
     if tensor.dtype == torch.bfloat16 and tensor.numel():
         rows, row_bytes = _rows(tuple(tensor.shape))
@@ -131,6 +134,6 @@ def _packed(tensor: torch.Tensor) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def _deflated(plane: np.ndarray) -> bytes:
-    """Huffman codes alone: weights hold no repeated strings, and searching for some makes the result larger and slower."""
+    """Deflate with Huffman codes alone: weights repeat no strings, and a search for them makes the result larger."""
     packer = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
     return packer.compress(plane.tobytes()) + packer.flush()

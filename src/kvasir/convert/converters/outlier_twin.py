@@ -1,10 +1,11 @@
-"""Stress twin: the same function with outlier channels in keys and values, as large models have and small ones lack.
+"""Stress twin: the same function with outlier channels in keys and values, which large models have and small ones lack.
 
-Exact. A few RoPE pairs of every key head are multiplied by ``keys`` and those of the queries divided by it; channels of
-every value head are multiplied by ``values`` and the columns of the output matrix that read them divided by it. Powers of
-two only, so that the stored numbers change in their exponent and nowhere else: logits stay equal bit by bit, while a
-cache that rounds a token's channels on one common scale loses everything but the outliers (SmoothQuant's rescaling,
-arXiv 2211.10438, run backwards; the outliers are those of KIVI, arXiv 2402.02750). Costs nothing at run time.
+Exact. A few RoPE pairs of every key head are multiplied by ``keys`` and those of the queries divided by it. Channels of
+every value head are multiplied by ``values``, and the columns of the output matrix that read them divided by it. The
+factors are powers of two, so stored numbers change in their exponent only and logits stay equal bit by bit, while a
+cache that rounds a token's channels on one common scale loses everything but the outliers. This is SmoothQuant's
+rescaling (arXiv 2211.10438) run backwards; the outliers are those of KIVI (arXiv 2402.02750). It costs nothing at run
+time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LARGEST = 1024
 
 @dataclass(frozen=True)
 class Config:
-    """``keys``, ``values``: the factors (1 leaves them alone). ``pairs``: RoPE pairs (two channels each) of every head."""
+    """Factors of ``keys`` and ``values`` (1: unchanged); RoPE ``pairs`` (two channels each) of every head."""
 
     keys: int = 16
     values: int = 1
@@ -54,12 +55,13 @@ class OutlierTwin(Converter):
                 )
             if layer.mixer.qk_norm is not None and layer.mixer.qk_norm.offset and self.config.keys > 1:
                 raise ConfigError(
-                    f"outlier_twin: {source.spec.family} stores the norms of queries and keys as an offset from one, which a factor "
-                    "would round. Take keys=1 (values only), or a model of another family."
+                    f"outlier_twin: {source.spec.family} stores the norms of queries and keys as an offset from one, "
+                    "which a factor would round. Take keys=1 (values only), or a model of another family."
                 )
             if self.config.pairs > layer.mixer.head_dim // 2:
                 raise ConfigError(
-                    f"outlier_twin: pairs={self.config.pairs}, but a head of {layer.mixer.head_dim} has {layer.mixer.head_dim // 2}"
+                    f"outlier_twin: pairs={self.config.pairs}, "
+                    f"but a head of {layer.mixer.head_dim} has {layer.mixer.head_dim // 2}"
                 )
 
     def tensors(self, source: Source, tensors: Tensors) -> Tensors:
@@ -90,8 +92,9 @@ class OutlierTwin(Converter):
         after = before * factor
         if not (after / factor).equal(before):
             raise ConfigError(
-                f"outlier_twin: '{name}' is stored as {str(tensor.dtype).removeprefix('torch.')}, which cannot hold its values times "
-                f"{factor:g} exactly. Take a smaller factor or a checkpoint in bfloat16 or float32."
+                f"outlier_twin: '{name}' is stored as {str(tensor.dtype).removeprefix('torch.')}, "
+                f"which cannot hold its values times {factor:g} exactly. "
+                "Take a smaller factor or a checkpoint in bfloat16 or float32."
             )
         heads[chosen] = after
         return tensor
