@@ -59,7 +59,7 @@ SIZES = {
 
 
 def wider_config(config: dict[str, Any], size: Size) -> dict[str, Any]:
-    """The config of a Qwen3 model, made ``size`` large. Raises ConfigError for any other model or size."""
+    """The config of a Qwen3 model, made ``size`` large. Raises ConfigError for a model it cannot widen."""
     if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings") or config.get("use_sliding_window"):
         raise ConfigError("widened are Qwen3 models with tied embeddings and without windows, as those of the lab")
     config = {name: value for name, value in config.items() if name != "layer_types"}
