@@ -251,7 +251,7 @@ class AsyncEngine:
 
     def _end_cancelled(self, entry: Entry) -> None:
         """End what was cancelled of a request that no engine process holds."""
-        identity: dict[str, Any] = {"request_id": entry.id, "epoch": entry.request.epoch}
+        identity = {"request_id": entry.id, "epoch": entry.request.epoch}
         if entry.cancelled and not entry.accepted:
             self._deliver(Event(kind="accepted", **identity))
         for branch in sorted(entry.cancelled.intersection(entry.live_branches)):

@@ -1,6 +1,6 @@
-"""Convert checkpoint folders as streams: tensors are read one by one and written in shards.
+"""Checkpoint folders as streams: read tensors one by one, write them in shards, and convert a whole folder.
 
-The new folder appears under its name only when it is complete and fits its config.json; until then it has another name.
+The new folder gets its name only when it is complete and fits its config.json. Until then it has a temporary name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ RECORD = "conversion.json"
 
 
 def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES, packed: bool = False) -> int:
-    """Write a stream as model.safetensors, or as shards of at most ``shard_bytes`` (one tensor at least) and an index.
+    """Write a stream as model.safetensors, or as shards and their index. Returns the bytes of all tensors.
 
-    ``packed``: write each file packed, with ``packed.SUFFIX`` after its name; ``shard_bytes`` counts bytes before
-    packing.
+    ``packed``: write each file packed, named with ``packed.SUFFIX``; ``shard_bytes`` counts the bytes before packing.
 
-    Holds one shard in memory. Returns the bytes of all tensors.
+    A shard has at most ``shard_bytes``, but at least one tensor. One shard is held in memory at a time.
     """
     from safetensors.torch import save_file
 
@@ -86,11 +85,11 @@ def convert(
     shard_bytes: int | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
-    """Convert the checkpoint in ``source`` into the new folder ``target``, with its tokenizer and all else it needs.
+    """Convert the checkpoint in ``source`` into the new folder ``target``, tokenizer and templates included.
 
-    ``spec``: the converter as written, for the record that is returned and kept in ``conversion.json``. ``shard_bytes``
-    replaces the converter's own. ``progress`` is given the bytes of each tensor read. Raises ConfigError when the
-    source cannot be converted or the target cannot be written; nothing is left behind then.
+    ``spec`` is the converter as the user wrote it, for the record that is returned and kept in ``conversion.json``.
+    ``shard_bytes`` replaces the converter's own. ``progress`` receives the bytes of each tensor read. Raises
+    ConfigError when the source cannot be converted or the target cannot be written; then nothing is left behind.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
@@ -153,7 +152,7 @@ def _counted(tensors: Tensors, progress: Callable[[int], None]) -> Iterator[tupl
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template and generation defaults. The model card stays: its figures are the source's."""
+    """Copy tokenizer, chat template and generation defaults, but not the model card: its figures are the source's."""
     patterns = [p for p in checkpoint.WANTED if p != "config.json" and "safetensors" not in p]
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch.fnmatch(file.name, p) for p in patterns):

@@ -1,9 +1,8 @@
 """The seam of offline conversions: a stream of stored tensors in, a stream out, and edits to config.json.
 
-A converter is one module in `kvasir/convert/converters/`, chosen as ``name:key=value``. It never holds more of the
-model than the tensors it works on, so a checkpoint larger than the memory can be converted. ``exact`` is its promise
-that the converted model computes the same function; a converter that rescales stored numbers checks that none of them
-is rounded.
+A converter is one module in `kvasir/convert/converters/`, chosen as ``name:key=value``. It holds only the tensors that
+it works on, so a checkpoint larger than the memory can be converted. ``exact`` promises that the converted model
+computes the same function.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint a converter works on: its folder, its config.json, and the layers that config describes."""
+    """The checkpoint that a converter works on: its folder, its config.json, and the layers of that config."""
 
     path: Path
     config: dict[str, Any]
@@ -38,13 +37,13 @@ class Source:
 
     @classmethod
     def of(cls, path: Path, config: dict[str, Any]) -> Source:
-        """Build the source of a folder. Raises ConfigError when the engine does not serve its config."""
+        """Read the layers from ``config``. Raises ConfigError when the engine does not serve such a config."""
         return cls(path, config, build_spec(config))
 
     def stored(self, slot: str) -> str:
         """The checkpoint's name of one of our weight slots.
 
-        For instance, ``layers.0.mixer.q.weight`` may be ``model.layers.0.self_attn.q_proj.weight``.
+        ``layers.0.mixer.q.weight`` -> ``model.layers.0.self_attn.q_proj.weight``
         """
         return find_family(self.config["model_type"]).stored_name(slot)
 
@@ -60,15 +59,18 @@ class Converter(Technique):
     shard_bytes = SHARD_BYTES
 
     def check(self, source: Source) -> None:
-        """Raise ConfigError when this converter cannot take ``source``: called before anything is read or written."""
+        """Raise ConfigError when this converter cannot take ``source``. Called before anything is read or written."""
 
     def edit_config(self, source: Source) -> dict[str, Any]:
-        """config.json of the result."""
+        """The contents of config.json of the result."""
         return source.config
 
     @abstractmethod
     def tensors(self, source: Source, tensors: Tensors) -> Tensors:
-        """The tensors of the result, in any order, made from those of ``source``. Inputs may be changed in place."""
+        """The tensors of the result, in any order, from those of ``source``, in any order.
+
+        Inputs may be changed in place.
+        """
         raise NotImplementedError
 
 

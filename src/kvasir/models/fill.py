@@ -1,8 +1,9 @@
-"""Checkpoint bytes into a decoder's slots, in the background: several threads, each with its own staging memory and stream.
+"""Loading of checkpoint bytes into a decoder's slots, in background threads with their own staging memory and stream.
 
-A part (some rows of one tensor) is read from its file straight into a staging buffer, sent to the device on the thread's
-stream, and converted into its slot there. On a GPU the staging memory is pinned and there are two buffers a thread, so that a
-part is read while the one before it is sent. Memory beyond the model's own: NUM_THREADS x 2 x PART_BYTES.
+A part (some rows of one tensor) is read from its file straight into a staging buffer, sent to the device on the
+thread's stream, and converted into its slot there. On a GPU the staging memory is pinned and each thread has two
+buffers, so that a part is read while the previous one is sent. Memory beyond the model's own: NUM_THREADS x 2 x
+PART_BYTES.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from kvasir.layers.weights import Slot
 from kvasir.logs import log
 from kvasir.models.packed import Chunk, read_chunk
 
-PART_BYTES = (
-    16 << 20
-)  # enough for a disk and for PCIe to run at full rate, and few enough parts that Python does not count
-NUM_THREADS = 8  # one thread copies a few GB/s out of the page cache; PCIe takes some 50
+# Size of a part: large enough for full speed of disk and PCIe, and for few enough parts that Python's time does not
+# count.
+PART_BYTES = 16 << 20
+# Most threads: one copies a few GB/s out of the page cache, and PCIe takes some 50 GB/s.
+NUM_THREADS = 8
+# Bytes from which on a progress bar is shown.
 PROGRESS_BYTES = 1 << 30
-SHOWN = 5  # names listed in a message
-SWITCH_SECONDS = 5e-4  # while loading: a thread that has a part to send must not wait for the interpreter
+# Most names listed in a message.
+SHOWN = 5
+# Python's switch interval while loading: a thread that has a part to send must not wait for the interpreter.
+SWITCH_SECONDS = 5e-4
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -38,7 +43,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class Stored:
     """One tensor of a checkpoint, as its file's header describes it.
 
-    ``offset``: of its first byte in the file. ``chunks``: how its bytes are packed there (empty: they are not).
+    ``offset``: place of its first byte in the file. ``chunks``: how its bytes are packed there (empty: they are not).
     """
 
     name: str
@@ -52,7 +57,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a stored tensor (all of it for a scalar) and the slot they go to. ``chunks``: as in ``Stored``."""
+    """Some consecutive rows of a stored tensor (all of it for a scalar), and the slot that they fill.
+
+    ``chunks``: as in ``Stored``.
+    """
 
     tensor: Stored
     slot: Slot
@@ -63,7 +71,10 @@ class Part:
 
 
 def parts_of(tensor: Stored, slot: Slot) -> Iterator[Part]:
-    """Split along the first dimension: by chunks if packed, else into parts of at most PART_BYTES (one row at least)."""
+    """Split a tensor along its first dimension: chunk by chunk if packed, else into parts of at most PART_BYTES.
+
+    A part holds one row at least.
+    """
     rows = tensor.shape[0] if tensor.shape else 0
     if slot.repeat or rows < 2:
         yield Part(tensor, slot, tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks)
@@ -91,7 +102,7 @@ def _cut(tensor: Stored, rows: int) -> Iterator[Chunk]:
 
 
 class _Staging:
-    """One thread's buffers in turn, and on a GPU the stream that empties them."""
+    """The buffers of one thread, used in turn, and on a GPU the stream that empties them."""
 
     def __init__(self, size: int, device: torch.device, ready: torch.cuda.Event | None) -> None:
         self.device = device
@@ -104,7 +115,7 @@ class _Staging:
         self.turn = 0
 
     def load(self, part: Part, file: int) -> torch.Tensor:
-        """Read a part and put it into its slot. Returns its smallest and largest element [2] fp32, both NaN if one is."""
+        """Read a part into its slot. Returns its smallest and largest element, [2] fp32, both NaN if any element is."""
         self.turn = (self.turn + 1) % len(self.buffers)
         buffer, sent = self.buffers[self.turn], self.sent[self.turn]
         if sent is not None:
@@ -134,13 +145,13 @@ def _read(file: int, into: memoryview, part: Part) -> None:
         got = os.preadv(file, [into[at:]], part.offset + at)
         if not got:
             raise ConfigError(
-                f"{part.tensor.file} ended while tensor '{part.tensor.name}' was read: it has become shorter"
+                f"{part.tensor.file} ended while tensor '{part.tensor.name}' was read: the file has become shorter"
             )
         at += got
 
 
 def read_tensor(tensor: Stored) -> torch.Tensor:
-    """A stored tensor in memory of its own."""
+    """Read a stored tensor into memory of its own."""
     buffer = torch.empty(tensor.num_bytes, dtype=torch.uint8)
     with tensor.file.open("rb") as file:
         _read(
@@ -153,8 +164,10 @@ def read_tensor(tensor: Stored) -> torch.Tensor:
 
 @dataclass
 class Filling:
-    """Slots being filled. ``wait`` returns when all are; until then their content is anything. Then ``seconds`` is what that took, from the
-    first read to the last copy, whatever was done beside it."""
+    """The filling of slots in the background. Until ``wait`` returns their content is undefined.
+
+    ``seconds``: time from the first read to the last copy, set by ``wait``.
+    """
 
     device: torch.device
     num_bytes: int = 0
@@ -163,14 +176,14 @@ class Filling:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self, placed: list[tuple[Stored, Slot]], checks: list[Callable[[], None]]) -> Filling:
-        """``checks`` are run beside the loading; they raise what is wrong."""
+        """Start the threads. ``checks`` run at the same time and raise ConfigError."""
         parts = [part for tensor, slot in placed for part in parts_of(tensor, slot)]
-        # In the order of the files: every thread then reads where the others have just read.
+        # In the order of the files, so that every thread reads where the others have just read.
         queue = iter(sorted(parts, key=lambda p: (str(p.tensor.file), p.offset)))
         ready = None
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
-            ready.record()  # what the slots' memory was used for before
+            ready.record()  # earlier uses of the slots' memory
         size = max((p.num_bytes for p in parts), default=0)
         threads = max(1, min(NUM_THREADS, os.cpu_count() or 1, len(parts)))
         pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
@@ -206,7 +219,7 @@ class Filling:
         return self
 
     def _guard(self, job: Callable) -> object:
-        """One thread's failure ends the others after the part they are at."""
+        """Run a job. If it fails, the other threads end after their present part."""
         try:
             return job()
         except BaseException:
@@ -214,7 +227,8 @@ class Filling:
             raise
 
     def wait(self) -> None:
-        """Until every slot is filled. Raises ConfigError where a file cannot be read. Warns of weights that are not finite."""
+        """Wait until every slot is filled. Raises ConfigError when a file cannot be read. Warns of weights that are not
+        finite."""
         futures, self.futures = self.futures, []
         if not futures:
             return
@@ -226,16 +240,18 @@ class Filling:
             self._stop.set()
             sys.setswitchinterval(self._interval)
             self._progress.close()
-        found = [
-            thread for thread in found if thread and thread[0]
-        ]  # checks return nothing, and threads without a part say nothing of time
+        # Checks return nothing, and threads without a part have no times.
+        found = [thread for thread in found if thread and thread[0]]
         if found:
             self.seconds = max(ended for *_, ended in found) - min(began for _, began, _ in found)
         _warn_not_finite([(name, r) for ranges, *_ in found for name, parts in ranges.items() for r in parts])
 
 
 def _warn_not_finite(ranges: list[tuple[str, torch.Tensor]]) -> None:
-    """``ranges``: smallest and largest element of each part; both are NaN as soon as one element is. Read from the device at once."""
+    """Warn of weights that are not finite, with one read from the device.
+
+    ``ranges``: smallest and largest element of each part, by name; both are NaN as soon as one element is.
+    """
     if not ranges:
         return
     finite = torch.isfinite(torch.stack([r for _, r in ranges])).all(-1).tolist()
@@ -244,11 +260,12 @@ def _warn_not_finite(ranges: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def list_names(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 class _Progress:
-    """A progress bar on a terminal when there is enough to wait for."""
+    """A progress bar, shown on a terminal when there is enough to load."""
 
     def __init__(self, total: int) -> None:
         self._bar = None

@@ -1,6 +1,6 @@
-"""Weights from a checkpoint into a decoder: every tensor checked before one is read; ``fill.py`` then reads them into place.
+"""Loading of a decoder's weights. All tensors are checked before one is read; ``fill.py`` then reads them into place.
 
-Fused weights are filled slice by slice, so loading needs about the model's own size.
+Fused weights are filled slice by slice, so loading needs little more memory than the model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from kvasir.models.spec import ModelSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-SHOWN = 5  # names listed in a message
+# Largest header of a safetensors file, as the format says.
+MAX_HEADER_BYTES = 100_000_000
+# Most names listed in a message.
+SHOWN = 5
 EMBED, HEAD = "embed.weight", "head.weight"
 
 
 def load_model(path: Path, config: dict[str, Any], **options: Any) -> Decoder:
-    """``start_loading`` and wait until it has ended."""
+    """Build and load a model; see ``start_loading`` for the options. Raises ConfigError."""
     decoder, filling = start_loading(path, config, **options)
     filling.wait()
     return decoder
@@ -51,10 +53,11 @@ def start_loading(
     seed: int = 0,
     num_positions: int | None = None,
 ) -> tuple[Decoder, Filling]:
-    """Build the model that ``config`` describes and begin to fill it from ``path`` (or with random weights: ``dummy``).
+    """Build the model that ``config`` describes and start to fill it from ``path`` (``dummy``: with random weights).
 
-    The decoder may be run at once, on weights that are still anything: to compile kernels and measure memory while files are
-    read. ``num_positions`` bounds the RoPE tables (default: all the config allows). Raises ConfigError naming file and tensor.
+    The decoder may run at once, on undefined weights, to compile kernels and measure memory while files are read.
+    ``num_positions`` limits the RoPE tables (default: all that the config allows). Raises ConfigError that names file
+    and tensor.
     """
     spec = build_spec(config)
     place = Placement(torch.device(device), dtype, exact, fused)
@@ -72,7 +75,7 @@ def start_loading(
 
 
 def load_again(decoder: Decoder, path: Path) -> None:
-    """Other weights of the same model into the same tensors. Raises ConfigError naming file and tensor."""
+    """Load other weights of the same model into the same tensors. Raises ConfigError that names file and tensor."""
     slots = decoder.slots()
     Filling(decoder.place.device).start(
         [(tensor, slots[slot]) for tensor, slot in assign(read_headers(path), decoder.spec) if slot in slots], []
@@ -83,12 +86,12 @@ def load_again(decoder: Decoder, path: Path) -> None:
 
 
 def read_headers(path: Path) -> list[Stored]:
-    """All tensors of a checkpoint folder: one file or the shards of its index, each plain or packed (``packed.py``)."""
+    """Headers of all tensors of a checkpoint folder: one file or the shards of its index, plain or packed."""
     single, shards = stored_as(path / SINGLE), _weight_map(path) if (path / INDEX).is_file() else {}
-    # transformers leaves the index behind when it saves one file over shards, and the file when it saves shards over it.
+    # transformers leaves an old index when it saves one file over shards, and an old file when it saves shards over it.
     if shards and (not single or any(stored_as(path / shard) for shard in shards.values())):
         if single and SINGLE not in shards.values():
-            log.warning("%s holds both %s and shards: those that %s names are read", path, SINGLE, INDEX)
+            log.warning("%s holds both %s and shards: the shards that %s names are read", path, SINGLE, INDEX)
         return _read_index(path, shards)
     if single:
         return read_header(single)
@@ -98,7 +101,7 @@ def read_headers(path: Path) -> list[Stored]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Which shard each tensor is in."""
+    """The shard of each tensor, as the index says. Raises ConfigError."""
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise ConfigError(f"{path / INDEX}: weight_map is missing or not an object of tensor names to file names")
@@ -129,7 +132,10 @@ def _read_index(path: Path, weight_map: dict[str, str]) -> list[Stored]:
 
 
 def read_header(file: Path) -> list[Stored]:
-    """The tensors of one safetensors file, packed or not. Checked: no gap, no overlap, nothing past its end."""
+    """Read the header of a safetensors file, packed or not, and check its layout.
+
+    There may be no gap, no overlap and nothing past the end of the file.
+    """
     size = file.stat().st_size
     with file.open("rb") as f:
         length = struct.unpack("<Q", head)[0] if len(head := f.read(8)) == 8 else None
@@ -162,7 +168,8 @@ def read_header(file: Path) -> list[Stored]:
 
 
 def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[Stored, int, int]:
-    """Check one header entry. Returns the tensor, and where its bytes begin and end after ``data``, the file's first byte of data."""
+    """Check one entry of a header. Returns the tensor, and where its bytes begin and end, counted from ``data``, the
+    place of the file's first byte of data."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         numbers = [*shape, begin, end]
@@ -187,7 +194,8 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[Stored, int, i
         return Stored(name, file, dtype, shape, num_bytes, data + begin, chunks), begin, end
     if end - begin != num_bytes:
         raise ConfigError(
-            f"{file}: tensor '{name}' of shape {list(shape)} and dtype {dtype} needs {num_bytes} bytes, its entry gives {end - begin}"
+            f"{file}: tensor '{name}' of shape {list(shape)} and dtype {dtype} needs {num_bytes} bytes, its entry "
+            f"gives {end - begin}"
         )
     return Stored(name, file, dtype, shape, num_bytes, data + begin), begin, end
 
@@ -205,9 +213,9 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
-    """Pair every stored tensor with its slot. Raises ConfigError for missing, unexpected and ill-shaped ones.
+    """Pair every stored tensor with its slot. Raises ConfigError for missing and unexpected tensors and wrong shapes.
 
-    Works on a decoder without memory, so that a wrong checkpoint is refused before anything is allocated.
+    It uses a decoder without memory, so that a wrong checkpoint is refused before anything is allocated.
     """
     slots = Decoder(spec, Placement(torch.device("meta"), torch.float32), num_positions=1).slots()
     stored_name = find_family(spec.family).stored_name
@@ -215,12 +223,11 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
     if len(expected) < len(slots):
         several = next(name for name in expected if sum(stored_name(slot) == name for slot in slots) > 1)
         raise ConfigError(
-            f"family {spec.family}: stored_name gives '{several}' for several slots. A stored tensor fills one: "
-            "split it by a converter."
+            f"family {spec.family}: stored_name gives '{several}' for several slots, but a stored tensor fills one: "
+            "split it with a converter."
         )
-    needed = [
-        t for t in stored if not t.name.endswith(".rotary_emb.inv_freq")
-    ]  # a buffer of early checkpoints; the config gives it
+    # Early checkpoints hold this buffer, which follows from the config.
+    needed = [t for t in stored if not t.name.endswith(".rotary_emb.inv_freq")]
     tied_head = stored_name(HEAD) if spec.tied else None
     if tied_head:
         expected[tied_head] = HEAD
@@ -250,7 +257,7 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
 
 
 def _check_tied(head: Stored, embedding: Stored) -> None:
-    """The head of a tied model, stored too: it must be the embedding."""
+    """Raise ConfigError when the stored head of a tied model differs from the embedding."""
     if not torch.equal(read_tensor(head), read_tensor(embedding)):
         raise ConfigError(
             f"{head.file}: tie_word_embeddings is true, but '{head.name}' differs from the embedding. "
@@ -260,8 +267,11 @@ def _check_tied(head: Stored, embedding: Stored) -> None:
 
 @torch.inference_mode()
 def fill_random(decoder: Decoder, seed: int, narrow: bool = False) -> None:
-    """Random weights, made on the device: matrices uniform with variance 1 / inputs (activations stay of order one), norms
-    one, other vectors zero. ``narrow``: bf16 numbers, whatever type holds them, like those of a checkpoint in bf16."""
+    """Fill a decoder with random weights, made on the device.
+
+    Matrices are uniform with variance 1 / inputs, so that activations stay of order one; norms are one, other vectors
+    zero. ``narrow``: round to bf16, whatever type holds the weights, as a checkpoint in bf16 has them.
+    """
     generator = torch.Generator(decoder.place.device).manual_seed(seed)
     for name, slot in decoder.slots().items():
         if slot.target.dim() >= 2 and not slot.repeat:

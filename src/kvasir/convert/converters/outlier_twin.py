@@ -1,11 +1,11 @@
 """Stress twin: the same function with outlier channels in keys and values, which large models have and small ones lack.
 
-Exact. A few RoPE pairs of every key head are multiplied by ``keys`` and those of the queries divided by it. Channels of
-every value head are multiplied by ``values``, and the columns of the output matrix that read them divided by it. The
-factors are powers of two, so stored numbers change in their exponent only and logits stay equal bit by bit, while a
-cache that rounds a token's channels on one common scale loses everything but the outliers. This is SmoothQuant's
-rescaling (arXiv 2211.10438) run backwards; the outliers are those of KIVI (arXiv 2402.02750). It costs nothing at run
-time.
+Exact. A few RoPE pairs of every key head are multiplied by ``keys``, and those of the queries are divided by it.
+Channels of every value head are multiplied by ``values``, and the columns of the output matrix that read them are
+divided by it. Factors are powers of two, so stored numbers change in their exponent only and logits stay equal bit by
+bit. A cache that rounds a token's channels on one common scale, however, loses everything but the outliers. This is
+SmoothQuant's rescaling (arXiv 2211.10438) run backwards; the outliers are those of KIVI (arXiv 2402.02750). It costs
+nothing at run time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
     from kvasir.convert.converter import Tensors
 
-LARGEST = 1024
+LARGEST = 1024  # Largest factor.
 
 
 @dataclass(frozen=True)
 class Config:
-    """Factors of ``keys`` and ``values`` (1: unchanged); RoPE ``pairs`` (two channels each) of every head."""
+    """Factors ``keys`` and ``values`` (1 changes nothing).
+
+    ``pairs``: RoPE pairs (two channels each) of every head.
+    """
 
     keys: int = 16
     values: int = 1
@@ -43,7 +46,7 @@ class Config:
 
 
 class OutlierTwin(Converter):
-    """Function-preserving outlier channels."""
+    """Outlier channels that preserve the function."""
 
     exact = True
 
@@ -76,7 +79,7 @@ class OutlierTwin(Converter):
         keys, values, edits = float(self.config.keys), float(self.config.values), {}
         for i, layer in enumerate(source.spec.layers):
             mixer, at = layer.mixer, f"layers.{i}.mixer"
-            # A norm of queries and keys undoes a factor before it, so there the factor goes into its weights.
+            # A norm of queries and keys would undo a factor before it, so the factor goes into the norm's weights.
             q, k = ("q_norm", "k_norm") if mixer.qk_norm is not None else ("q", "k")
             for part, dim, factor in ((q, 0, 1 / keys), (k, 0, keys), ("v", 0, values), ("o", 1, 1 / values)):
                 edits[source.stored(f"{at}.{part}.weight")] = (dim, mixer.head_dim, factor)
@@ -101,7 +104,7 @@ class OutlierTwin(Converter):
 
 
 def channels(head_dim: int, pairs: int) -> list[int]:
-    """``pairs`` RoPE pairs spread over the frequencies of a head, both channels of each (first half, second half)."""
+    """Both channels of ``pairs`` RoPE pairs spread over the frequencies of a head (first half, then second half)."""
     half = head_dim // 2
     first = [(2 * i + 1) * half // (2 * pairs) for i in range(pairs)]
     return [*first, *(c + half for c in first)]
