@@ -1,4 +1,4 @@
-"""Outlier twins: the same logits bit by bit, outliers in the chosen channels, and a plain 4-bit cache that breaks."""
+"""Outlier twins: the same logits bit by bit, outliers where they were asked for, and a plain 4-bit cache that breaks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvasir.lab.evaluation.evaluate import evaluate
-from kvasir.lab.evaluation.stress import LEVELS, damage, round_trip, with_rounded_cache
 
 from kvasir.convert.checkpoint import convert, plain_folder, read_tensors
 from kvasir.convert.converter import load_converter
 from kvasir.convert.converters.outlier_twin import channels
 from kvasir.errors import ConfigError
 from kvasir.lab import tokenizer as lab_tokenizer
+from kvasir.lab.evaluate import evaluate
 from kvasir.lab.export import load
+from kvasir.lab.stress import LEVELS, damage, round_trip, with_rounded_cache
 from kvasir.models import checkpoint
 from tests.checkpoints import write
 
@@ -40,12 +40,12 @@ def twin(source: Path, home: Path, spec: str = SPEC) -> Path:
 
 @torch.inference_mode()
 def logits(folder: Path, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Logits [1, T, V] from transformers."""
+    """[1, T, V] by transformers."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         plain_folder(folder), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()  # the fused experts do not take float64
+    ).eval()  # the fused experts take no float64
     ids = torch.randint(0, model.config.vocab_size, (1, 40), generator=torch.Generator().manual_seed(3))
     return model(ids).logits
 
@@ -60,7 +60,7 @@ def test_logits_of_the_twin_are_the_originals(variant, tmp_path):
 
 @pytest.mark.parametrize("missing", ["q_norm", "k_norm", "v_proj", "o_proj"])
 def test_the_comparison_can_fail(missing, tmp_path):
-    """A twin with one side of the rescaling left out is another model."""
+    """A twin in which one side of the rescaling was forgotten is another model."""
     from safetensors.torch import load_file, save_file
 
     source = write(tmp_path / "source", "qwen3")
@@ -75,7 +75,7 @@ def test_the_comparison_can_fail(missing, tmp_path):
 
 
 def test_a_trained_model_in_its_own_type(tmp_path):
-    """Compare bf16 weights with wide arithmetic: equal bit by bit in plain torch, equal tokens in the engine."""
+    """bf16 weights, wide arithmetic: equal bit by bit, in plain torch and in the engine's tokens."""
     from kvasir import LLM, SamplingParams
 
     source = checkpoint.resolve("nano")
@@ -145,7 +145,7 @@ def test_what_cannot_be_converted(tmp_path):
 
 
 def test_a_type_that_would_round_is_refused(tmp_path):
-    """Small weights in fp16 divided by 1024 lose bits, because fp16 has few exponents."""
+    """fp16 has few exponents: small weights divided by 1024 lose bits."""
     from safetensors.torch import load_file, save_file
 
     source = write(tmp_path / "source", "llama")
@@ -157,7 +157,7 @@ def test_a_type_that_would_round_is_refused(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-# --------------------------------------------------------------------------------------------- what the twins are for
+# ------------------------------------------------------------------------------------------------- what the twins are for
 
 
 def test_the_simulated_cache_rounds_to_sixteen_levels():
@@ -174,10 +174,7 @@ EASY = "chain:min_steps=4,max_steps=6"
 
 
 def test_a_plain_4_bit_cache_breaks_on_the_twin_only(tmp_path):
-    """A 4-bit cache hardly hurts nano on short chains.
-
-    Its twin with outlier keys loses far more than 20 points.
-    """
+    """On short chains nano hardly minds a 4-bit cache; its twin with outlier keys loses far more than 20 points."""
     source = checkpoint.resolve("nano")
     tokenizer = lab_tokenizer.load(source)
     model, stressed = load(source), load(twin(source, tmp_path, "outlier_twin:keys=8"))

@@ -1,4 +1,4 @@
-"""Write a trained lab model as a Hugging Face folder (Qwen3ForCausalLM, bf16 safetensors), and read it back."""
+"""A trained lab model as an HF folder (Qwen3ForCausalLM, bf16 safetensors), and back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvasir.models.loader import INDEX, SINGLE, read_tensors
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SHARD = 14_000_000  # Most bytes of weights in one file, so that a version-control host accepts it.
-# The name in config.json of each field of Shape.
+SHARD = 14_000_000  # bytes of weights in one file at most, so that a version-control host takes it
+# Shape's field -> the name in config.json.
 HF_NAMES = {
     "vocab": "vocab_size",
     "dim": "hidden_size",
@@ -35,7 +35,7 @@ HF_NAMES = {
 
 
 def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
-    """The contents of config.json, in the spelling that transformers 4 wrote and 5 still reads."""
+    """config.json, in the spelling that transformers 4 wrote and 5 still reads."""
     ids = {
         name: lab_tokenizer.SPECIAL.index(token)
         for name, token in (("bos", "<bos>"), ("eos", "<eos>"), ("pad", "<pad>"))
@@ -60,7 +60,7 @@ def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
 
 
 def _write(weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write one file when the weights are small, else shards and an index, under the names that HF tools expect."""
+    """One file when it is small, else shards and their index, under the names that HF tools look for."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, tensor in weights.items():
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD:
@@ -95,10 +95,7 @@ def export(model: Model, tokenizer: Tokenizer, folder: str | Path, dtype: torch.
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> Model:
-    """Load the lab's own model with the weights of ``folder``, in fp32.
-
-    Raises ConfigError for a folder that is not a lab checkpoint.
-    """
+    """The lab's own model with the weights of ``folder``, in fp32. Raises ConfigError for a folder that is not a lab checkpoint."""
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -107,8 +104,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Model:
         raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
     if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings"):
         raise ConfigError(
-            f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, "
-            f"not '{config.get('model_type')}'"
+            f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, not '{config.get('model_type')}'"
         )
     missing = [name for name in HF_NAMES.values() if name not in config]
     if missing:
