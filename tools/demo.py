@@ -1,4 +1,4 @@
-"""`make demo`: start the server with the model in the package, talk to it through the official openai client, stop it."""
+"""Run `make demo`: start the server with the packaged model, talk to it through the official openai client, stop it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def talk(client: OpenAI, console: Console) -> None:
             count = chunk.usage.completion_tokens
     seconds = time.perf_counter() - started
     console.print(
-        f"\n[green]{count} tokens, first after {1000 * ((first or started) - started):.0f} ms, {count / seconds:,.0f} tokens/s[/green]"
+        f"\n[green]{count} tokens, first after {1000 * ((first or started) - started):.0f} ms, "
+        f"{count / seconds:,.0f} tokens/s[/green]"
     )
 
     console.rule("completion with log-probabilities")

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Measure nano and base through the engine on one GPU, in about 6 minutes: every promise about the lab's models, each part with its JSON.
-# What was missed before comes first. Two engines share the GPU, since small models leave most of it idle; each gets a pool of a set size
-# (8 GiB for base), since a share of the memory would count what the other one holds.
+# Measure nano and base through the engine on one GPU, in about 6 minutes, with a JSON file for each part. It measures
+# every promise about the lab's models, those that were missed before first. Two engines share the GPU, since small
+# models leave most of it idle. Each gets a pool of a set size (8 GiB for base): a share of the memory would count
+# what the other engine holds.
 # Usage: tools/eval_lab.sh OUT [NANO BASE] [engine switches]; models are folders or names (default: nano base).
 set -eu
 out=${1:?usage: tools/eval_lab.sh OUT [NANO BASE] [engine switches]}

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# The quantised caches end to end on a machine with an NVIDIA GPU, in commands of at most ten minutes.
+# Measure the quantised caches end to end on a machine with an NVIDIA GPU, in commands of at most ten minutes.
 #
-#   tools/gpu_kv_bench.sh OUT SITE STEP...    OUT: folder for the results; SITE: folder with vLLM's packages, "" if installed, none: no vLLM
+#   tools/gpu_kv_bench.sh OUT SITE STEP...
+#     OUT: folder for the results; SITE: folder with vLLM's packages, "" if installed, none: no vLLM
 #
 #   long      decode of 16 sequences of 2k to 32k tokens, vLLM in bf16 and fp8 before and after     8 minutes
 #   short     decode of 1 to 256 sequences: bf16, and what the rotation costs                       4 minutes
 #   ttft      one prompt of 8k and 32k                                                              2 minutes
 #   load      64 requests of 16k that do not fit: how many run at once, throughput                  4 minutes
-#   quality   answers and perplexity of the lab's model and its outlier twins (QUALITY: options of tools/kv_quality.py)  8 minutes
+#   quality   answers and perplexity of the lab's model and its outlier twins                       8 minutes
+#             (QUALITY: options of tools/kv_quality.py)
 #
-# Steps share LIMIT seconds (default 570); what is cut keeps the result of the lives before. REPEATS overrides a case's; KVASIR_COMMIT
-# names the commit where there is no repository.
+# Steps share LIMIT seconds (default 570); one that is cut off keeps the result of earlier rounds. REPEATS overrides a
+# case's. KVASIR_COMMIT names the commit where there is no repository.
 set -uo pipefail
 out=$1 site=$2
 shift 2

@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# One comparison with vLLM on a machine with an NVIDIA GPU, but for one step in at most ten minutes: vLLM, ours, vLLM again, each alone on the GPU.
+# Compare with vLLM on a machine with an NVIDIA GPU: vLLM, kvasir, vLLM again, each alone on the GPU.
 #
-#   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed; none: no vLLM
+#   tools/gpu_peer.sh OUT STEP [SITE]
+#     OUT: folder for the results; SITE: folder with vLLM's packages unless they are installed, none: no vLLM
 #
-# STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, some ten minutes each,
-# traces-repeats with two more of every Azure load, 25 minutes (LIMIT=1600), traces-full with three windows of at least 1,000 requests of
-# each, in two halves of 25 and 10 minutes (LIMIT=1560 ONLY="conversation50 conversation80 conversation90", LIMIT=880 ONLY=code80); the
-# steps after them are one full window each. Results are on disk after every load or life, so a run that is cut off keeps what it has.
-# LIMIT: seconds until it is told to end (default 530; ending a server may take a minute more). CAPACITY (requests a second that vLLM
-# completed, from an earlier step's result) saves the traces from measuring it again. ONLY: loads of a case of traces, such as "mooncake
-# recorded": three with shares of a capacity fill ten minutes. KVASIR_COMMIT names the commit where there is no repository; DATA another
-# folder of traces than bench/traces.
+# STEP is one of those below; most take at most ten minutes. traces-azure and traces-mixed stand for all traces, with
+# windows of a minute, some ten minutes each. traces-repeats adds two of every Azure load: 25 minutes (LIMIT=1600).
+# traces-full has three windows of at least 1,000 requests of each, in two halves of 25 and 10 minutes (LIMIT=1560
+# ONLY="conversation50 conversation80 conversation90", LIMIT=880 ONLY=code80). The steps after them are one full
+# window each. Results are on disk after every load or server, so a run that is cut off keeps what it has.
+#
+# LIMIT: seconds until the run is told to end (default 530; ending a server may take a minute more). CAPACITY:
+# requests a second that vLLM completed, from an earlier step's result, so that the traces need not measure it. ONLY:
+# loads of a case of traces, e.g. "mooncake recorded"; three with shares of a capacity fill ten minutes. KVASIR_COMMIT
+# names the commit where there is no repository. DATA: a folder of traces other than bench/traces.
 set -uo pipefail
 out=$1 step=$2 site=${3:-}
 cd "$(dirname "$0")/.."

@@ -1,13 +1,15 @@
-"""Minutes of mixed load on ``kvasir serve``: does it keep its size, does everything come back, does it still answer the same?
+"""Soak `kvasir serve` with minutes of mixed load: it must keep its size, finish every request and answer the same.
 
     python tools/gpu_soak.py RESULT.json [MODEL | --shape llama-8b] [--seconds 540] [--clients 96] [-- OPTION...]
 
-Streams and plain answers, n = 3, log-probabilities, penalties, grammars, stop strings, shared prefixes, prompts of up to three quarters of
-the context, requests that must be refused, clients that leave in the middle, and bursts; pages for a fraction of what they ask for, so that
-sequences queue and give way. OPTIONs go to the server and win over what is chosen here (--num-pages, --max-num-seqs, --max-model-len;
---gpu-memory-utilization for a share of the GPU). Memory, files and threads are sampled all the while. Exit status 1, with the reasons,
-where something grew, stayed, failed or answers otherwise; the result says so, too. Besides --seconds it needs the start and half a minute.
-Runs on a CPU as well: the model in the package, where none is named.
+The load: streams and plain answers, n = 3, log-probabilities, penalties, grammars, stop strings, shared prefixes,
+prompts of up to three quarters of the context, requests that must be refused, clients that leave in the middle, and
+bursts. There are pages for a fraction of what the requests ask for, so sequences queue and are preempted. OPTIONs go to
+the server and take precedence over those chosen here (--num-pages, --max-num-seqs, --max-model-len).
+
+Memory, files and threads are sampled throughout. Exit status 1, with the reasons, when something grew, was left over,
+failed or was answered differently; the result says so, too. The run takes --seconds, the start, and half a minute. It
+runs on a CPU as well, with the packaged model unless another is named.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from tests.integration.load import ALLOWED, Soaked, quarters, soak  # noqa: E402
 
 # Pools small enough to run out of: pages of 16 tokens for a few of the longest sequences.
 LARGE = ["--max-model-len", "8192", "--max-num-seqs", "64", "--num-pages", "2048"]
-TIE = 0.125  # of log-probabilities in bf16, where a step in a captured graph has padded rows: other products, other rounding
+# Difference of log-probabilities in bf16 that counts as a tie: a captured step has padded rows, so its products round
+# differently.
+TIE = 0.125
 SMALL = ["--max-model-len", "1024", "--max-num-seqs", "16", "--num-pages", "160"]
 
 

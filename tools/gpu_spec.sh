@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Speculation on a machine with an NVIDIA GPU, in about ten minutes; results go to the folder OUT as they come.
+# Measure speculation on a machine with an NVIDIA GPU, in about ten minutes; results go to OUT as they come.
 #
 #   tools/gpu_spec.sh OUT [DRAFTER...]    DRAFTER: more drafters for base, e.g. eagle:model=FOLDER
 #
-# First set acceptance at the llama-8b shape (about 4 minutes, at most 4.5 a call; a second call with the same OUT and COMMIT measures
-# what the first had no time for): the controller against off and against fixed depths. Then what the
-# model in the package accepts by itself, and rollouts of it over five rounds (at most 2 minutes each). ONLY=shape, ONLY=base or
-# ONLY=rollouts runs one of the three. COMMIT: what is measured, where there is no repository. CHECKPOINTS: folders of successive
-# checkpoints of base, one a round, or `make`: they are trained first (under a minute), and their report is written; without, weights are frozen.
+# Three parts, each alone with ONLY=shape, ONLY=base or ONLY=rollouts:
+#   shape     set acceptance at the llama-8b shape: the controller compared with off and with fixed depths. About
+#             4 minutes, at most 4.5 a call; a second call with the same OUT and COMMIT measures what the first had no time for.
+#   base      what the packaged model accepts by itself, at most 2 minutes
+#   rollouts  rollouts of it over five rounds, at most 2 minutes
+#
+# COMMIT names the commit where there is no repository. CHECKPOINTS: folders of successive checkpoints of base, one a
+# round, or `make` to train them first (under a minute) and write their report; without it, weights are frozen.
 set -uo pipefail
 out=${1:?usage: tools/gpu_spec.sh OUT [DRAFTER...]}
 shift

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs kvasir with what development and the demo need into the environment of PYTHON ($1).
-# On a machine without an NVIDIA GPU it never lets the gigabytes of CUDA packages in by accident: the CPU build of torch,
-# from the configured package index if that has it, else from PyTorch's own index, else it stops and says so.
+# Install kvasir into the environment of PYTHON ($1), with what development and the demo need. On a machine without an
+# NVIDIA GPU it never installs the gigabytes of CUDA packages by accident. It takes the CPU build of torch from the
+# configured package index, else from PyTorch's own, else it stops and says so.
 set -euo pipefail
 python=$1
 cd "$(dirname "$0")/.."

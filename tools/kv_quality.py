@@ -1,11 +1,12 @@
-"""What the quantised caches cost in answers: a lab model and its outlier twins, with every codec, on the same problems.
+"""Measure what the quantised caches cost in answers: a lab model and its outlier twins, every codec, the same problems.
 
-    python tools/kv_quality.py RESULT.json [--model base] [--device cpu] [-n 1000] [--seeds 7 8 9] [--tasks chain needle reflect story:... template]
-                                           [--codecs fp8 ...] [--outliers 2 4 ...] [--seconds 480]
+    python tools/kv_quality.py RESULT.json [--model base] [--device cpu] [-n 1000] [--seeds 7 8 9] [--seconds 480]
+        [--tasks chain needle reflect story:... template] [--codecs fp8 ...] [--outliers 2 4 ...]
 
-``story`` and ``template`` give perplexity, the others exact match; needles are spread over lengths and depths. The twins get
-the first task only: the curve of a codec over the outliers' size. Codecs are ordered by importance (``bench.codec_quality``); when the
-seconds are over, the list ends there. The result is written after every arm; arms that the file had before are kept.
+``story`` and ``template`` give perplexity, the other tasks exact match; needles are spread over lengths and depths. The
+twins get the first task only, for the curve of a codec over the size of the outliers. Codecs are ordered by importance
+(``bench.codec_quality``); when the seconds are over, the list ends there. The result is written after every arm, and
+arms that the file had before are kept.
 """
 
 from __future__ import annotations

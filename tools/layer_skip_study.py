@@ -1,14 +1,15 @@
-"""What `layer_skip` computes for a token: layers of the model, drafts and judging included, counted.
+"""Count the layers that `layer_skip` computes for a token, drafts and judging included.
 
     python tools/layer_skip_study.py OUT.json --label now [--model nano --model base] [--batch 1 --batch 4]
 
-Layers are counted by calls, not by rows: a step of the model is its L layers and the head, one level of a draft those before the exit and
-the head, a judgement of shadow tokens the head, which counts as ``head_layers``. ``of_plain``: against a step of the model a token of a
-sequence. Everything that is proposed is verified (``fixed``). Arms of another label that OUT.json holds are kept, so that two versions of
-the source can be compared: PYTHONPATH says which is measured, ``--version`` what it is called.
+Layers are counted by calls, not by rows. A step of the model is its L layers and the head; one level of a draft is the
+layers before the exit and the head; a judgement of shadow tokens is the head, counted as ``head_layers``. ``of_plain``:
+relative to one step of the model for each token of a sequence. Every draft is verified (``fixed``). Arms of another
+label that OUT.json holds are kept, so two versions of the source can be compared: PYTHONPATH selects the version,
+``--version`` names it.
 
-Models are the lab's, which were not trained to exit early, and one made of ``base`` which looks as if: layers behind the first half add
-a tenth of what they did. It says nothing of text, but there is something to find.
+The models are the lab's, which were not trained to exit early, and one made of ``base`` in which the layers of the
+second half add a tenth of what they did. That one has something to find, and says nothing about text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Do llama.cpp and we answer with the same tokens? Greedy, the same weights as a GGUF file: how many of 16 answers agree, to where.
+"""Compare greedy answers of llama.cpp and ours on the same weights (as GGUF): how many of 16 agree, and up to where.
 
     python tools/llama_cpp_tokens.py OUT.json    needs llama-cpp-python and gguf, e.g. in a folder on PYTHONPATH
 
-Several file types: where llama.cpp computes in fp32, answers should differ at ties alone; the others round. ``gaps``: where answers part,
-by how much the likeliest token's log-probability led the next, by our engine.
+Where llama.cpp computes in fp32, answers should differ at ties only; the other file types round. ``gaps``: at the token
+where two answers part, the lead of the likeliest token's log-probability over the next, by our engine.
 """
 
 import random

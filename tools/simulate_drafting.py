@@ -1,8 +1,8 @@
-"""The controller of drafts on a simulated H200, as JSON: `tools/simulate_drafting.py OUT.json [SEEDS [FIRST]]`. About five minutes on one core.
+"""Simulate the drafting controller on an H200: `tools/simulate_drafting.py OUT.json [SEEDS [FIRST]]`, 5 minutes a core.
 
-For each batch and acceptance: rates over plain decoding of the first 192 tokens a sequence with nothing known, and of the next ones, and of
-fixed depths beside them. The step times follow measurements, the rest is drawn (src/kvasir/bench/drafting_sim.py): these are simulated
-figures, which show how the controller decides.
+For each batch and acceptance: rates relative to plain decoding, of the first 192 tokens of a sequence with nothing
+known, of the next ones, and of fixed depths. Step times follow measurements, the rest is drawn
+(src/kvasir/bench/drafting_sim.py). The figures are simulated; they show how the controller decides.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What the rule for prompts beside decodes does to latency: the real scheduler over a request trace, with step times of an H200.
+"""Simulate what the rule for prompts beside decodes does to latency: the real scheduler with step times of an H200.
 
-    python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,2048,2048:1152] [--policies fcfs,shortest]
+    python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,2048,2048:1152]
+        [--policies fcfs,shortest]
 
-No tensors: steps of the Llama-8B shape take what they took on the GPU (``gpu_mixed.py``, ``gpu_decode.py``), launches included; a step is read
-after the next was launched. Loads are shares of what the engine gets through when all requests wait at once, without the rule; a rate
-that was measured, too; and a minute of Mooncake's as recorded. Times of an
-HTTP server are not in it: compare rules, not servers.
+There are no tensors: steps of the Llama-8B shape take the time that they took on the GPU, launches included (`python -m
+tools.kernels mixed` and `decode`), and a step is read after the next was launched. Loads are shares of the rate at
+which the engine works when all requests wait at once, without the rule; a measured rate; and a minute of Mooncake's
+trace as recorded. An HTTP server's time is not included: compare rules, not servers.
 """
 
 from __future__ import annotations
@@ -156,7 +157,10 @@ class Simulation:
 
 
 def load(trace: str, count: int, rate: float | None) -> list[tuple[float, list[int], int]]:
-    """The trace's lengths at Poisson arrivals; ``rate`` 0: all at once; None: a minute as it was recorded, with its shared prefixes."""
+    """The trace's lengths with Poisson arrivals.
+
+    ``rate`` 0: all at once. None: a minute as it was recorded, with its shared prefixes.
+    """
     found = read(ROOT / "bench/traces" / TRACES[trace])
     if rate is None:
         return [

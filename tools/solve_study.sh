@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Test-time scaling, measured: tools/solve_study.sh OUT MINUTES
+# Measure test-time scaling: tools/solve_study.sh OUT MINUTES
 #
-# Runs the studies in order of importance until the time is up; every step writes OUT/NAME.json as soon as a strategy is through, so a run
-# that is cut off keeps what it has. At the end, or with what there is, OUT/report.md and its pictures.
-# The steps draw-* fill the pools; pool-* are what is chosen from them, come last, and need no GPU: with the files of draw-* in OUT,
+# Studies run in order of importance until the time is up. Every step writes OUT/NAME.json whenever a strategy is
+# done, so a run that is cut off keeps what it has. At the end it writes OUT/report.md and its pictures.
+#
+# Steps draw-*
+# fill the pools. Steps pool-* choose from them, come last, and need no GPU. With the files of draw-* in OUT,
 #   STEPS="pool-countdown pool-path pool-facts" DEVICE=cpu tools/solve_study.sh OUT 30
-# on any machine, with the same N and POOL, finishes the study.
-# Environment: N problems a study (1000), POOL replies a problem in the shared pools (64), SEEDS ("7 8 9"), DEVICE (auto), PYTHON (python3),
-# AT_ONCE problems under way (64), STEPS: names of steps to run, all others are left out, OPTIONS: more options of kvasir solve, e.g.
-# "--gpu-memory-utilization 0.08" where several of these run on one GPU.
+# finishes the study on any machine, with the same N and POOL.
+#
+# Environment: N problems of a study (1000), POOL replies
+# for each in the shared pools (64), SEEDS ("7 8 9"), DEVICE (auto), PYTHON (python3), AT_ONCE problems under way
+# (64), STEPS: the only steps to run, OPTIONS: more options of kvasir solve, e.g. "--gpu-memory-utilization 0.08"
+# where several of these run on one GPU.
 set -u
 OUT=${1:?tools/solve_study.sh OUT MINUTES} MINUTES=${2:?minutes}
 N=${N:-1000} POOL=${POOL:-64} SEEDS=${SEEDS:-7 8 9} DEVICE=${DEVICE:-auto} PYTHON=${PYTHON:-python3} AT_ONCE=${AT_ONCE:-64} STEPS=${STEPS:-} OPTIONS=${OPTIONS:-}

@@ -1,10 +1,12 @@
-"""Successive checkpoints of a lab model, for `kvasir bench rollouts --checkpoint`: `tools/successive_checkpoints.py OUT [options]`.
+"""Train successive checkpoints of a lab model, for `kvasir bench rollouts --checkpoint`.
 
-Rounds of reinforcement learning sample the same problems from a policy that moves between them. Here it moves by training: OUT/0 is the
-model as it is, OUT/1 and on are the same model some steps later each, trained on problems of the rollouts' tasks (of the training
-split: rollouts use the test split). OUT/report.json says how far the weights moved, how many samples of the test problems (temperature 1,
-the same noise for all checkpoints) are others than the checkpoint's before, and how many are right.
-About five minutes of one CPU core for four times 20 steps of `base`; seconds on a GPU.
+    python tools/successive_checkpoints.py OUT [options]
+
+Rounds of reinforcement learning sample the same problems from a policy that moves between them. Here it moves by
+training: OUT/0 is the model as it is; OUT/1 and later ones are the same model some steps on, trained on problems of the
+rollouts' tasks (of the training split: rollouts use the test split). OUT/report.json says how far the weights moved,
+how many samples of the test problems differ from those of the checkpoint before (temperature 1, the same noise for
+all), and how many are right. Four times 20 steps of `base` take five minutes of one CPU core, and seconds on a GPU.
 """
 
 from __future__ import annotations

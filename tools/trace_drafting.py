@@ -1,11 +1,13 @@
-"""Every step of an engine that drafts, one a line: `tools/trace_drafting.py OUT.jsonl ARGS...` runs `kvasir ARGS...` meanwhile.
+"""Write every step of an engine that drafts, one a line, while it runs `kvasir ARGS...`.
 
+    tools/trace_drafting.py OUT.jsonl ARGS...
     tools/trace_drafting.py steps.jsonl bench rollouts --model base --problems 8 --samples 8 --rounds 2 --arm suffix
 
-For engines in this process (`generate`, `bench rollouts`, `bench speculation`, `bench offline`); a server's run elsewhere. A line starts
-with an engine's drafter, or holds a step: `sort` (drafted, plain, mixed: drafted beside prompts, unmeasured), sequences and rows, `ms` from
-the end of the step before to its own, what was `expected` and `charged`, the `kind` that it is timed with, tokens `accepted`, and what the
-controller holds after it: `credit` in ms, plain steps left to `rest`, the `gain` that it predicted before. Costs some microseconds a step.
+For engines in this process (`generate`, `bench rollouts`, `bench speculation`, `bench offline`), not for a server. A
+line introduces an engine's drafter, or holds a step: its `sort` (drafted, plain, mixed: drafted beside prompts,
+unmeasured), sequences and rows, `ms` from the end of the step before to its own, the times that were `expected` and
+`charged`, the `kind` it is timed as, and tokens `accepted`. Then follows the controller's state: `credit` in ms, plain
+steps left to `rest`, and the `gain` it predicted before. Tracing costs some microseconds a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 #!/bin/sh
-# Train the drafters of a lab model on one GPU, from one set of its replies: eagle, medusa, then ppd; the first two in under 4 minutes for base.
-# Usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES]; MODEL is a folder or a name (base). Writes OUT/eagle,
-# OUT/medusa and OUT/ppd. KINDS="ppd" trains only that one; DEVICE=cpu trains on a CPU; REPLIES: how many to sample.
+# Train the drafters of a lab model on one GPU, from one set of its replies: eagle, medusa, then ppd. For base, eagle
+# and medusa take under 4 minutes.
+#
+#   tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES]
+# MODEL is a folder or a name (base). Writes OUT/eagle, OUT/medusa and OUT/ppd. KINDS="ppd" trains only that one,
+# DEVICE=cpu trains on a CPU, REPLIES is the number of replies to sample.
 set -eu
 out=${1:?usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES]}
 model=${2:?usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES]}

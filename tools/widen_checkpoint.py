@@ -1,15 +1,18 @@
-"""A small model at the cost of a large one: `tools/widen_checkpoint.py FOLDER OUT --size 8b`.
+"""Give a small model the cost of a large one: `tools/widen_checkpoint.py FOLDER OUT --size 8b`.
 
-Random weights of a large shape take the time of a trained model and say nothing that means anything; a small model means what it
-says and takes no time. This puts the small one into a corner of a large one: OUT is an ordinary Hugging Face checkpoint (Qwen3) that
-answers as FOLDER does, up to rounding, and whose step costs what its size does. So what a method gains in time can be measured on
-natural text, by any engine. Only the head stays small, since the vocabulary is the small model's.
+Random weights of a large shape take the time of a trained model, and their answers mean nothing; a small model's
+answers mean something and take no time. This tool puts the small model into a corner of a large one: OUT is an ordinary
+Hugging Face checkpoint (Qwen3) that answers as FOLDER does, up to rounding, and whose step costs what its size does. So
+the time that a method gains can be measured on natural text, by any engine. Only the head stays small: the vocabulary
+is the small model's.
 
-How: the residual stream is widened with zeros, which RMSNorm's weights make up for. Columns of the weights that read these zeros, and rows
-of the feed-forward block and heads that nobody reads, are noise, so that no zero makes arithmetic cheap where there is much of it;
-what would write to the stream beyond the small model's part is zero, as is everything that further layers write.
+The residual stream is widened with zeros, which RMSNorm's weights make up for. Columns of the weights that read these
+zeros, and rows of the feed-forward block and heads that nobody reads, are noise, so that no zero makes arithmetic
+cheap. Weights that would write to the stream beyond the small model's part are zero, and so is everything that further
+layers write.
 
-With --like EARLIER, an OUT of another checkpoint of the same model and size, layers that hold nothing of the small one are links to EARLIER's.
+With --like EARLIER, an OUT of another checkpoint of the same model and size, layers that hold nothing of the small
+model are links to EARLIER's.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ SIZES = {
 
 
 def wider_config(config: dict[str, Any], size: Size) -> dict[str, Any]:
-    """``config`` of a Qwen3 model, made ``size`` large. Raises ConfigError where it is no such model, or does not fit."""
+    """The config of a Qwen3 model, made ``size`` large. Raises ConfigError for a model it cannot widen."""
     if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings") or config.get("use_sliding_window"):
         raise ConfigError("widened are Qwen3 models with tied embeddings and without windows, as those of the lab")
     config = {name: value for name, value in config.items() if name != "layer_types"}
@@ -163,7 +166,7 @@ class Widened:
         return weight
 
     def shards(self) -> Iterator[tuple[str, bool, dict[str, torch.Tensor]]]:
-        """File names, whether the file holds anything of the small model, and tensors: made only when they are asked for."""
+        """Each file's name, whether it holds a part of the small model, and its tensors, made when asked for."""
         yield "outer.safetensors", True, self.outer()
         for i in range(self.size.layers):
             yield f"layer-{i:02}.safetensors", i < self.layers, self.layer(i)

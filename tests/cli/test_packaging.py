@@ -22,8 +22,8 @@ NEEDED = [
         for name in ("config.json", "tokenizer.json", "chat_template.jinja")
     ),
     "assets/base/model.safetensors.index.json",
-    "assets/base/model-00003-of-00003.safetensors",
-    "assets/nano/model.safetensors",
+    "assets/base/model-00002-of-00002.safetensors.packed",
+    "assets/nano/model.safetensors.packed",
     "api/playground/index.html",
     "lab/text/alice-in-wonderland.txt.bz2",
 ]

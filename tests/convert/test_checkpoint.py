@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import pytest
 import torch
 
-from kvasir.convert.checkpoint import RECORD, convert, read_tensors, write_tensors
+from kvasir.convert.checkpoint import RECORD, convert, plain_folder, read_tensors, write_tensors
 from kvasir.convert.converter import Converter, Source, load_converter
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
 from kvasir.models.loader import INDEX, load_model, read_headers
+from kvasir.models.packed import SUFFIX
 from tests.checkpoints import reference, write
 
 
@@ -127,3 +129,37 @@ def test_the_command(tmp_path, capsys):
     assert "the same function as nano" in capsys.readouterr().out
     assert load_converter("outlier-twin:keys=4").config.keys == 4
     assert json.loads((tmp_path / "twin" / RECORD).read_text())["converter"] == "outlier_twin:keys=4"
+
+
+def test_pack_and_unpack(tmp_path):
+    """Packed shards hold the same bits, and the unpacked folder loads in transformers."""
+    source = write(tmp_path / "source", "qwen3", shards=True)
+    pack = load_converter("pack:shard_mib=1")
+    assert load_converter("pack").shard_bytes == 4 << 30 and pack.shard_bytes == 1 << 20
+    convert(pack, "pack", source, tmp_path / "packed", shard_bytes=20_000)
+    convert(load_converter("unpack"), "unpack", tmp_path / "packed", tmp_path / "plain")
+    before, packed, plain = (dict(read_tensors(f)) for f in (source, tmp_path / "packed", tmp_path / "plain"))
+    assert before.keys() == packed.keys() == plain.keys()
+    assert all(torch.equal(before[n], packed[n]) and torch.equal(before[n], plain[n]) for n in before)
+    files = {t.file for t in read_headers(tmp_path / "packed")}
+    assert len(files) > 1 and all(f.name.endswith(".safetensors" + SUFFIX) for f in files)
+    assert (tmp_path / "plain" / "model.safetensors").exists()
+    assert reference(tmp_path / "plain").num_parameters() == reference(source).num_parameters()
+    with pytest.raises(ConfigError, match="shard_mib=0 must be at least 1"):
+        load_converter("pack:shard_mib=0")
+
+
+def test_the_plain_folder_of_a_packed_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    source = write(tmp_path / "source", "qwen3")
+    assert plain_folder(source) == source
+    packed = tmp_path / "packed"
+    convert(load_converter("pack"), "pack", source, packed)
+    plain = plain_folder(packed)
+    assert {f.name for f in plain.iterdir()} == {"model.safetensors", "config.json", "generation_config.json", RECORD}
+    want, found = dict(read_tensors(source)), dict(read_tensors(plain))
+    assert want.keys() == found.keys() and all(torch.equal(want[n], found[n]) for n in want)
+    assert plain_folder(packed) == plain and len(list((tmp_path / "temporary").iterdir())) == 1, "made once"
+    (packed / "config.json").write_text(json.dumps(checkpoint.read_config(packed) | {"eos_token_id": 7}))
+    assert checkpoint.read_config(plain_folder(packed))["eos_token_id"] == 7, "another state, another copy"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvasir.convert.checkpoint import convert, read_tensors
+from kvasir.convert.checkpoint import convert, plain_folder, read_tensors
 from kvasir.convert.converter import load_converter
 from kvasir.convert.converters.outlier_twin import channels
 from kvasir.errors import ConfigError
@@ -44,8 +44,8 @@ def logits(folder: Path, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()  # the fused experts do not take float64
+        plain_folder(folder), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()  # the fused experts take no float64
     ids = torch.randint(0, model.config.vocab_size, (1, 40), generator=torch.Generator().manual_seed(3))
     return model(ids).logits
 

@@ -138,6 +138,7 @@ def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_p
     assert found["launched"] is not True, "outside a rehearsal kernels are launched"
 
 
+@pytest.mark.slow  # a minute of compiling, twice
 def test_other_processes_compile_all_of_it(tmp_path):
     found = rehearsed("plain", tmp_path, "helping", TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert not found["here"] and found["elsewhere"] == found["first"] == found["launchers"], (

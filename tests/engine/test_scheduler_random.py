@@ -16,7 +16,7 @@ from tests.engine.fake import FULL, Driver, FakeModel, manager, scheduler, windo
 
 EPISODES = 20  # per seed
 STEPS = 250  # per episode, then until all is done
-SEEDS = 20
+SEEDS, SHORT = 20, 8  # seeds in all, and those of `make test`
 
 GROUPS = [(FULL,), (FULL, window_group(6)), (window_group(5),), (window_group(3), FULL, window_group(9))]
 
@@ -154,7 +154,9 @@ class World:
         self.driver.assert_outputs()
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(
+    "seed", [*range(SHORT), *(pytest.param(s, marks=pytest.mark.slow) for s in range(SHORT, SEEDS))]
+)
 def test_random_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvasir.engine.pace.SEVERAL_DECODES", range(2, 6))
     monkeypatch.setattr("kvasir.engine.pace.TILE_ROWS", 2)

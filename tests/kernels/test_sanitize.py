@@ -1,5 +1,4 @@
-"""tools/gpu_sanitize.py without a GPU: a stand-in for the sanitizer over tests in the interpreter, and what it must not
-overlook."""
+"""`python -m tools.kernels sanitize` without a GPU: a stand-in for the sanitizer, over tests in the interpreter."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.test_result import check
-from tools import gpu_sanitize as tool
+from tools.kernels import sanitize as tool
+from tools.kernels.__main__ import main
 
 KERNELS = Path(tool.ROOT) / "src" / "kvasir" / "kernels"
 STAND_IN = """#!/bin/sh
@@ -27,8 +27,7 @@ exit $status
 
 @pytest.fixture
 def sanitize(tmp_path, monkeypatch):
-    """Runs the tool over made-up tests of a folder of their own. Returns its exit status, the metrics of each file, and
-    its report."""
+    """Run the tool over made-up tests in a folder of their own: its exit status, the metrics of each file, its report."""
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_a.py").write_text(
@@ -47,8 +46,8 @@ def sanitize(tmp_path, monkeypatch):
 
     def run(*argv):
         out = tmp_path / "out"
-        monkeypatch.setattr(sys, "argv", ["tools/gpu_sanitize.py", str(out), *argv, "--jobs", "2"])
-        status = tool.main()
+        monkeypatch.setattr(sys, "argv", [])
+        status = main(["sanitize", str(out), *argv, "--jobs", "2"])
         found = json.loads((out / "sanitize-memcheck.json").read_text())
         check(found)
         return status, {a["name"]: a["metrics"] for a in found["arms"]}, (out / "sanitize-memcheck.txt").read_text()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvasir import LLM, SamplingParams
+from kvasir.convert.checkpoint import plain_folder
 from kvasir.lab import export
 from kvasir.lab.drafters.card import card as drafter_card
 from kvasir.lab.lookup import load_task
@@ -31,7 +32,7 @@ def test_transformers_and_kvasir_agree(name):
     folder, tokenizer = checkpoint.resolve(name), shipped_tokenizer()
     texts = [p.prompt + p.solution for task in TASKS for p in load_task(task).problems("test", 3, 2)]
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(plain_folder(folder), dtype=torch.float32).eval()
     ours = export.load(folder)
     with LLM(str(folder), device="cpu", dtype="float32", max_model_len=1024, cpu_cache_bytes=1 << 26) as llm:
         outputs = llm.generate(

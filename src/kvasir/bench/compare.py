@@ -92,9 +92,10 @@ def measure(
 
         def visit(name: str, driver: str, options: dict[str, Any], first_round: int, count: int, label: str) -> None:
             """One life of one engine: ``count`` rounds over every workload, after one that does not count."""
-            with Worker(
-                driver, str(checkpoint.resolve(model)), options, site if driver != "kvasir" else None
-            ) as worker:
+            from kvasir.convert.checkpoint import plain_folder  # torch is imported where a peer needs it, not before
+
+            own, folder = driver == "kvasir", checkpoint.resolve(model)
+            with Worker(driver, str(folder if own else plain_folder(folder)), options, None if own else site) as worker:
                 log.info("%s started in %.1f s", name, worker.facts["start_s"])
                 starts = facts.get(name, {}).get("starts", [])
                 facts[name] = worker.facts | {"starts": [*starts, worker.facts["start_s"]]}

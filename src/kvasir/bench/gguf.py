@@ -28,7 +28,8 @@ def write(folder: Path, file: Path, file_type: str) -> None:
     matrices to 8 bits in blocks of 32. Norms are f32 in each. Raises ConfigError for what it cannot write."""
     import gguf
     import torch
-    from safetensors.torch import load_file
+
+    from kvasir.models.loader import read_tensors
 
     config = checkpoint.read_config(folder)
     name = (config.get("architectures") or ["none"])[0]
@@ -46,19 +47,18 @@ def write(folder: Path, file: Path, file_type: str) -> None:
     matrices = getattr(gguf.GGMLQuantizationType, file_type.upper())
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     _describe(writer, config, rope, gguf.LlamaFileType[FILE_TYPES[file_type]])
-    for part in sorted(folder.glob("*.safetensors")):
-        for key, tensor in load_file(part).items():
-            stem, _, end = key.rpartition(".")
-            if not (target := names.get_name(stem)):
-                raise ConfigError(f"llama.cpp has no tensor for {key}")
-            if name == "LlamaForCausalLM" and stem.endswith(("q_proj", "k_proj")):
-                tensor = _interleaved(
-                    tensor, config["num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"]
-                )
-            kind = matrices if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(
-                f"{target}.{end}", gguf.quants.quantize(tensor.to(torch.float32).numpy(), kind), raw_dtype=kind
+    for key, tensor in read_tensors(folder):
+        stem, _, end = key.rpartition(".")
+        if not (target := names.get_name(stem)):
+            raise ConfigError(f"llama.cpp has no tensor for {key}")
+        if name == "LlamaForCausalLM" and stem.endswith(("q_proj", "k_proj")):
+            tensor = _interleaved(
+                tensor, config["num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"]
             )
+        kind = matrices if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(
+            f"{target}.{end}", gguf.quants.quantize(tensor.to(torch.float32).numpy(), kind), raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -245,6 +245,7 @@ def transformers_engine(config: EngineConfig) -> Generate:
     import torch
     import transformers
 
+    from kvasir.convert.checkpoint import plain_folder
     from kvasir.engine.build import choose_device, choose_dtype
     from kvasir.models import checkpoint
 
@@ -256,7 +257,7 @@ def transformers_engine(config: EngineConfig) -> Generate:
             transformers.AutoConfig.from_pretrained(path), dtype=dtype
         ).to(device)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(plain_folder(path), dtype=dtype).to(device)
     model.eval()
     model.generation_config.eos_token_id = None
 

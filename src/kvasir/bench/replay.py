@@ -153,7 +153,10 @@ def measure(
 
         def visit(name: str, server: str, options: dict[str, Any], part: str, count: int) -> None:
             """One life of one server: every load, ``count`` windows each."""
-            with serving(server, folder, flags_of({**dummy, **options}), site) as running:
+            from kvasir.convert.checkpoint import plain_folder
+
+            path = folder if server == "kvasir" else str(plain_folder(Path(folder)))
+            with serving(server, path, flags_of({**dummy, **options}), site) as running:
                 arm_so_far = measured.setdefault(part, {}).setdefault(name, Measured())
                 arm_so_far.ready_s.append(running.wait())
                 _warm_up(running.url, next(iter(loads.values())).calls(next(iter(recorded.values())), float("inf")))

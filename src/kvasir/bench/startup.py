@@ -55,7 +55,9 @@ def run(
             own += [*loading, "--served-model-name", shape]
             theirs += [*loading, "--served-model-name", shape]
         elif peer:
-            model = str(checkpoint.resolve(model))
+            from kvasir.convert.checkpoint import plain_folder
+
+            model = str(plain_folder(checkpoint.resolve(model)))
         starts: dict[str, list[dict[str, float]]] = {}
         for _ in range(repeats):
             for name in ("kvasir", peer) if peer else ("kvasir",):

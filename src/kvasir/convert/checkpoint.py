@@ -6,55 +6,40 @@ The new folder gets its name only when it is complete and fits its config.json. 
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvasir.convert.converter import Converter, Source
+from kvasir.convert.converter import SHARD_BYTES, Converter, Source
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
+from kvasir.models import packed as packed_file
 from kvasir.models.families import build_spec
-from kvasir.models.loader import INDEX, SINGLE, assign, read_headers
+from kvasir.models.loader import INDEX, SINGLE, assign, read_headers, read_tensors
 
 if TYPE_CHECKING:
     import torch
 
     from kvasir.convert.converter import Tensors
 
-SHARD_BYTES = 4 << 30  # Most bytes of a shard.
 RECORD = "conversion.json"
 
 
-def read_tensors(path: Path) -> Tensors:
-    """Yield every tensor of a checkpoint folder, file by file. Raises ConfigError for a damaged or missing file."""
-    from safetensors import SafetensorError, safe_open
-
-    for file, names in _by_file(path).items():
-        try:
-            with safe_open(file, framework="pt", device="cpu") as reader:
-                for name in names:
-                    yield name, reader.get_tensor(name)
-        except (SafetensorError, OSError) as e:
-            raise ConfigError(f"{file} cannot be read: {e}") from e
-
-
-def _by_file(path: Path) -> dict[Path, list[str]]:
-    found: dict[Path, list[str]] = {}
-    for tensor in read_headers(path):
-        found.setdefault(tensor.file, []).append(tensor.name)
-    return found
-
-
-def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> int:
+def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES, packed: bool = False) -> int:
     """Write a stream as model.safetensors, or as shards and their index. Returns the bytes of all tensors.
+
+    ``packed``: write each file packed, named with ``packed.SUFFIX``; ``shard_bytes`` counts the bytes before packing.
 
     A shard has at most ``shard_bytes``, but at least one tensor. One shard is held in memory at a time.
     """
     from safetensors.torch import save_file
 
+    suffix = packed_file.SUFFIX if packed else ""
     shards: list[tuple[Path, list[str]]] = []
     held: dict[str, torch.Tensor] = {}
     seen: set[str] = set()
@@ -62,7 +47,10 @@ def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES
 
     def flush() -> None:
         file = folder / f"shard-{len(shards) + 1}.safetensors"
-        save_file(held, file, metadata={"format": "pt"})
+        if packed:
+            packed_file.write(file, held)
+        else:
+            save_file(held, file, metadata={"format": "pt"})
         shards.append((file, list(held)))
         held.clear()
 
@@ -77,12 +65,12 @@ def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES
         total += tensor.nbytes
     flush()
     if len(shards) == 1:
-        shards[0][0].rename(folder / SINGLE)
+        shards[0][0].rename(folder / (SINGLE + suffix))
         return total
     weight_map = {}
     for i, (file, names) in enumerate(shards, 1):
         final = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        file.rename(folder / final)
+        file.rename(folder / (final + suffix))
         weight_map |= dict.fromkeys(names, final)
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return total
@@ -94,14 +82,14 @@ def convert(
     source: Path,
     target: Path,
     *,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
     """Convert the checkpoint in ``source`` into the new folder ``target``, tokenizer and templates included.
 
     ``spec`` is the converter as the user wrote it, for the record that is returned and kept in ``conversion.json``.
-    ``progress`` receives the bytes of each tensor read. Raises ConfigError when the source cannot be converted or the
-    target cannot be written; then nothing is left behind.
+    ``shard_bytes`` replaces the converter's own. ``progress`` receives the bytes of each tensor read. Raises
+    ConfigError when the source cannot be converted or the target cannot be written; then nothing is left behind.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
@@ -113,7 +101,8 @@ def convert(
     except OSError as e:
         raise ConfigError(f"cannot write {target}: {e.strerror}") from e
     try:
-        total = write_tensors(part, converter.tensors(about, _counted(read_tensors(source), progress)), shard_bytes)
+        made = converter.tensors(about, _counted(read_tensors(source), progress))
+        total = write_tensors(part, made, shard_bytes or converter.shard_bytes, converter.packed)
         config = converter.edit_config(about)
         _write_json(part / "config.json", config)
         assign(read_headers(part), build_spec(config))
@@ -127,6 +116,33 @@ def convert(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return record
+
+
+def plain_folder(path: Path) -> Path:
+    """``path``, or a copy of it with plain safetensors where its weights are packed: for programs that read no others.
+
+    The copy lies in a folder for temporary files, belongs to this user, and is made once for the same files.
+    """
+    packed = sorted(path.glob(f"*{packed_file.SUFFIX}"))
+    if not packed:
+        return path
+    state = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(path.iterdir()) if f.is_file()]
+    key = hashlib.blake2b(repr((str(path.resolve()), state)).encode(), digest_size=8).hexdigest()
+    target = Path(tempfile.gettempdir()) / f"kvasir-{os.getuid()}-{path.name}-{key}"
+    if target.is_dir() and target.stat().st_uid == os.getuid():
+        return target
+    part = Path(tempfile.mkdtemp(prefix=f"kvasir-{path.name}-"))
+    write_tensors(part, read_tensors(path))
+    for file in path.iterdir():
+        if file.is_file() and file not in packed and file.name != INDEX:
+            shutil.copyfile(file, part / file.name)
+    try:
+        part.rename(target)
+    except OSError:  # another process was quicker, or the name belongs to somebody else
+        if not target.is_dir() or target.stat().st_uid != os.getuid():
+            return part
+        shutil.rmtree(part)
+    return target
 
 
 def _counted(tensors: Tensors, progress: Callable[[int], None]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     Tensors = Iterator[tuple[str, torch.Tensor]]  # stored name, values as stored (CPU)
 
 PACKAGE = "kvasir.convert.converters"
+# Bytes of a shard at most: the size that the hub and transformers take for their own shards.
+SHARD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,14 @@ class Source:
 
 
 class Converter(Technique):
-    """Rewrites a checkpoint. ``exact``: the result computes the same function as the source."""
+    """A rewriting of a checkpoint.
+
+    ``exact``: the result computes the same function as the source. ``packed``: the result's shards are packed.
+    ``shard_bytes``: most bytes of weights in a shard, before packing.
+    """
+
+    packed = False
+    shard_bytes = SHARD_BYTES
 
     def check(self, source: Source) -> None:
         """Raise ConfigError when this converter cannot take ``source``. Called before anything is read or written."""

@@ -76,7 +76,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 def choose_dtype(config: EngineConfig, device: torch.device, hf: dict) -> torch.dtype:
     """``auto``: the checkpoint's type on a GPU (fp32 becomes bf16 there), fp32 on a CPU, where it is the oracle."""
-    wanted = config.model.dtype
+    wanted: str = config.model.dtype
     if wanted == "auto":
         stored = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         wanted = "float32" if device.type == "cpu" else stored if stored in ("bfloat16", "float16") else "bfloat16"

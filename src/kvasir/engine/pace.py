@@ -93,7 +93,9 @@ class StepClock:
         self._spare.append(lap)
 
     def _lap(self) -> Lap:
-        return Lap(*(torch.cuda.Event(enable_timing=True) for _ in range(2))) if self._events else Lap(0.0, 0.0)
+        if not self._events:
+            return Lap(0.0, 0.0)
+        return Lap(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
 
     def errors(self) -> dict[str, float]:
         """Mean relative error of the predictions of late, by kind of step; of kinds that ran."""

@@ -32,7 +32,7 @@ class SchedulerPolicy(Technique):
 
     exact = True
     affects_kv = False
-    static: ClassVar[bool] = True
+    static: bool = True
     priorities: ClassVar[bool] = False
 
     @abstractmethod

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
 from kvasir.errors import ConfigError
 from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.model import Model, Shape
+from kvasir.models.loader import INDEX, SINGLE, read_tensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD = 14_000_000  # Most bytes of weights in one file, so that a version-control host accepts it.
-# The name in config.json of each field of Shape.
+SHARD = 14_000_000  # bytes of weights in one file at most, so that a version-control host takes it
+# Shape's field -> the name in config.json.
 HF_NAMES = {
     "vocab": "vocab_size",
     "dim": "hidden_size",
@@ -81,13 +80,6 @@ def _write(weights: dict[str, torch.Tensor], folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    if not (folder / INDEX).is_file():
-        return load_file(folder / SINGLE)
-    files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
-
-
 def export(model: Model, tokenizer: Tokenizer, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write weights, config, generation defaults and tokenizer into ``folder``."""
     folder = Path(folder)
@@ -110,8 +102,8 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Model:
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
-        weights = _read(folder)
-    except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as e:
+        weights = dict(read_tensors(folder))
+    except (OSError, json.JSONDecodeError, ConfigError) as e:
         raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
     if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings"):
         raise ConfigError(

@@ -23,6 +23,7 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.layers.weights import Slot
 from kvasir.logs import log
+from kvasir.models.packed import Chunk, read_chunk
 
 # Size of a part: large enough for full speed of disk and PCIe, and for few enough parts that Python's time does not
 # count.
@@ -40,8 +41,10 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a checkpoint, as its file's header describes it. ``offset``:
-    place of its first byte in the file."""
+    """One tensor of a checkpoint, as its file's header describes it.
+
+    ``offset``: place of its first byte in the file. ``chunks``: how its bytes are packed there (empty: they are not).
+    """
 
     name: str
     file: Path
@@ -49,36 +52,53 @@ class Stored:
     shape: tuple[int, ...]
     num_bytes: int
     offset: int
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some consecutive rows of a stored tensor (all of it for a scalar), and the slot that they fill."""
+    """Some consecutive rows of a stored tensor (all of it for a scalar), and the slot that they fill.
+
+    ``chunks``: as in ``Stored``.
+    """
 
     tensor: Stored
     slot: Slot
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    chunks: tuple[Chunk, ...] = ()
 
 
 def parts_of(tensor: Stored, slot: Slot) -> Iterator[Part]:
-    """Split a tensor along its first dimension into parts of at most PART_BYTES, but one row at least."""
+    """Split a tensor along its first dimension: chunk by chunk if packed, else into parts of at most PART_BYTES.
+
+    A part holds one row at least.
+    """
     rows = tensor.shape[0] if tensor.shape else 0
-    if slot.repeat or rows < 2 or tensor.num_bytes <= PART_BYTES:
-        yield Part(tensor, slot, tensor.shape, tensor.offset, tensor.num_bytes)
+    if slot.repeat or rows < 2:
+        yield Part(tensor, slot, tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks)
         return
-    row_bytes = tensor.num_bytes // rows
-    step = max(1, PART_BYTES // row_bytes)
-    for first in range(0, rows, step):
-        stop = min(first + step, rows)
+    first = 0
+    for chunk in tensor.chunks or _cut(tensor, rows):
         yield Part(
             tensor,
-            Slot(slot.target[first:stop], slot.offset),
-            (stop - first, *tensor.shape[1:]),
-            tensor.offset + first * row_bytes,
-            (stop - first) * row_bytes,
+            Slot(slot.target[first : first + chunk.rows], slot.offset),
+            (chunk.rows, *tensor.shape[1:]),
+            chunk.offset,
+            chunk.num_bytes,
+            (chunk,) if tensor.chunks else (),
         )
+        first += chunk.rows
+
+
+def _cut(tensor: Stored, rows: int) -> Iterator[Chunk]:
+    """Pieces of a tensor that is not packed."""
+    row_bytes = tensor.num_bytes // rows
+    step = max(1, PART_BYTES // max(1, row_bytes))
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        yield Chunk(count, count * row_bytes, tensor.offset + first * row_bytes, 0)
 
 
 class _Staging:
@@ -118,6 +138,9 @@ def _range(x: torch.Tensor) -> torch.Tensor:
 
 def _read(file: int, into: memoryview, part: Part) -> None:
     at = 0
+    for chunk in part.chunks:
+        read_chunk(file, into[at : at + chunk.num_bytes], chunk, f"{part.tensor.file}: tensor '{part.tensor.name}'")
+        at += chunk.num_bytes
     while at < len(into):
         got = os.preadv(file, [into[at:]], part.offset + at)
         if not got:
@@ -134,7 +157,7 @@ def read_tensor(tensor: Stored) -> torch.Tensor:
         _read(
             file.fileno(),
             memoryview(buffer.numpy()),
-            Part(tensor, Slot(buffer), tensor.shape, tensor.offset, tensor.num_bytes),
+            Part(tensor, Slot(buffer), tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks),
         )
     return buffer.view(DTYPES[tensor.dtype]).view(tensor.shape)
 
@@ -204,8 +227,8 @@ class Filling:
             raise
 
     def wait(self) -> None:
-        """Wait until every slot is filled. Raises ConfigError when a file cannot be read.
-        Warns of weights that are not finite."""
+        """Wait until every slot is filled. Raises ConfigError when a file cannot be read. Warns of weights that are not
+        finite."""
         futures, self.futures = self.futures, []
         if not futures:
             return

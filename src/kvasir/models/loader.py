@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import Filling, Stored, list_names, read_tensor
+from kvasir.models.packed import chunks_of, is_packed, stored_as
 from kvasir.models.spec import ModelSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -84,15 +86,15 @@ def load_again(decoder: Decoder, path: Path) -> None:
 
 
 def read_headers(path: Path) -> list[Stored]:
-    """Headers of all tensors of a checkpoint folder, from one file or from the shards that its index names."""
-    single, shards = (path / SINGLE).is_file(), _weight_map(path) if (path / INDEX).is_file() else {}
+    """Headers of all tensors of a checkpoint folder: one file or the shards of its index, plain or packed."""
+    single, shards = stored_as(path / SINGLE), _weight_map(path) if (path / INDEX).is_file() else {}
     # transformers leaves an old index when it saves one file over shards, and an old file when it saves shards over it.
-    if shards and (not single or any((path / shard).is_file() for shard in shards.values())):
+    if shards and (not single or any(stored_as(path / shard) for shard in shards.values())):
         if single and SINGLE not in shards.values():
             log.warning("%s holds both %s and shards: the shards that %s names are read", path, SINGLE, INDEX)
         return _read_index(path, shards)
     if single:
-        return read_header(path / SINGLE)
+        return read_header(single)
     other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     hint = f"; it holds {', '.join(other[:SHOWN])}, which is not served (convert it to safetensors)" if other else ""
     raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}{hint}")
@@ -114,24 +116,26 @@ def _weight_map(path: Path) -> dict[str, str]:
 def _read_index(path: Path, weight_map: dict[str, str]) -> list[Stored]:
     tensors: dict[str, Stored] = {}
     for shard in sorted(set(weight_map.values())):
-        if not (path / shard).is_file():
+        if (file := stored_as(path / shard)) is None:
             missing = [name for name, file in weight_map.items() if file == shard]
             raise ConfigError(f"{path}: shard {shard} is missing ({list_names(missing)})")
-        for tensor in read_header(path / shard):
+        for tensor in read_header(file):
             if tensor.name in tensors:
                 raise ConfigError(
-                    f"tensor '{tensor.name}' is in two shards, {tensors[tensor.name].file.name} and {shard}"
+                    f"tensor '{tensor.name}' is in two shards, {tensors[tensor.name].file.name} and {file.name}"
                 )
             tensors[tensor.name] = tensor
     for name, shard in weight_map.items():
-        if name not in tensors or tensors[name].file.name != shard:
+        if name not in tensors or tensors[name].file != stored_as(path / shard):
             raise ConfigError(f"{path / shard} does not hold tensor '{name}', which {INDEX} says it does")
     return list(tensors.values())
 
 
 def read_header(file: Path) -> list[Stored]:
-    """Read the header of a safetensors file and check its layout:
-    no gap, no overlap, nothing past the end of the file."""
+    """Read the header of a safetensors file, packed or not, and check its layout.
+
+    There may be no gap, no overlap and nothing past the end of the file.
+    """
     size = file.stat().st_size
     with file.open("rb") as f:
         length = struct.unpack("<Q", head)[0] if len(head := f.read(8)) == 8 else None
@@ -178,12 +182,31 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[Stored, int, i
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ConfigError(f"{file}: tensor '{name}' has dtype {dtype}; served are {', '.join(DTYPE_BYTES)}")
     num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+    if is_packed(file) and "high" in entry:
+        try:
+            chunks, size = chunks_of(entry, shape, data + begin)
+        except (KeyError, TypeError, ValueError) as e:
+            raise ConfigError(f"{file}: the header entry of tensor '{name}' is damaged ({e})") from e
+        if dtype != "BF16" or end - begin != size:
+            raise ConfigError(
+                f"{file}: tensor '{name}' is packed in {size} bytes, its entry gives {end - begin} of {dtype}"
+            )
+        return Stored(name, file, dtype, shape, num_bytes, data + begin, chunks), begin, end
     if end - begin != num_bytes:
         raise ConfigError(
             f"{file}: tensor '{name}' of shape {list(shape)} and dtype {dtype} needs {num_bytes} bytes, its entry "
             f"gives {end - begin}"
         )
     return Stored(name, file, dtype, shape, num_bytes, data + begin), begin, end
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint folder, one by one. Raises ConfigError for a damaged or missing file."""
+    for tensor in read_headers(path):
+        try:
+            yield tensor.name, read_tensor(tensor)
+        except OSError as e:
+            raise ConfigError(f"{tensor.file} cannot be read: {e}") from e
 
 
 # ------------------------------------------------------------------------------------------------------------ slots

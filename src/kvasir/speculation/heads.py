@@ -35,8 +35,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import nn
 from torch.nn import functional as F
 
@@ -44,6 +43,7 @@ from kvasir.errors import ConfigError
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.norm import rms_norm
 from kvasir.logs import log
+from kvasir.models.loader import read_tensors
 from kvasir.speculation.drafter import ServedModel
 
 FORMAT = "kvasir-drafter"
@@ -287,8 +287,8 @@ def read(kind: str, folder: Path) -> tuple[Head, dict[str, Any]]:
     """The head in fp32 and its ``target``. Raises ConfigError for a folder that holds no head of this kind."""
     head, target = made(kind, folder)
     try:
-        head.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()})
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as e:
+        head.load_state_dict({name: tensor.float() for name, tensor in read_tensors(folder)})
+    except (OSError, ConfigError, KeyError, TypeError, ValueError, RuntimeError) as e:
         raise ConfigError(f"{folder} is a broken drafter: {e}. {_how_to_train(kind)}") from e
     return head.eval().requires_grad_(False), target
 

@@ -54,10 +54,11 @@ class PlainCodec(Codec):
         if not held:
             self._locate(cache, pages, held)
         if "blocks" not in held:
-            return tuple(
+            k, v = (
                 plane[held["pages"]].transpose(-4, -3).flatten(-3, -2)
                 for plane in (cache.planes["k"], cache.planes["v"])
             )
+            return k, v
         if "blocks" not in cache.views:
             k_NGPD = cache.planes["k"]
             count, heads, size, dim = k_NGPD.shape
@@ -65,7 +66,8 @@ class PlainCodec(Codec):
             cache.views["blocks"] = k_NGPD.as_strided(
                 ((count - 1) * apart + beside + heads, size * dim), (size * dim, 1)
             )
-        return cache.views["blocks"].index_select(0, held["blocks"]).view(held["shape"]).unbind()
+        k, v = cache.views["blocks"].index_select(0, held["blocks"]).view(held["shape"]).unbind()
+        return k, v
 
     def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
         """Rows of the matrix of blocks to gather for pages [..., W], and the shape of the result, [2, ..., G, W * P,

@@ -1,11 +1,9 @@
-"""compute-sanitizer over every own kernel: the kernel tests, on the GPU, several parts of them at a time.
+"""Run the kernel tests under compute-sanitizer on the GPU, several parts of them at a time; the output is a folder.
 
-    python tools/gpu_sanitize.py OUT [FILE...] [--tool memcheck] [--jobs 8] [--seconds 500]
-
-FILE: of tests/kernels/triton (default: all); --tool: memcheck, racecheck, synccheck or initcheck. Every tensor has an allocation of its
-own, or an access behind it would fall into a neighbour. A file runs in parts of a few tests, first parts first, until the time is over: what
-was not reached is counted, and named by OUT/sanitize-TOOL.txt beside what was found. OUT/sanitize-TOOL.json has a row a file. Exit status 0
-only where every test was reached and nothing was found. Compiled kernels are cached, so a run of the tests before this one shortens it.
+Every tensor has an allocation of its own, or an access behind it would fall into a neighbour. A file runs in parts of a
+few tests, first parts first, until the time is over. sanitize-TOOL.json in the folder has an arm for each file;
+sanitize-TOOL.txt names what was found and the tests that were not reached. Exit status 0 only where every test was
+reached and nothing was found. Compiled kernels are cached: a run of the tests before this one shortens it.
 """
 
 from __future__ import annotations
@@ -23,17 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+from kvasir.bench.compare import keeper
+from kvasir.bench.result import arm, finish, result
 
-from kvasir.bench.compare import keeper  # noqa: E402
-from kvasir.bench.result import arm, finish, result  # noqa: E402
-
+ROOT = Path(__file__).parents[2]
 FOLDER = Path("tests/kernels/triton")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-SIZE = 24  # tests of a part: a start costs some ten seconds
-MARK = 99  # exit status of the sanitizer where it found something
-KEPT = 16_000  # characters of a part's report
+SIZE = 24  # tests of a part: the start of one costs some ten seconds
+MARK = 99  # exit status of the sanitizer when it has found something
+KEPT = 16_000  # characters kept of a part's report
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
@@ -50,35 +46,34 @@ class Part:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("files", nargs="*")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", help="of tests/kernels/triton; default: all")
     parser.add_argument("--tool", choices=TOOLS, default="memcheck")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument(
         "--commit",
         default=os.environ.get("KVASIR_COMMIT"),
-        help="what is measured, where there is no repository to ask",
+        help="the commit that is measured, where there is no repository to ask",
     )
-    args = parser.parse_args()
-    until = time.monotonic() + args.seconds
+
+
+def run(options: argparse.Namespace) -> int:
+    until = time.monotonic() + options.seconds
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if sanitizer is None:
-        parser.error("compute-sanitizer is not installed: it comes with the CUDA toolkit")
-    parts = divided(collected(args.files))
-    command = [sanitizer, "--tool", args.tool, "--error-exitcode", str(MARK), "--print-limit", "20", *PYTEST]
-    config, file = (
-        {"tool": args.tool, "jobs": args.jobs, "seconds": args.seconds},
-        args.output / f"sanitize-{args.tool}.json",
-    )
-    args.output.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for _ in pool.map(lambda part: run(part, command, until), parts):
-            keeper(file, args.commit)(outcome(parts, config))  # a run that is cut off keeps what it has
+        print("compute-sanitizer is not installed: it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    parts = divided(collected(options.files))
+    command = [sanitizer, "--tool", options.tool, "--error-exitcode", str(MARK), "--print-limit", "20", *PYTEST]
+    config = {"tool": options.tool, "jobs": options.jobs, "seconds": options.seconds}
+    file = options.output / f"sanitize-{options.tool}.json"
+    options.output.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for _ in pool.map(lambda part: run_part(part, command, until), parts):
+            keeper(file, options.commit)(outcome(parts, config))  # a run that is cut off keeps what it has
             file.with_suffix(".txt").write_text("\n\n".join(filter(None, map(report, parts))) + "\n")
-    finish(outcome(parts, config), file, args.commit)
+    finish(outcome(parts, config), file, options.commit)
     return int(any(part.status != 0 for part in parts))
 
 
@@ -91,7 +86,7 @@ def outcome(parts: list[Part], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment(file: str = "") -> dict[str, str]:
-    """A graph cannot be captured without the caching allocator: a file that does so keeps it."""
+    """Variables of a part's process. A file that captures graphs keeps the caching allocator, which they need."""
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     captures = file and "CudaCapture" in (ROOT / FOLDER / file).read_text()
     return os.environ | {"PYTHONPATH": paths} | ({} if captures else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -113,14 +108,14 @@ def collected(files: list[str]) -> dict[str, list[str]]:
 
 
 def divided(tests: dict[str, list[str]], size: int = SIZE) -> list[Part]:
-    """First parts of all files first, so that time which runs out costs every file a little instead of one all."""
+    """Parts of ``size`` tests, the first of every file first: time that runs out then costs every file a little."""
     parts = [
         Part(file, ids[at : at + size], at // size) for file, ids in tests.items() for at in range(0, len(ids), size)
     ]
     return sorted(parts, key=lambda part: part.number)
 
 
-def run(part: Part, command: list[str], until: float) -> None:
+def run_part(part: Part, command: list[str], until: float) -> None:
     started = time.monotonic()
     if started >= until:
         return
@@ -149,7 +144,7 @@ def run(part: Part, command: list[str], until: float) -> None:
 
 
 def read(log: str) -> dict[str, int]:
-    """What the sanitizer and pytest counted."""
+    """Counts that the sanitizer and pytest printed."""
     errors = re.findall(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+)", log, re.M)
     words = {
         word: re.findall(rf"^(?:=+ )?(?:.*, )?(\d+) {word}\b", log, re.M) for word in ("passed", "skipped", "failed")
@@ -160,7 +155,7 @@ def read(log: str) -> dict[str, int]:
 
 
 def metrics(parts: list[Part]) -> dict[str, Any]:
-    """Of one file. ``unclear``: parts that ended with neither a report of the sanitizer's nor a good exit."""
+    """Counts of one file. ``unclear``: parts that ended with neither a report of the sanitizer's nor a good exit."""
     ended = [p for p in parts if p.status is not None]
     totals = {name: sum(p.counts.get(name, 0) for p in ended) for name in ("passed", "skipped", "failed", "errors")}
     return {
@@ -173,7 +168,7 @@ def metrics(parts: list[Part]) -> dict[str, Any]:
 
 
 def report(part: Part) -> str:
-    """Nothing for a part that is clean; else what it was and the lines that matter, so that one file holds them all."""
+    """The lines that matter of a part that was not reached or not clean; "" for a clean one."""
     if part.status == 0 and not part.counts.get("errors"):
         return ""
     if part.status is None:
@@ -182,7 +177,3 @@ def report(part: Part) -> str:
     return (
         f"# {part.file} part {part.number}: exit {part.status}, {part.counts}\n" + ("\n".join(lines) or part.log)[:KEPT]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

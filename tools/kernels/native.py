@@ -1,14 +1,12 @@
-"""What the C kernels give on a CPU: the engine with them, without them, and in bf16 (which they do not serve), taking turns in one process.
+"""Time the engine on a CPU in turns: with its C kernels, without them, and in bf16, which they do not serve.
 
-    python tools/cpu_native.py OUT.json [--model base] [--threads 2] [--repeats 3] [--small] [--kv-codec int4_bdr]
+The workloads: a load whose steps are mixed (96 requests, 32 at once: 200 prompt tokens, 100 of output, each prompt read
+beside the others' decodes), prompts alone, and decoding at 1, 16 and 64. A workload that the machine's other work
+drowns in noise is named at the end (exit status 1), and the rest is written.
 
-Workloads: a load whose steps are mixed (96 requests, 32 at once: 200 prompt tokens, 100 of output, each prompt read beside the
-others' decodes), prompts alone, and decoding at 1, 16 and 64. ``--model qwen3-0.6b``: that shape, with random weights. ``--small``: a
-dry run, to see that all of it runs. The result has the schema of ``kvasir bench``. A workload that the machine's other work leaves nothing to
-tell of is named at the end (exit status 1), and the rest is written.
-
-``--kv-codec``: decoding alone instead, over prompts that are computed once and then cached, of 256, 2,000 and 4,000 tokens, 1 and 16 at once:
-the kernels with the plain cache, with this codec, and this codec without them, which is left out where a step would take seconds.
+``--kv-codec``: decoding alone, over prompts that are computed once and then cached, of 256, 2,000 and 4,000 tokens, 1
+and 16 at once: the kernels with the plain cache, with this codec, and this codec without them. The last is left out
+where a step would take seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvasir.bench.offline import TooNoisy, decoding, described, measure, own_engine, timed
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
@@ -37,21 +34,21 @@ CONTEXTS = (
     "decode16-4k:16:4000:32",
 )
 SMALL_CONTEXTS = ("decode1:1:50:4", "decode2:2:90:4")
-TORCH_TOKENS = 8000  # in all sequences: the most that the torch arm reads
+TORCH_TOKENS = 8000  # tokens of all sequences that the torch arm reads, at most: its steps take seconds beyond that
 ARMS = {"native": {}, "plain": {}, "bf16": {"dtype": "bfloat16"}}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", default="base")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="base", help="a model, or a shape with random weights, e.g. qwen3-0.6b")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--workload", action="append", help="NAME:BATCH:PROMPT:OUTPUT, instead of those above")
-    parser.add_argument("--arms", help="some of those above, with commas")
+    parser.add_argument("--workload", action="append", help="NAME:BATCH:PROMPT:OUTPUT, instead of the usual ones")
+    parser.add_argument("--arms", help="some of the arms, with commas")
     parser.add_argument("--kv-codec")
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--small", action="store_true", help="a dry run of tiny workloads")
+
+
+def run(options: argparse.Namespace) -> int:
     usually = (
         (SMALL_CONTEXTS if options.small else CONTEXTS) if options.kv_codec else SMALL if options.small else WORKLOADS
     )
@@ -83,12 +80,13 @@ def main() -> None:
         else:
             plain(usual, batches, shape, options, noisy)
     if noisy:
-        sys.exit(f"too noisy, so measured in part or not at all: {', '.join(noisy)}")
+        print(f"too noisy, so measured in part or not at all: {', '.join(noisy)}", file=sys.stderr)
+    return int(bool(noisy))
 
 
 @contextlib.contextmanager
 def unless_noisy(batch: Batch, noisy: list[str]) -> Iterator[None]:
-    """What was measured of other workloads took an hour: one that says nothing is noted, and they are kept."""
+    """Note a workload that is too noisy and go on: the others took an hour to measure."""
     try:
         yield
     except TooNoisy as e:
@@ -119,7 +117,7 @@ def plain(
             entries,
             ratios=ratios_of(entries, [("native", other) for other in found if other != "native"]),
         ),
-        options.out,
+        options.output,
     )
 
 
@@ -158,11 +156,11 @@ def cached(
         for other in ("native-plain", f"torch-{codec}")
         if {other, f"native-{codec}"} <= set(wanted)
     ]
-    finish(result(f"cpu-native-{codec.split(':')[0]}", entries, ratios=ratios_of(entries, pairs)), options.out)
+    finish(result(f"cpu-native-{codec.split(':')[0]}", entries, ratios=ratios_of(entries, pairs)), options.output)
 
 
 def own(config: EngineConfig, native: bool, stack: contextlib.ExitStack):
-    """An engine, with the C kernels or without."""
+    """An engine with the C kernels or without, closed by ``stack``."""
     known = runner.why_not
     if not native:
         runner.why_not = lambda *_: "left out"
@@ -170,7 +168,3 @@ def own(config: EngineConfig, native: bool, stack: contextlib.ExitStack):
         return own_engine(config, stack)
     finally:
         runner.why_not = known
-
-
-if __name__ == "__main__":
-    main()

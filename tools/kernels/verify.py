@@ -1,12 +1,9 @@
-"""On a machine with an NVIDIA GPU: whole verify steps, with shared reads in a graph, row by row in a graph, and launched one by one.
+"""Time whole verify steps in three ways: shared reads in a graph, row by row in a graph, and launched kernel by kernel.
 
-    python tools/gpu_verify.py RESULT.json [--codec plain --codec int4_bdr] [--small]
-
-The llama-8b shape with random weights over random keys, bf16, 1 x 8, 4 x 8, 16 x 5 and 64 x 3 rows (sequences x rows of each) at 1k and
-32k keys (64 at 1k only: the keys must fit), chains and trees, greedy draws included. Milliseconds from the launch to the tokens on the
-host, medians of rounds in which the ways take turns; and the largest difference of hidden states to the step launched one by one,
-relative to their size. Exit status 1 where that is more than rounding, or where a way does not run. ``--small`` (needs no GPU): a
-model of two layers, for trying the script.
+The llama-8b shape with random weights over random keys, bf16, chains and trees, greedy draws included. Milliseconds
+from the launch to the tokens on the host, medians of rounds in which the ways take turns. ``gap``: the largest
+difference of hidden states to the step launched kernel by kernel, relative to their size; more than rounding fails, and
+so does a way that does not run.
 """
 
 from __future__ import annotations
@@ -14,35 +11,32 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+from kvasir.attention.backend import AttentionBackend, Site
+from kvasir.bench.workloads import SHAPES
+from kvasir.decoding.sampler import Sampler
+from kvasir.engine.graphs import ROW_BY_ROW, CudaCapture, call_through
+from kvasir.engine.runner import Runner
+from kvasir.kv.codec import Codec
+from kvasir.kv.pool import KVPool
+from kvasir.layers.weights import Placement
+from kvasir.models.decoder import Decoder
+from kvasir.models.families import build_spec
+from kvasir.models.loader import fill_random
+from kvasir.technique import load
+from kvasir.types import Plan, Request, SamplingParams, Sequence, Span, Status
+from tests.engine.test_draft_graphs import FromTheDevice
+from tools.kernels.frame import Report
 
-from kvasir.attention.backend import AttentionBackend, Site  # noqa: E402
-from kvasir.bench.result import arm, as_json, result  # noqa: E402
-from kvasir.bench.workloads import SHAPES  # noqa: E402
-from kvasir.decoding.sampler import Sampler  # noqa: E402
-from kvasir.engine.graphs import ROW_BY_ROW, CudaCapture, call_through  # noqa: E402
-from kvasir.engine.runner import Runner  # noqa: E402
-from kvasir.kv.codec import Codec  # noqa: E402
-from kvasir.kv.pool import KVPool  # noqa: E402
-from kvasir.layers.weights import Placement  # noqa: E402
-from kvasir.models.decoder import Decoder  # noqa: E402
-from kvasir.models.families import build_spec  # noqa: E402
-from kvasir.models.loader import fill_random  # noqa: E402
-from kvasir.technique import load  # noqa: E402
-from kvasir.types import Plan, Request, SamplingParams, Sequence, Span, Status  # noqa: E402
-from tests.engine.test_draft_graphs import FromTheDevice  # noqa: E402
-
-STEPS = [(1, 8), (4, 8), (16, 5), (64, 3)]  # sequences, rows of each
+STEPS = [(1, 8), (4, 8), (16, 5), (64, 3)]  # (sequences, rows of each)
 CONTEXTS = (1024, 32768)
-MOST_TOKENS = 600_000  # of keys, in bf16 beside the weights
+# Tokens whose keys fit beside the weights of an 8B model, in bf16 on a GPU of 141 GB.
+MOST_TOKENS = 600_000
 ROUNDS, WARM = 9, 2
+CAPTURED = 4  # a bucket is captured after a few uses
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -99,7 +93,7 @@ class Steps:
         self.runner.use_graphs(CudaCapture(device) if device.type == "cuda" else call_through, 8)
 
     def spans(self, rows: int, tree: bool) -> list[Span]:
-        """``rows`` of every sequence behind its keys: a chain, or a binary tree."""
+        """Spans of ``rows`` rows behind the keys of every sequence: a chain, or a binary tree."""
         found = []
         for seq in self.seqs:
             start = len(seq.tokens) - 1
@@ -118,7 +112,7 @@ class Steps:
         return found
 
     def ways(self, rows: int, tree: bool) -> dict[str, int | None]:
-        """How a step may be launched: the form of its graph, or None for one by one."""
+        """Ways to launch a step: the form of its graph, or None for kernel by kernel."""
         forms = {"one by one": None} | (
             {} if tree or rows * len(self.seqs) > self.runner.graphs.buckets[-1] else {"graph, row by row": ROW_BY_ROW}
         )
@@ -126,7 +120,7 @@ class Steps:
         return forms | ({} if shared is None else {"graph, shared": shared})
 
     def launch(self, spans: list[Span], form: int | None) -> None:
-        """To the tokens on the host."""
+        """Launch a step and wait for its tokens on the host."""
         runner, graphs = self.runner, self.runner.graphs
         if form is None:
             runner.graphs = None
@@ -151,7 +145,7 @@ def eager_hidden(steps: Steps, spans: list[Span]) -> torch.Tensor:
     return runner.model.forward(batch, runner.caches, runner.backend)
 
 
-def time_case(steps: Steps, codec: str, rows: int, context: int, tree: bool) -> list[dict]:
+def time_case(report: Report, steps: Steps, codec: str, rows: int, context: int, tree: bool) -> None:
     spans, ways = steps.spans(rows, tree), steps.ways(rows, tree)
     want = eager_hidden(steps, spans).float()
     gaps = {
@@ -159,16 +153,15 @@ def time_case(steps: Steps, codec: str, rows: int, context: int, tree: bool) -> 
         for name, form in ways.items()
     }
     spent: dict[str, list[float]] = {name: [] for name in ways}
-    steps.runner.rows.forget()
-    for turn in range(ROUNDS + WARM + 4):  # a bucket is captured after a few uses
+    steps.runner.seats.forget()
+    for turn in range(ROUNDS + WARM + CAPTURED):
         for name, form in ways.items():
             if steps.runner.device.type == "cuda":
                 torch.cuda.synchronize()
             began = time.perf_counter()
             steps.launch(spans, form)
-            if turn >= WARM + 4:
+            if turn >= WARM + CAPTURED:
                 spent[name].append(time.perf_counter() - began)
-    arms = []
     for name, times in spent.items():
         metrics = {
             "ms": round(1e3 * statistics.median(times), 3),
@@ -176,69 +169,52 @@ def time_case(steps: Steps, codec: str, rows: int, context: int, tree: bool) -> 
             "gap": round(gaps[name], 5),
             "failed": int(not gaps[name] < 5e-2),
         }
-        config = {
-            "codec": codec,
-            "sequences": len(steps.seqs),
-            "rows": rows,
-            "context": context,
-            "shape": "tree" if tree else "chain",
-            "way": name,
-        }
-        arms.append(arm(f"{len(steps.seqs)} x {rows} rows at {context // 1024}k", config, metrics))
-        print(arms[-1]["name"], config, metrics, flush=True)
-    return arms
+        report.add(
+            f"{len(steps.seqs)} x {rows} rows at {context // 1024}k",
+            {
+                "codec": codec,
+                "sequences": len(steps.seqs),
+                "rows": rows,
+                "context": context,
+                "shape": "tree" if tree else "chain",
+                "way": name,
+            },
+            metrics,
+        )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--codec", action="append")
-    parser.add_argument("--small", action="store_true")
-    given = parser.parse_args()
-    device = torch.device("cpu" if given.small else "cuda")
-    contexts = (40, 70) if given.small else CONTEXTS
-    dtype = torch.float32 if given.small else torch.bfloat16
-    model = Decoder(
-        build_spec(SHAPES["llama-8b"] | (SMALL if given.small else {})), Placement(device, dtype), max(contexts) + 64
-    )
+def time_steps(report: Report, model: Decoder, codec: str, context: int) -> None:
+    device = model.place.device
+    for count, rows in STEPS:
+        if count * context > MOST_TOKENS:
+            continue
+        steps = Steps(model, codec, device, count, context)
+        for tree in (False, True):
+            try:
+                time_case(report, steps, codec, rows, context, tree)
+            except Exception as e:  # the others are still worth their figures
+                print("does not run:", type(e).__name__, str(e)[:300], flush=True)
+                config = {"codec": codec, "shape": "tree" if tree else "chain"}
+                report.add(f"{count} x {rows} rows at {context // 1024}k", config, {"failed": 1})
+        del steps
+        gc.collect()  # graphs and what they hold refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        report.save()
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--codec", action="append", help="default: plain and int4_bdr")
+    parser.add_argument("--small", action="store_true", help="a model of two layers on the CPU, to try the experiment")
+
+
+def run(options: argparse.Namespace) -> int:
+    report, small = Report("gpu_verify", options.output), options.small
+    contexts = (40, 70) if small else CONTEXTS
+    place = Placement(torch.device("cpu" if small else "cuda"), torch.float32 if small else torch.bfloat16)
+    model = Decoder(build_spec(SHAPES["llama-8b"] | (SMALL if small else {})), place, max(contexts) + 64)
     fill_random(model, 0)
-    arms, began = [], time.perf_counter()
-    for codec in given.codec or ["plain", "int4_bdr"]:
+    for codec in options.codec or ["plain", "int4_bdr"]:
         for context in contexts:
-            for count, rows in STEPS:
-                if count * context > MOST_TOKENS:
-                    continue
-                steps = Steps(model, codec, device, count, context)
-                for tree in (False, True):
-                    try:
-                        arms += time_case(steps, codec, rows, context, tree)
-                    except Exception as error:  # the others are still worth their figures
-                        print(
-                            "does not run:",
-                            codec,
-                            count,
-                            rows,
-                            context,
-                            tree,
-                            type(error).__name__,
-                            str(error)[:300],
-                            flush=True,
-                        )
-                        arms.append(
-                            arm(
-                                f"{count} x {rows} rows at {context // 1024}k",
-                                {"codec": codec, "tree": tree},
-                                {"failed": 1},
-                            )
-                        )
-                del steps
-                gc.collect()  # graphs and what they hold refer to each other
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-    print(f"{time.perf_counter() - began:.0f} s", flush=True)
-    given.result.write_text(as_json(result("gpu_verify", arms)))
-    return int(any(a["metrics"]["failed"] for a in arms))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+            time_steps(report, model, codec, context)
+    return report.end()

@@ -1,0 +1,1 @@
+"""Scripts for developers: demo, installation, studies; `tools.kernels` checks and times kernels."""
