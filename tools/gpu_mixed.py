@@ -30,6 +30,7 @@ from kvasir.bench.result import arm, as_json, ratios_of, result  # noqa: E402
 from kvasir.bench.workloads import Batch, shape_folder  # noqa: E402
 from kvasir.client.admission import admit  # noqa: E402
 from kvasir.config import EngineConfig  # noqa: E402
+from kvasir.engine.mixed_steps import MixedSteps  # noqa: E402
 from kvasir.types import SamplingParams  # noqa: E402
 
 STEPS = 12  # of a round
@@ -37,7 +38,7 @@ STEPS = 12  # of a round
 
 class Bench:
     def __init__(self, engine: Any, info: Any) -> None:
-        self.engine, self.info, self.mixed = engine, info, engine.runner.mixed
+        self.engine, self.info, self._ways = engine, info, engine.runner.ways
         self._numbers, self._words, self.launched = count(), random.Random(1), []
         launch = engine.runner.launch
 
@@ -50,6 +51,9 @@ class Bench:
 
         engine.runner.launch = timed
 
+    def _use(self, pieces: bool) -> None:
+        self.engine.runner.use([way for way in self._ways if pieces or not isinstance(way, MixedSteps)])
+
     def submit(self, rows: int, max_tokens: int = 1) -> None:
         ids = Batch("mixed", 1, rows, 2).prompts(self.info.tokenizer_size, self._words)[0]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -57,7 +61,7 @@ class Bench:
 
     def steps(self, rows: int, pieces: bool, num: int = STEPS) -> tuple[float, float]:
         """Milliseconds of a step with a new prompt of ``rows`` tokens, and of its launch."""
-        self.engine.runner.mixed = self.mixed if pieces else None
+        self._use(pieces)
         for _ in range(3):
             self.submit(rows)
             self.engine.step()
@@ -72,7 +76,7 @@ class Bench:
 
     def alone(self, rows: int, pieces: bool) -> float:
         """Milliseconds from a prompt to its token, nobody else there."""
-        self.engine.runner.mixed = self.mixed if pieces else None
+        self._use(pieces)
         began = time.perf_counter()
         self.submit(rows)
         while self.engine.has_work():
@@ -113,7 +117,8 @@ def main() -> int:
             f"{captured} captures in {time.perf_counter() - began:.1f} s, {torch.cuda.mem_get_info()[0] >> 20} MiB left",
             flush=True,
         )
-        print(f"{len(bench.mixed._ready)} sizes up to {bench.mixed.sizes[-1]} of mixed steps", flush=True)
+        mixed = bench.engine.runner.way(MixedSteps)
+        print(f"{len(mixed._ready)} sizes up to {mixed.sizes[-1]} of mixed steps", flush=True)
         for rows in numbers:  # compiles
             bench.alone(rows, False), bench.alone(rows, True)
         alone = {

@@ -15,15 +15,17 @@ import pytest
 import torch
 
 from kvasir.decoding.sampler import NUMERIC_ERROR, StepOutput, resolve_span
-from kvasir.engine import graphs as graphs_file
+from kvasir.engine import graph_buckets
+from kvasir.engine.capture import call_through
 from kvasir.engine.device_seats import ROW_WORDS, draft_words
 from kvasir.engine.draft_times import DraftTimes
-from kvasir.engine.graphs import ROW_BY_ROW, DecodeHandle, call_through
+from kvasir.engine.graph_buckets import ROW_BY_ROW
+from kvasir.engine.graph_handle import DecodeHandle
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.step_time import Roofline
 from kvasir.kernels.paged_attention import spans_of
 from kvasir.types import Request, SamplingParams, Sequence, Span, Status
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, use_ways
 from tests.speculation.helpers import Hostile, WithGuests, driver, install, outputs, plain, requests
 
 FORMS = (4, 16)
@@ -65,10 +67,10 @@ class FromTheDevice:
 
 
 def use_graphs(d: Driver, max_drafts: int = 8) -> FromTheDevice:
-    runner = d.engine.runner
-    runner.backend = FromTheDevice(runner.backend)
-    runner.use_graphs(call_through, max_drafts)
-    return runner.backend
+    parts = d.engine.runner.parts
+    parts.backend = FromTheDevice(parts.backend)
+    use_ways(d.engine.runner, call_through, max_drafts)
+    return parts.backend
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_same_tokens_from_static_buffers(params, guests, expected):
 def test_without_sharing_trees_are_launched_one_by_one(expected):
     """The switch: chains run row by row, as decodes of their own; nothing else sees the difference."""
     wanted = {key: tokens for key, (tokens, _) in expected.items()}
-    with mock.patch.object(graphs_file, "SHARE_KEYS", False):
+    with mock.patch.object(graph_buckets, "SHARE_KEYS", False):
         d = driver("replay", max_num_seqs=5)
         backend = use_graphs(d)
     install(d, Hostile(wanted))
@@ -142,7 +144,7 @@ def test_a_chain_of_more_rows_than_a_word_has_bits_runs_row_by_row():
     d.engine._drafting.drafter.load({tuple(prompt): tokens}, 1)
     use_graphs(d, 100)
     assert d.run([d.request("r", prompt, **given)])["r", 0].tokens == tokens
-    assert d.engine.stats().accepted_tokens > 64 and d.engine.runner.graphs._uses.keys() >= {
+    assert d.engine.stats().accepted_tokens > 64 and d.engine.runner.graphs.choice._uses.keys() >= {
         (104, StepOutput.DRAWS, ROW_BY_ROW)
     }
 
@@ -152,7 +154,9 @@ def test_the_buffers_hold_what_the_eager_step_computes():
     rng = random.Random(3)
     d = driver("replay", max_num_seqs=5, max_num_batched_tokens=256, check=False, poison=False)
     engine, runner = d.engine, d.engine.runner
-    runner.guest_inputs = torch.randn(5, runner.model.spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    runner.parts.guest_inputs = torch.randn(
+        5, runner.model.spec.hidden_size, generator=torch.Generator().manual_seed(1)
+    )
     backend = use_graphs(d, 16)
     for request in [
         d.request(f"r{i}", [300 + (i + 7 * j) % 900 for j in range(9 + 11 * i)], max_tokens=40, ignore_eos=True)
@@ -171,11 +175,11 @@ def test_the_buffers_hold_what_the_eager_step_computes():
         count = sum(span.length for span in spans)
         found = runner.graphs.forward(spans).clone()
         sizes.add((runner.graphs.bucket(count), count))
-        batch = runner.packer.pack(spans)
+        batch = runner.parts.packer.pack(spans)
         if batch.guests is not None:
-            batch.inputs = runner.guest_inputs.index_select(0, batch.guests[1])
-        runner.backend.plan(batch)
-        want = runner.model.forward(batch, runner.caches, runner.backend)
+            batch.inputs = runner.parts.guest_inputs.index_select(0, batch.guests[1])
+        runner.parts.backend.plan(batch)
+        want = runner.model.forward(batch, runner.parts.caches, runner.parts.backend)
         assert torch.equal(found, want), [(span.length, span.parents) for span in spans]
         rows, outputs_GE = runner.graphs.outputs(spans)
         assert len(rows) + len(outputs_GE) == count and torch.equal(

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvasir.decoding.sampler import StepOutput
-from kvasir.engine.graphs import CudaCapture, call_through
-from tests.engine.driver import Driver
+from kvasir.engine.capture import CudaCapture, call_through
+from kvasir.engine.mixed_steps import MixedSteps
+from tests.engine.driver import Driver, use_ways
 from tests.engine.test_mixed_steps import forced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -69,7 +70,7 @@ def test_same_tokens_of_mixed_steps_in_pieces(how, temperature, plain):
     d = driver(max_num_batched_tokens=48)
     ran = forced(d)
     d.run(fleet(d, temperature, top_p=0.95, top_k=50), **how)
-    assert len(ran) > 5 and list(d.engine.runner.mixed._ready) == [64], "nothing was captured"
+    assert len(ran) > 5 and list(d.engine.runner.way(MixedSteps)._ready) == [64], "nothing was captured"
     assert tokens(d) == plain[temperature]
 
 
@@ -147,12 +148,12 @@ def test_a_replay_is_bit_for_bit_the_captured_step():
     for capture in (call_through, None):
         d = driver(check=False, poison=False)
         runner = d.engine.runner
-        runner.use_graphs(capture or CudaCapture(runner.device))
+        use_ways(runner, capture or CudaCapture(runner.device))
         seen, decode = [], runner.graphs.decode
 
         def kept(spans, output, decode=decode, seen=seen, graphs=runner.graphs):
             handle = decode(spans, output)
-            seen.append(graphs._draws[: 6 * handle._size].view(6, -1)[:, : len(spans)].clone())
+            seen.append(graphs._buffers.draws[: 6 * handle._size].view(6, -1)[:, : len(spans)].clone())
             return handle
 
         runner.graphs.decode = kept

@@ -36,7 +36,7 @@ def outputs(every, num_pages=256, max_tokens=30, gap=2, n=1, **options):
         **{"batch_invariant": False, "max_num_batched_tokens": 128, "max_num_seqs": 24, "num_pages": num_pages}
         | options
     )
-    assert driver.engine.runner.decodes is not None
+    assert driver.engine.runner.native is not None
     reqs = [
         driver.request(
             f"r{k}",
@@ -146,7 +146,7 @@ def test_a_row_of_nan_fails_alone(monkeypatch):
         driver.step()
     runner = driver.engine.runner
     seq = next(s for s in driver.engine.scheduler.running if s.request.id == "r1")
-    for cache in runner.caches:
+    for cache in runner.parts.caches:
         cache.planes["v"][seq.tables[0][0]] = torch.nan
     for _ in range(40):
         driver.step()

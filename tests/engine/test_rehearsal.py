@@ -53,7 +53,7 @@ linear.matrix = decoder.matrix = lambda *shape, place: torch.empty(shape, dtype=
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.rehearsal import rehearse
-from kvasir.engine.runner import Runner
+from kvasir.engine.step_way import StepParts
 from kvasir.kernels.norm import rms_norm
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
@@ -69,7 +69,7 @@ codec, groups = load("kvasir.kv.codecs", sys.argv[1], Codec), spec.cache_groups(
 pool = KVPool(groups, codec, [4], codec.page_slots, torch.device("cpu"), torch.bfloat16)
 backend = load("kvasir.attention.backends", "triton", AttentionBackend)
 backend.prepare(Site("cpu", torch.bfloat16, codec.kernel, codec.page_slots, (LAYER.mixer.attention(),)))
-runner = Runner(model, pool, backend, Sampler(64, 64, 16, torch.device("cpu"), ()), torch.device("cpu"), max_model_len=9000)
+parts = StepParts(model, pool, backend, Sampler(64, 64, 16, torch.device("cpu"), ()), torch.device("cpu"), max_model_len=9000)
 compiled, here = [], []
 
 def listen(*, src, cache_hit, **_):
@@ -79,11 +79,11 @@ def listen(*, src, cache_hit, **_):
 triton.knobs.compilation.listener = listen
 os.sched_getaffinity = lambda process: range(4)
 with compile_ahead.helping() if sys.argv[3:] else contextlib.nullcontext(), compile_ahead.compiling():
-    rehearse(runner)
+    rehearse(parts)
 first = sorted(compiled)
 made = [line.split() for line in open(sys.argv[2])]
 with compile_ahead.compiling():
-    rehearse(runner)
+    rehearse(parts)
 try:
     rms_norm(torch.zeros(2, 64, dtype=torch.bfloat16), model.norm.weight, 1e-5)
     launched = True

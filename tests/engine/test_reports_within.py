@@ -10,11 +10,13 @@ import pytest
 
 from kvasir.decoding.sampler import NUMERIC_ERROR, Sampler, StepOutput
 from kvasir.engine import graphs as graphs_file
-from kvasir.engine.graphs import DECODES, ROW_BY_ROW, DecodeHandle, call_through
+from kvasir.engine.capture import call_through
+from kvasir.engine.graph_buckets import DECODES, ROW_BY_ROW
+from kvasir.engine.graph_handle import DecodeHandle
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.types import Request, SamplingParams, Sequence, Span
 from tests.decoding.helpers import decode_span, sequence
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, use_ways
 from tests.engine.test_draft_graphs import use_graphs
 from tests.speculation.helpers import Hostile, driver, install, plain, requests
 
@@ -69,9 +71,9 @@ def static(**options) -> tuple[Driver, Counter]:
     graphs, seen = d.engine.runner.graphs, Counter()
     compute = graphs._run
 
-    def counted(size, output, form):
-        seen[output] += 1
-        compute(size, output, form)
+    def counted(key):
+        seen[key.output] += 1
+        compute(key)
 
     graphs._run = counted
     return d, seen
@@ -176,10 +178,10 @@ def test_drafted_steps_report_the_path(trees):
     if trees:
         use_graphs(d)
     else:
-        d.engine.runner.use_graphs(call_through, 8)
+        use_ways(d.engine.runner, call_through, 8)
     graphs, seen = d.engine.runner.graphs, set()
     run = graphs._run
-    graphs._run = lambda *key: seen.add(key[1:]) or run(*key)
+    graphs._run = lambda key: seen.add(key[1:]) or run(key)
     d.run(requests(d, 1.0, 2, **free), preempt_every=7)
     assert {output for output, _ in seen} == {REPORTS} and {form for _, form in seen} >= (
         {4, 16} if trees else {ROW_BY_ROW}

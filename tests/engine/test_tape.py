@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from kvasir.engine import decode_tapes, runner
+from kvasir.engine import build, decode_tapes
 from kvasir.engine.tape import Arena, record
 from tests.engine.driver import Driver
 
@@ -84,7 +84,7 @@ def test_what_a_later_call_still_reads_is_not_overwritten():
 
 
 def run(lengths, monkeypatch, taped: bool, **options):
-    monkeypatch.setattr(runner, "why_not", lambda *args: "tapes are for where there are no native kernels")
+    monkeypatch.setattr(build, "why_not", lambda *args: "tapes are for where there are no native kernels")
     monkeypatch.setattr(decode_tapes, "MAX_ROWS", 32 if taped else 0)
     driver = Driver(batch_invariant=False, max_num_batched_tokens=64, max_num_seqs=32, **options)
     reqs = [
@@ -99,7 +99,7 @@ def run(lengths, monkeypatch, taped: bool, **options):
         for k, n in enumerate(lengths)
     ]
     driver.run(reqs)
-    used = len(driver.engine.runner.tapes._steps)
+    used = len(driver.engine.runner.way(decode_tapes.DecodeTapes)._steps)
     tokens = {key: out.tokens for key, out in driver.outputs.items()}
     driver.close()
     return tokens, used

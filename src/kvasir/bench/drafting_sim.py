@@ -19,8 +19,9 @@ from typing import Any
 
 from kvasir.bench.workloads import SHAPES
 from kvasir.config import SpeculationConfig
+from kvasir.engine.capture import EAGER_STEPS
 from kvasir.engine.drafting import Drafting
-from kvasir.engine.graphs import DRAFT_ROWS, EAGER_STEPS, buckets
+from kvasir.engine.graph_buckets import DRAFT_ROWS, buckets
 from kvasir.engine.spans import next_span, rows_left
 from kvasir.models.families import build_spec
 from kvasir.speculation.drafter import Ask, Drafter

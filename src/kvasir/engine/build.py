@@ -16,11 +16,18 @@ from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.config import EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.attention_choice import choose_backend
-from kvasir.engine.graphs import CudaCapture
+from kvasir.engine.capture import Capture, CudaCapture, PieceCapture
+from kvasir.engine.decode_tapes import DecodeTapes
+from kvasir.engine.eager_steps import EagerSteps
+from kvasir.engine.graphs import DecodeGraphs
+from kvasir.engine.mixed_steps import MixedSteps
+from kvasir.engine.native_decodes import NativeDecodes
+from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool, resolve_length
 from kvasir.engine.step_time import Roofline
+from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kernels.compile_ahead import compiling
@@ -33,6 +40,7 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
+from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.spec import ModelSpec
 from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Sequence, Span
 
@@ -175,14 +183,13 @@ def build(
 
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
-        runner = Runner(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
-        rehearse(runner)
-        if config.runner.cuda_graphs and device.type == "cuda" and backend.graphs:
-            capture = CudaCapture(device)
-            runner.use_graphs(capture, config.speculation.max_draft_tokens if config.speculation.drafter else 0)
-            if config.runner.fused_kernels:
-                runner.use_mixed_steps(capture, max_rows)
-        return runner
+        parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
+        rehearse(parts)
+        use_graphs = config.runner.cuda_graphs and device.type == "cuda" and backend.graphs
+        capture = CudaCapture(device) if use_graphs else None
+        pieces = capture if config.runner.fused_kernels else None
+        max_drafts = config.speculation.max_draft_tokens if config.speculation.drafter else 0
+        return Runner(parts, ways_to_run(parts, capture, max_drafts, pieces, max_rows))
 
     step_bytes = 0
     if config.cache.num_pages:
@@ -208,9 +215,9 @@ def build(
     info.kv_capacity_tokens = plan.capacity
     with compiling():
         runner = make_runner(plan.num_pages)
-    for part in (runner.graphs, runner.mixed):
-        if part is not None and step_bytes:
-            part.step_bytes = step_bytes
+    for way in runner.ways:
+        if isinstance(way, CapturingWay) and step_bytes:
+            way.step_bytes = step_bytes
     clock.lap("pool")
     log.info(
         "%s: %s on %s, %s attention (%s), %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step",
@@ -242,6 +249,31 @@ def build(
         clock.laps,
         loading.num_bytes,
     )
+
+
+def ways_to_run(
+    parts: StepParts,
+    capture: Capture | None = None,
+    max_drafts: int = 0,
+    pieces: PieceCapture | None = None,
+    max_rows: int = 0,
+) -> list[StepWay]:
+    """The ways to run a step, from the cheapest launch to the one that takes every step. A new way is one more line here.
+
+    ``capture`` captures decode steps, with up to ``max_drafts`` drafts for each sequence; ``pieces`` captures steps of up to ``max_rows``
+    rows that mix prompts with decodes. None: such steps are not captured."""
+    native = None
+    if parts.model.place.fused and why_not(parts.model, parts.caches, parts.backend) is None:
+        native = NativeDecoder(parts.model, parts.caches)
+    ways = (
+        NativeDecodes(parts, native) if native is not None else None,
+        DecodeGraphs(parts, capture, max_drafts) if capture is not None else None,
+        MixedSteps(parts, pieces, max_rows) if pieces is not None else None,
+        NativeSteps(parts, native) if native is not None else None,
+        DecodeTapes(parts) if DecodeTapes.can_serve(parts) else None,
+        EagerSteps(parts),
+    )
+    return [way for way in ways if way is not None]
 
 
 def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
@@ -380,7 +412,7 @@ def _gpu_budget(
     peak = torch.cuda.max_memory_allocated(device) - held
     longest, backend = sizes["max_model_len"], runner.backend  # that step's prompt had no context to gather
     peak += backend.scratch_bytes(longest) - backend.scratch_bytes(min(sizes["max_rows"], longest))
-    measured = [part.measure() for part in (runner.graphs, runner.mixed) if part is not None]
+    measured = [way.measure() for way in runner.ways if isinstance(way, CapturingWay)]
     step_bytes, graphs = max((step for step, _ in measured), default=0), sum(whole for _, whole in measured)
     del runner
     torch.cuda.empty_cache()

@@ -84,7 +84,7 @@ class Drafting:
         drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
-        runner.guest_inputs = drafter.guests
+        runner.parts.guest_inputs = drafter.guests
         runner.sampler.by_blocks = not drafter.exact
 
     # ----------------------------------------------------------------------------------------------------- before a step
@@ -93,10 +93,8 @@ class Drafting:
         """Whether to draft in the next step. Asked once a step, before anything is resolved."""
         self._drafting = self._failures < MAX_FAILURES and not self.controller.resting() and self._worth_it(running)
         self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
-        if self._runner.taps is not None:
-            self._runner.taps.on = (
-                self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
-            )
+        if (taps := self._runner.parts.taps) is not None:
+            taps.on = self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
         return self._drafting
 
     def _worth_it(self, running: Iterable[Sequence]) -> bool:

@@ -7,7 +7,6 @@ verifying step writes again, in all layers, before it reads them.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 
@@ -15,13 +14,13 @@ import torch
 
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.build import Built
+from kvasir.engine.eager_steps import EagerSteps
 from kvasir.engine.pages import PageManager
-from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.engine.step_way import StepParts
 from kvasir.errors import ConfigError
-from kvasir.models.decoder import Decoder
 from kvasir.speculation.drafter import Ask
-from kvasir.types import PageCopy, Plan, Sequence, Span, SpanResult, Status
+from kvasir.types import PageCopy, Sequence, Span, SpanResult, Status
 
 
 class EarlyExit:
@@ -52,19 +51,17 @@ class EarlyExit:
             served.device,
             served.sampler.eos_ids,
         )
-        self._runner = Runner(
+        self._parts = StepParts(
             served.model, served.pool, served.backend, sampler, served.device, max_model_len=self._max_model_len
         )
-        self._runner.native = self._runner.tapes = None  # they run all of a model's layers
-        self._models: dict[int, Decoder] = {}
+        self._ways: dict[int, EagerSteps] = {}  # by number of layers
         self._shadows: dict[Sequence, Sequence] = {}
         self._free_seats = list(range(served.sampler.max_seqs))
 
     def draw(self, asks: list[Ask], num_layers: int, stops: list[float]) -> list[tuple[list[int], list[float]]]:
         """For each, up to ``max_depth`` tokens after the known ones, by the first ``num_layers`` layers, drawn with the sequence's own
         parameters and noise, and their probabilities; none where no page is left for them. The first one below ``stops`` is the last."""
-        self._runner.model = self._cut(num_layers)
-        self._runner.caches = [self._runner.pool.layer(i) for i in range(num_layers)]
+        way = self._way(num_layers)
         ready: dict[Sequence, int] = {}
         stop_of = {ask.seq: stop for ask, stop in zip(asks, stops)}
         for ask in asks[: self._max_rows]:
@@ -82,9 +79,10 @@ class EarlyExit:
             if not busy:
                 break
             spans = [
-                Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, seat=shadows[seq].seat) for seq in busy
+                Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, seat=shadows[seq].seat)
+                for seq in busy
             ]
-            for seq, span, result in zip(busy, spans, self._runner.launch(Plan(0, spans)).read()):
+            for seq, span, result in zip(busy, spans, way.run(spans).read()):
                 token, chance = _drawn(result)
                 if token >= 0:
                     span.seq.tokens.append(token)
@@ -107,7 +105,7 @@ class EarlyExit:
             shadow.tokens, shadow.draft = seq.tokens[: start + 1], seq.tokens[start + 1 : start + count]
             spans += [Span(shadow, start + i, 1, want=ONE_SAMPLE, seat=shadow.seat) for i in range(count)]
         hidden_ME = torch.cat([hidden_RXE for _, _, hidden_RXE in pieces]).transpose(0, 1).flatten(0, 1)  # exit by exit
-        sampler = self._runner.sampler
+        sampler = self._parts.sampler
         output = sampler.sample(lambda a, b: self._model.logits(hidden_ME[a:b]), sampler.pack(spans * len(self.exits)))
         drawn = list(map(_drawn, output.read()))
         found, first = [], 0
@@ -119,17 +117,14 @@ class EarlyExit:
     def close(self, seq: Sequence) -> None:
         shadow = self._shadows.pop(seq, None)
         if shadow is not None:
-            self._runner.close(shadow.seat)
+            self._parts.close(shadow.seat)
             self._free_seats.append(shadow.seat)
 
-    def _cut(self, num_layers: int) -> Decoder:
-        """The model of its first layers. Not a copy: every weight is the same tensor."""
-        if num_layers not in self._models:
-            model = copy.copy(self._model)
-            model.spec = dataclasses.replace(model.spec, layers=model.spec.layers[:num_layers])
-            model.blocks, model.rope_of = model.blocks[:num_layers], model.rope_of[:num_layers]
-            self._models[num_layers] = model
-        return self._models[num_layers]
+    def _way(self, num_layers: int) -> EagerSteps:
+        """How a step of the first ``num_layers`` layers runs."""
+        if num_layers not in self._ways:
+            self._ways[num_layers] = EagerSteps(self._parts.first_layers(num_layers))
+        return self._ways[num_layers]
 
     def _room(self, seq: Sequence, length: int, num_asks: int) -> bool:
         """Slots for the anchor and all drafted tokens but the last. A draft takes no page that a running sequence may need."""
@@ -140,7 +135,7 @@ class EarlyExit:
         if not self._pages.grow(seq, last + length, copies):
             return False
         if copies:
-            self._runner.pool.copy(copies)
+            self._parts.pool.copy(copies)
         return True
 
     def _shadow(self, seq: Sequence) -> Sequence:
@@ -168,7 +163,7 @@ class EarlyExit:
                 for other in [other for other in self._shadows if other.status is not Status.RUNNING]:
                     self.close(other)
             shadow.status, shadow.seat = Status.RUNNING, self._free_seats.pop()
-            self._runner.open(shadow)
+            self._parts.open(shadow)
             self._shadows[seq] = shadow
         shadow.tokens, shadow.tables, shadow.num_computed = list(seq.tokens), seq.tables, len(seq.tokens) - 1
         shadow.draft = []

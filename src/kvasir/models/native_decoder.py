@@ -9,7 +9,7 @@ Legend: T rows, M rows with logits, E model dim, F FFN dim, H query heads, G KV 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -137,13 +137,19 @@ class NativeDecoder:
         self._decodes.set(rows, positions)
         return self._program, self._decodes, len(rows)
 
-    def takes(self, batch: StepBatch) -> bool:
-        num_rows = batch.input_ids.shape[0]
-        if batch.guests is not None:  # they hold no token, and hidden states of theirs are asked for
-            return False
+    def takes(self, num_rows: int, num_spans: int) -> bool:
+        """Whether a step of so many rows in so many spans is run best here. Guests are not: they hold no token."""
         if self._wide():
             return num_rows <= MAX_ROWS
-        return num_rows <= NARROW_ROWS or num_rows <= NARROW_DECODES and num_rows == len(batch.starts)
+        return num_rows <= NARROW_ROWS or num_rows <= NARROW_DECODES and num_rows == num_spans
+
+    def can_tap(self, layers: Container[int]) -> bool:
+        """Whether ``logits`` can hand out the outputs of these layers. The last one computes only rows whose logits are wanted."""
+        return len(self.model.blocks) - 1 not in layers
+
+    def weights_changed(self) -> None:
+        """Drop the copy of the weights: the next step makes another."""
+        self._program = None
 
     @torch.inference_mode()
     def logits(self, batch: StepBatch, taps: dict[int, torch.Tensor] | None = None) -> Logits:
