@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvasir.technique import Technique
 
@@ -55,6 +55,7 @@ class AttentionBackend(Technique):
         {"plain"}
     )  # layouts it reads directly; queries then come in the cache's basis
     rank = 0  # 0: for ``auto`` only where none with a rank can serve; among those as quick as each other it takes the highest
+    reference = False  # whether this is the plain definition in torch, so that native steps and tapes may compute it in its place
     graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
 
     def why_not(self, site: Site) -> list[str]:
@@ -84,6 +85,13 @@ class AttentionBackend(Technique):
 
     def plan(self, batch: StepBatch) -> None:
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
+
+    def pin(
+        self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, shared: dict[str, Any]
+    ) -> None:
+        """Plan a step whose tensors stay (a CPU tape): ``bias`` [S, 1, 1, N] is added to the scores of one row for each sequence, and
+        ``shared`` is what ``Codec.read`` gets. Only a ``reference`` backend has to."""
+        raise NotImplementedError
 
     @abstractmethod
     def run(

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from kvasir.cli.options import check_output
-from kvasir.errors import ConfigError
+from kvasir.technique import own
+
+HEAD_KINDS = "kvasir.speculation.head_kinds"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train what makes a model cheaper to serve.")
 
@@ -20,7 +22,7 @@ def _group() -> None:
 
 @app.command()
 def drafter(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which drafter: medusa, eagle or ppd.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"Which drafter: {', '.join(own(HEAD_KINDS))}.")],
     target: Annotated[str, typer.Option(help="The model it drafts for: a lab checkpoint, by folder or name.")],
     out: Annotated[Path, typer.Option(help="The folder to write; --drafter NAME:model=FOLDER serves it.")],
     minutes: Annotated[
@@ -42,10 +44,9 @@ def drafter(
     import sys
 
     from kvasir.lab.drafter_training import REPLIES, Plan, default_device, main
-    from kvasir.speculation.heads import KINDS
+    from kvasir.speculation.heads import class_of
 
-    if name not in KINDS:
-        raise ConfigError(f"no trained drafter named '{name}'; there are {', '.join(KINDS)}")
+    class_of(name)  # refuses an unknown name before anything is made
     check_output(out / "config.json", make=True)
     if samples is not None and not samples.exists():
         check_output(samples, make=True)

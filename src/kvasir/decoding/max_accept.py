@@ -73,15 +73,15 @@ def drawn(span: Span) -> torch.Tensor | None:
 
 def blocks(batch: SampleBatch) -> list[Block]:
     found = []
-    for span, wanted, first, held in zip(batch.spans, batch.wanted, batch.first, batch.held):
-        if held and (weights := drawn(span)) is not None:
+    for span, wanted, first, row_tokens in zip(batch.spans, batch.wanted, batch.first, batch.row_tokens):
+        if row_tokens and (weights := drawn(span)) is not None:
             sample = span.want["sample"]
             found.append(
                 Block(
                     span.seq,
                     first + wanted.index(sample.start),
                     span.start + sample.start,
-                    held[sample.start + 1 :],
+                    row_tokens[sample.start + 1 :],
                     weights,
                 )
             )

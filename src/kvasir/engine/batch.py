@@ -135,11 +135,11 @@ class Packer:
     def _stage(self, dtype: torch.dtype, sizes: list[int]) -> tuple[torch.Tensor, list[np.ndarray]]:
         """A host tensor of all sections together, and a numpy view of each."""
         total = sum(map(_padded, sizes))
-        held = self._buffers[0].get(dtype)
-        if held is None or len(held[1]) < total:
+        buffer = self._buffers[0].get(dtype)
+        if buffer is None or len(buffer[1]) < total:
             tensor = torch.empty(max(256, 2 * total), dtype=dtype, pin_memory=self.device.type == "cuda")
-            held = self._buffers[0][dtype] = tensor, tensor.numpy()
-        tensor, array = held
+            buffer = self._buffers[0][dtype] = tensor, tensor.numpy()
+        tensor, array = buffer
         return tensor[:total], _sections(array, sizes)
 
     def _pages(self, span: Span, table: list[int], row: np.ndarray, slots: np.ndarray) -> None:

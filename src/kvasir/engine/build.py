@@ -13,7 +13,7 @@ import torch
 
 from kvasir import technique
 from kvasir.attention.backend import AttentionSpec, Site
-from kvasir.config import EngineConfig
+from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.capture import Capture, CudaCapture, PieceCapture
@@ -99,7 +99,7 @@ def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
             f"kv_codec={spec}, but the model runs in {str(dtype).removeprefix('torch.')}, and an uncompressed cache has its type. "
             f"Use --kv-codec plain, or --dtype {str(kind).removeprefix('torch.')}."
         )
-    return technique.load(CODECS, "plain" if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
+    return technique.load(CODECS, CacheConfig().kv_codec if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
 
 
 def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> None:
@@ -403,13 +403,13 @@ def _gpu_budget(
 
     The step compiles the kernels; its numbers mean nothing, so the weights may still be loading."""
     torch.cuda.synchronize(device)
-    held = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with compiling():
         runner = worst_case_step(make_runner, sizes, num_groups)
     loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - held
+    peak = torch.cuda.max_memory_allocated(device) - before
     longest, backend = sizes["max_model_len"], runner.backend  # that step's prompt had no context to gather
     peak += backend.scratch_bytes(longest) - backend.scratch_bytes(min(sizes["max_rows"], longest))
     measured = [way.measure() for way in runner.ways if isinstance(way, CapturingWay)]

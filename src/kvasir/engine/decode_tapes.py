@@ -15,13 +15,11 @@ from collections import Counter, OrderedDict
 import numpy as np
 import torch
 
-from kvasir.attention.backends.torch import TorchBackend
 from kvasir.engine.step_way import StepParts, StepWay
 from kvasir.engine.tape import Arena, Tape, record
 from kvasir.engine.taps import Tapped, TappedHandle, Taps
 from kvasir.kernels.paged_attention import INF
 from kvasir.kernels.store_kv import row_index
-from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.types import Handle, Span, StepBatch
 
 MAX_ROWS = 32  # beyond, the calls' own cost is small beside their work
@@ -46,10 +44,9 @@ class DecodeTapes(StepWay):
         return (
             model.place.device.type == "cpu"
             and not model.place.exact
-            and isinstance(parts.backend, TorchBackend)
-            and isinstance(pool.codec, PlainCodec)
+            and parts.backend.reference
             and len(pool.groups) == 1
-            and all(layer.ffn.kind == "dense" for layer in model.spec.layers)
+            and all(block.ffn.static for block in model.blocks)
             and all(s == specs[0] and s.window is None and s.softcap is None and not s.sinks for s in specs)
             and pool.codec.blocks_of(pool.layer(0), np.zeros((1, 1), np.int64)) is not None
         )
@@ -128,7 +125,7 @@ class _Step:
             bias.view(rows, -1).view(bits).numpy(),
             torch.tensor(-INF, dtype=dtype).view(bits).item(),
         )
-        self.held: list[list[int]] = [[] for _ in range(rows)]  # the pages in ``tables``
+        self.pages: list[list[int]] = [[] for _ in range(rows)]  # the pages in ``tables``
         self.write, (self.read, shape) = (
             row_index(slots, cache.planes["k"]),
             parts.pool.codec.blocks_of(cache, self.tables),
@@ -146,8 +143,8 @@ class _Step:
             [1] * rows,
         )
         self.batch.scratch["write", 0] = {"rows": self.write}
-        held = {"blocks": self.read, "shape": shape, "pages": tables}
-        parts.backend.pin(self.batch, parts.model.spec.layers[0].mixer.attention(), dtype, bias, held)
+        shared = {"blocks": self.read, "shape": shape, "pages": tables}
+        parts.backend.pin(self.batch, parts.model.spec.layers[0].mixer.attention(), dtype, bias, shared)
         for row in range(rows):
             self._see(row, 0)
         self.tape: Tape | None = None
@@ -184,9 +181,9 @@ class _Step:
 
     def _turn(self, row: int, pages: list[int]) -> bool:
         """Make ``pages`` the row's; whether they were others."""
-        if pages == self.held[row]:
+        if pages == self.pages[row]:
             return False
-        self.held[row] = pages
+        self.pages[row] = pages
         self.tables[row, : len(pages)], self.tables[row, len(pages) :] = pages, 0
         return True
 

@@ -40,7 +40,7 @@ class EarlyExit:
         self.exits = self.exits or tuple(sorted({max(1, layers // 4), max(1, layers // 2), max(1, 3 * layers // 4)}))
         if wrong := [e for e in self.exits if not 0 < e < layers]:
             raise ConfigError(
-                f"layer_skip: the model has {layers} layers, so it cannot exit after {wrong[0]}; choose from 1 to {layers - 1}"
+                f"the model has {layers} layers, so a draft cannot exit after {wrong[0]}; choose exits from 1 to {layers - 1}"
             )
         weights = sum(slot.target.numel() for name, slot in served.model.slots().items() if name.startswith("layers."))
         self.head_layers = served.model.head_VE.numel() / max(1.0, weights / self.num_layers)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvasir.config import EngineConfig
+from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.max_accept import DRAWN, fresh_stream
 from kvasir.engine.build import Built, build
 from kvasir.engine.device_seats import UNKNOWN
@@ -64,7 +64,7 @@ class EngineHost:
             revision=None,
             served_model_name=None,
             tokenizer=None,
-            kv_codec="plain",
+            kv_codec=CacheConfig().kv_codec,
             page_slots=None,
             attention_backend="auto",
             drafter="",

@@ -1,9 +1,9 @@
 """The KV codec seam: what the bytes of one token's keys and values are. Nothing outside a codec touches the bytes.
 
-A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost, then
-slots, then the plane's width: element (page n, layer l, plane p, head g, slot s, i) is at
-``n * page_bytes + l * layer_bytes + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64).
-Scales of a quantising codec are planes of their own, so that copies, forks and transfers carry them.
+A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost,
+then slots, then the plane's width: element (page n, layer l, plane p, head g, slot s, i) is at ``n * page_bytes + l *
+layer_bytes + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64). Scales of a quantising codec are planes
+of their own, so that copies, forks and transfers carry them.
 
 Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 """
@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING, ClassVar
 from kvasir.technique import Technique
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from kvasir.kernels.fused_qkv import HeadOps
+    from kvasir.kv.rotation import Rotation
 
 CODECS = "kvasir.kv.codecs"
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One array of a slot and head: ``width`` elements of ``dtype``. The names ``k`` and ``v`` are taken by the data."""
+    """One array of a slot and head: ``width`` elements of ``dtype``. The names ``k`` and ``v`` are taken by the
+    data."""
 
     name: str
     width: int
@@ -35,8 +38,8 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a page).
-    ``views``: the codec's own views of the same memory, kept so that no step derives them again."""
+    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a
+    page). ``views``: the codec's own views of the same memory, kept so that no step derives them again."""
 
     planes: dict[str, torch.Tensor]
     codec: Codec
@@ -48,10 +51,11 @@ class LayerCache:
 
 
 class Codec(Technique):
-    """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the pages directly;
-    give a new layout a name of its own (other planes by a name of ours are refused): it then runs by the reference, which calls ``read``
-    (right everywhere, slow on a GPU, as start-up says), until a kernel knows it. Round-trip rule: a token's K/V *is* what the codec
-    returns, from the step that produces it. So a row is encoded alone, and its bytes depend on no other row, nor on its batch.
+    """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the
+    pages directly; give a new layout a name of its own (other planes by a name of ours are refused): it then runs by
+    the reference, which calls ``read`` (right everywhere, slow on a GPU, as start-up says), until a kernel knows it.
+    Round-trip rule: a token's K/V *is* what the codec returns, from the step that produces it. So a row is encoded
+    alone, and its bytes depend on no other row, nor on its batch.
 
     `kvasir.kv.quantized.QuantizedCodec` makes one of ``side``, ``encode`` and ``decode``."""
 
@@ -62,11 +66,14 @@ class Codec(Technique):
         16  # by default; small pages are shared more often, and less of the last one is read in vain
     )
     fuses = False  # whether ``write_fused`` exists
+    native = (
+        False  # whether the C kernels encode and decode ``kernel``, where they know that layout, as this codec does
+    )
 
     @abstractmethod
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
-        """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not fit. One plane at least
-        holds floats, for a freed page that is read to show as NaN (``poison``)."""
+        """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not
+        fit. One plane at least holds floats, for a freed page that is read to show as NaN (``poison``)."""
         raise NotImplementedError
 
     @abstractmethod
@@ -76,21 +83,33 @@ class Codec(Technique):
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
         slots_T: torch.Tensor,
-        held: dict | None = None,
+        shared: dict | None = None,
     ) -> None:
         """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
-        ``held``: what does not depend on the layer; empty at first, passed again for the group's other layers with the same
-        slots."""
+        ``shared``: what does not depend on the layer; empty at first, passed again for the group's other layers with
+        the same slots."""
         raise NotImplementedError
 
     def write_fused(
         self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """What ``ops`` says, and ``write``, in one kernel: the heads of a projection (queries, keys, values) to rotated
-        queries [T, H, D], in the cache's basis. Called where ``fuses`` says so, ``kernels.fused_qkv.fits``, and the attention
-        backend reads this codec's layout."""
+        queries [T, H, D], in the cache's basis. Called where ``fuses`` says so, ``kernels.fused_qkv.fits``, and the
+        attention backend reads this codec's layout."""
         raise NotImplementedError
+
+    def rotation(self, side: str, head_dim: int) -> Rotation | None:
+        """The basis in which ``k`` or ``v`` is cached; None: the model's own."""
+        return None
+
+    def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+        """A read of pages [..., W] as one gather: rows of the pool seen as a matrix of blocks, and the shape of what
+        they hold, [2, ..., G, W * P, D]. None: pages cannot be read so.
+
+        A codec that can is one whose ``write`` takes ``shared["rows"]`` (``kernels.store_kv.row_index``), and whose
+        ``read`` takes ``shared`` of ``blocks``, ``shape`` and ``pages``: that is how recorded steps call it."""
+        return None
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries in the cache's basis, as ``write_fused`` returns them: for a layer that reads another one's cache."""
@@ -101,9 +120,9 @@ class Codec(Technique):
 
     @abstractmethod
     def read(
-        self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None
+        self, cache: LayerCache, pages: torch.Tensor, shared: dict | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode whole pages: page ids [..., W] -> two [..., G, W * P, D] tensors in the model's dtype, of any strides.
 
-        They are the caller's own. ``held``: as in ``write``, for the same pages."""
+        They are the caller's own. ``shared``: as in ``write``, for the same pages."""
         raise NotImplementedError

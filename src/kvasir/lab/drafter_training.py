@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch.nn import functional as F
 
-from kvasir.errors import ConfigError, nearest
+from kvasir.errors import ConfigError
 from kvasir.lab import drafter_data, export, prompt_rows
 from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.drafter_card import card, size_of
@@ -34,13 +34,10 @@ from kvasir.lab.progress import Progress
 from kvasir.lab.sample import serving_copy
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
+from kvasir.speculation.head import Head
 
 LOOK = 20  # steps between two looks at the device
 DISCOUNT = 0.8  # of a step's loss, a step further
-RATE, RATES = (
-    2e-3,
-    {"ppd": 5e-2},
-)  # peak learning rate: of matrices, and of embeddings (half their spread in a lab model)
 BATCH_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 11}
 REPLIES = {"cuda": 32768, "cpu": 1024}  # minutes of sampling at most
 REPLY_TOKENS = 320
@@ -64,7 +61,7 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        return self.lr or RATES.get(self.kind, RATE)
+        return self.lr or heads.class_of(self.kind).rate
 
 
 class Target:
@@ -101,10 +98,10 @@ class Target:
             torch.cat([embedded[:, 1:], embedded[:, -1:]], 1),
         )
 
-    def guesses(self, head: heads.Head, batch: Batch) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    def guesses(self, head: Head, batch: Batch) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
         """The final norm's output [B, T, E]; and for j = 0, 1, ... the head's [B, T, E] whose row p predicts token p + 2 + j of a reply."""
         ids = batch.ids.to(self.device, non_blocking=True)
-        if isinstance(head, heads.Prompts):
+        if head.reads_as_rows:
             normed, keys = prompt_rows.read(self.model, ids)
             return normed, prompt_rows.unroll(self.model, head.weight, batch, keys)
         features, normed, following = self.features(ids, head.shape.layers)
@@ -119,13 +116,9 @@ class Trainer:
     """One run: head, optimizer, schedule, advanced by ``step``."""
 
     def __init__(self, target: Target, texts: Texts, plan: Plan) -> None:
-        if plan.kind not in heads.KINDS:
-            raise ConfigError(
-                f"no trained drafter named '{plan.kind}'; there are {', '.join(heads.KINDS)}.{nearest(plan.kind, heads.KINDS)}"
-            )
         self.target, self.texts, self.plan = target, texts, plan
-        cls = heads.KINDS[plan.kind]
-        self.head = cls(heads.shape_for(plan.kind, target.model.shape.dim, target.model.shape.layers))
+        cls = heads.class_of(plan.kind)
+        self.head = cls(cls.shape_for(target.model.shape.dim, target.model.shape.layers))
         trunk = target.model.model
         self.head.begin_with(
             trunk.norm.weight.float().cpu(),
@@ -149,10 +142,9 @@ class Trainer:
     def stream(self) -> Iterator[Batch]:
         """Batches from step ``done`` on: the same ones whenever a run is resumed."""
         tokens, left, epoch = BATCH_TOKENS[self.target.device.type], self.done, 0
-        if isinstance(self.head, heads.Prompts):
-            tokens //= (
-                self.head.shape.depth * self.head.shape.ensemble
-            )  # each is a row of the whole model, whose activations are kept
+        if self.head.reads_as_rows:
+            # Each is a row of the whole model, whose activations are kept.
+            tokens //= self.head.shape.depth * self.head.shape.ensemble
         while True:
             for batch in drafter_data.batches(self.texts, tokens, self.plan.seed, epoch):
                 if left:
@@ -303,7 +295,7 @@ def walk(right_JT: np.ndarray, begin: int, length: int) -> tuple[int, list[list[
 
 
 @torch.no_grad()
-def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]:
+def acceptance(head: Head, target: Target, texts: Texts) -> dict[str, Any]:
     """Tokens a forward and acceptance by depth of greedy chains on greedy replies, in all and by task; and the mean KL by depth."""
     serving = type(head)(head.shape).to(target.device, target.dtype)
     serving.load_state_dict(head.state_dict())

@@ -17,11 +17,10 @@ import torch
 from torch.profiler import record_function
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.attention.backends.torch import TorchBackend
 from kvasir.kernels.decode_rows import Kept
 from kvasir.kernels.native.library import native
 from kvasir.kernels.native.program import (
-    CACHES,
+    LAYOUTS,
     LINE,
     MAX_DIM,
     UNDRAWN,
@@ -33,11 +32,7 @@ from kvasir.kernels.native.program import (
     pack,
 )
 from kvasir.kv.codec import LayerCache
-from kvasir.kv.codecs.plain import PlainCodec
-from kvasir.kv.quantized import QuantizedCodec
-from kvasir.layers.ffn.dense import FFN
 from kvasir.layers.linear import Linear
-from kvasir.layers.mixers.gqa import Mixer
 from kvasir.layers.norm import RMSNorm
 from kvasir.models.decoder import Block, Decoder
 from kvasir.types import StepBatch
@@ -61,11 +56,11 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
         return f"it is for fp32 on a CPU, not {model.place.dtype} on {model.place.device.type}"
     if model.place.exact:
         return "exact mode has an order of its own"
-    if type(backend) is not TorchBackend:
+    if not backend.reference:
         return f"attention is by {backend.name}"
     if (other := next((cache.codec.name for cache in caches if not _is_known(cache)), None)) is not None:
         return f"no native kernel knows the cache's layout: '{other}'"
-    if any(type(block.mixer) is not Mixer or type(block.ffn) is not FFN for block in model.blocks):
+    if not all(part.native for block in model.blocks for part in (block.mixer, block.ffn)):
         return "some layers are neither grouped-query attention nor a dense block"
     dims = {block.mixer.spec.head_dim for block in model.blocks}
     if any(dim % LINE or dim > MAX_DIM for dim in dims):
@@ -297,16 +292,14 @@ class NativeDecoder:
 
 
 def _is_known(cache: LayerCache) -> bool:
-    return isinstance(cache.codec, (PlainCodec, QuantizedCodec)) and cache.codec.kernel in CACHES
+    return cache.codec.native and cache.codec.kernel in LAYOUTS
 
 
 def planes_of(cache: LayerCache) -> Planes:
     """A layer's pages as the kernels take them."""
     codec, found = cache.codec, cache.planes
     planes = Planes(found["k"], found["v"], cache.group, codec.kernel, found.get("k_meta"), found.get("v_meta"))
-    rotations = [
-        codec.rotation(side, cache.head_dim) if isinstance(codec, QuantizedCodec) else None for side in ("k", "v")
-    ]
+    rotations = [codec.rotation(side, cache.head_dim) for side in ("k", "v")]
     if rotations[0] is None:
         return planes
     turn_k, turn_v = (None if r is None else r.factors_D for r in rotations)

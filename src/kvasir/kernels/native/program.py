@@ -25,7 +25,7 @@ MAX_DIM = 512
 META = 4  # bytes beside a row of codes
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
-CACHES = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # layouts of pages, by the name that their codec gives to kernels
+LAYOUTS = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # of pages: the words by which codecs name them (``Codec.kernel``)
 TILES_FROM = 8  # rows from which on matrix tiles are faster
 DRAW_BLOCK = 64  # tokens
 UNDRAWN = -1
@@ -232,7 +232,7 @@ class Program:
         stride = k.stride(0) * k.itemsize
         for meta in (planes.k_meta, planes.v_meta):
             assert meta is None or meta.stride(0) * meta.itemsize == stride and meta[0, 0, 0].nbytes == META, "in the same pages"
-        return Cache(stride, size, planes.group, CACHES[planes.layout], width * k.itemsize, *(self._address(x, x.dtype) for x in (k, v)),
+        return Cache(stride, size, planes.group, LAYOUTS[planes.layout], width * k.itemsize, *(self._address(x, x.dtype) for x in (k, v)),
                      *(None if x is None else self._address(x, x.dtype) for x in (planes.k_meta, planes.v_meta)),
                      *map(self._dense, (planes.turn_k_D, planes.turn_v_D)), planes.order)
 

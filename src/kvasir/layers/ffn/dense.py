@@ -14,6 +14,8 @@ from kvasir.layers.weights import Placement, Slot
 
 
 class FFN:
+    native = True  # the C kernels run it (``models/native_decoder.py``)
+    static = True  # its torch calls depend on shapes alone, so a tape may repeat them
     fuses = True  # ``forward`` takes the norm before it and the residual add after it
 
     def __init__(self, spec: DenseSpec, hidden_size: int, place: Placement) -> None:

@@ -21,6 +21,9 @@ from kvasir.layers.weights import Placement, Slot
 
 
 class FFN:
+    native = False  # no C kernel chooses experts
+    static = False  # which experts run is read by the host
+
     def __init__(self, spec: MoESpec, hidden_size: int, place: Placement) -> None:
         self.spec = spec
         self.exact = place.exact
