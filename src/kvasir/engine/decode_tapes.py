@@ -1,8 +1,8 @@
-"""Decode steps on a CPU from tapes: one recorded for each number of sequences and pages, rounded up, that keeps coming
-back.
+"""Decode steps on a CPU from tapes: one is recorded for each number of sequences and pages, rounded up, that keeps
+coming back.
 
-A tape's step has fixed tensors for all that changes: token ids, positions, where keys and values go, which pages are
-read and which of their slots are seen. A padded row is a sequence of length one in page 0.
+A tape's step has fixed tensors for everything that changes: token ids, positions, where keys and values go, which pages
+are read, and which of their slots are seen. A padding row is a sequence of length one in page 0.
 
 Legend: S sequences (one row each, padded), W pages of the longest (padded), P slots per page, G KV heads, N = W * P, V
 vocabulary.
@@ -22,16 +22,20 @@ from kvasir.kernels.paged_attention import INF
 from kvasir.kernels.store_kv import row_index
 from kvasir.types import Handle, Span, StepBatch
 
-MAX_ROWS = 32  # beyond, the calls' own cost is small beside their work
-MAX_READ = 8 << 20  # bytes of keys and values a layer reads: the same, and a bound of the memory
+# Most rows of a taped step. In a larger one the calls' own cost is small compared with their work.
+MAX_ROWS = 32
+# Most bytes of keys and values that a layer of a taped step reads, for the same reason, and to bound memory.
+MAX_READ = 8 << 20
+# Tapes that are kept; the one used least recently goes first.
 MAX_TAPES = 64
-RECORD_AT = 3  # a shape's third step: a shape that is only passed through is not worth the recording
+# The step of a shape that is recorded. A shape that only passes by is not worth the recording.
+RECORD_AT = 3
 
 
 class DecodeTapes(StepWay):
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
-        self.page_bytes = parts.pool.page_bytes(0) // len(parts.caches)  # of one layer
+        self.page_bytes = parts.pool.page_bytes(0) // len(parts.caches)  # one layer's
         self.tapped: Tapped | None = None
         self._next: _Step | None = None
         self.weights_changed()
@@ -109,7 +113,7 @@ class DecodeTapes(StepWay):
 
 
 class _Step:
-    """The fixed tensors of one shape, and the tape over them. Only what differs from the step before is written."""
+    """The fixed tensors of one shape, and the tape over them. A step writes only what differs from the step before."""
 
     def __init__(self, home: DecodeTapes, rows: int, pages: int) -> None:
         self.home = home
@@ -125,7 +129,7 @@ class _Step:
             bias.view(rows, -1).view(bits).numpy(),
             torch.tensor(-INF, dtype=dtype).view(bits).item(),
         )
-        self.pages: list[list[int]] = [[] for _ in range(rows)]  # the pages in ``tables``
+        self.pages: list[list[int]] = [[] for _ in range(rows)]  # by row: the pages in ``tables``
         self.write, (self.read, shape) = (
             row_index(slots, cache.planes["k"]),
             parts.pool.codec.blocks_of(cache, self.tables),
@@ -180,7 +184,7 @@ class _Step:
             self.read.copy_(codec.blocks_of(cache, self.tables)[0])
 
     def _turn(self, row: int, pages: list[int]) -> bool:
-        """Make ``pages`` the row's; whether they were others."""
+        """Give the row these pages. Returns whether it had others."""
         if pages == self.pages[row]:
             return False
         self.pages[row] = pages
@@ -188,7 +192,7 @@ class _Step:
         return True
 
     def _see(self, row: int, position: int) -> None:
-        """The row stands at ``position`` and sees the slots up to it."""
+        """Let the row stand at ``position`` and see the slots up to it."""
         if position == self.positions[row] + 1:
             self.mask[row, position] = 0
         else:
@@ -197,6 +201,6 @@ class _Step:
 
 
 def _rounded(count: int, least: int) -> int:
-    """Up by a quarter at most (or to a multiple of ``least``), so that there are few shapes."""
+    """``count`` rounded up by a quarter at most, or to a multiple of ``least``, so that there are few shapes."""
     step = max(least, 1 << max(0, count.bit_length() - 3))
     return -(-count // step) * step
