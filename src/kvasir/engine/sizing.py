@@ -125,8 +125,10 @@ def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: st
         return plan.capacity
     if plan.capacity <= 1:
         raise ConfigError(
-            f"{holds}. Give the pool more memory (--gpu-memory-utilization, --cpu-cache-bytes on a CPU, or --num-pages)."
+            f"{holds}. Give the pool more memory (--gpu-memory-utilization, --cpu-cache-bytes on a CPU, or "
+            "--num-pages)."
         )
     raise ConfigError(
-        f"{holds}. Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose for you."
+        f"{holds}. Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose "
+        "for you."
     )
