@@ -1,7 +1,7 @@
-"""Steps that verify drafts over static buffers: what the buffers hold is what the plain eager step holds, whatever is padded.
+"""Steps that verify drafts over static buffers: they compute what the plain eager step does, whatever is padded.
 
-A backend reads the spans back from the device's numbers alone and lets the reference attend: a stand-in for the kernels, which have
-tests of their own, and for the capture, which needs a GPU.
+A backend reads the spans back from the device's numbers alone and lets the reference attend: a stand-in for the
+kernels, which have tests of their own, and for the capture, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMS = (4, 16)
 
 
 class FromTheDevice:
-    """A backend's ``together`` over the reference: one ordinary batch of what the static buffers say."""
+    """A backend's ``together`` over the reference: it makes one ordinary batch of what the static buffers say."""
 
     def __init__(self, backend) -> None:
         self._backend, self.seen = backend, []
@@ -83,7 +83,8 @@ def expected():
     "params", [dict(logprobs=None), dict(repetition_penalty=1.3)], ids=["drawn within", "sampled outside"]
 )
 def test_same_tokens_from_static_buffers(params, guests, expected):
-    """Trees, guests and decodes beside them, padded to buckets and some of them in wider forms; preempted at times."""
+    """Trees, guests and decodes in one step are padded to buckets, some of them in wider forms, and preempted at
+    times."""
     wanted = {
         key: tokens for key, (tokens, _) in (expected if "logprobs" in params else plain(1.0, 2, **params)).items()
     }
@@ -99,7 +100,7 @@ def test_same_tokens_from_static_buffers(params, guests, expected):
 
 
 def test_without_sharing_trees_are_launched_one_by_one(expected):
-    """The switch: chains run row by row, as decodes of their own; nothing else sees the difference."""
+    """With the switch off, chains run row by row, as decodes of their own; nothing else sees the difference."""
     wanted = {key: tokens for key, (tokens, _) in expected.items()}
     with mock.patch.object(graph_buckets, "SHARE_KEYS", False):
         d = driver("replay", max_num_seqs=5)
@@ -150,7 +151,8 @@ def test_a_chain_of_more_rows_than_a_word_has_bits_runs_row_by_row():
 
 
 def test_the_buffers_hold_what_the_eager_step_computes():
-    """The same spans both ways, over the same pages: hidden states equal to the bit in exact mode."""
+    """The same spans run both ways over the same pages, and give hidden states that are equal to the bit in exact
+    mode."""
     rng = random.Random(3)
     d = driver("replay", max_num_seqs=5, max_num_batched_tokens=256, check=False, poison=False)
     engine, runner = d.engine, d.engine.runner
@@ -191,7 +193,7 @@ def test_the_buffers_hold_what_the_eager_step_computes():
 
 
 def test_chains_walked_at_once_end_where_each_alone_does():
-    """Decodes, chains and trees whose drafts are right now and then, padded at times; one row in so many broken in every third step."""
+    """Decodes, chains and trees, padded at times, whose drafts are right at times; every third step has broken rows."""
     rng, lengths, errors = random.Random(5), set(), 0
     for step in range(60):
         spans, held = [], []
@@ -225,7 +227,7 @@ def test_chains_walked_at_once_end_where_each_alone_does():
         for m in range(0 if step % 3 else size):
             if rng.random() < 0.15:
                 draws[1 + step % 2, m] = -np.inf if step % 2 else np.nan
-        draws[1:, count:] = np.nan  # nobody's
+        draws[1:, count:] = np.nan  # a padding row
         found = DecodeHandle(mock.Mock(read=mock.Mock(return_value=draws)), size, spans, words[:, :count]).read()
         tokens = draws[0].astype(np.int64).tolist()
         wrong = {m: NUMERIC_ERROR for m in range(count) if draws[2, m] == -np.inf or np.isnan(draws[1, m])}
@@ -240,7 +242,7 @@ def test_chains_walked_at_once_end_where_each_alone_does():
 
 
 def test_steps_that_no_graph_takes_are_booked_apart():
-    """A router that mixes guests with chains, where only chains are captured: the one's time is not the other's."""
+    """Where only chains are captured, a router that mixes guests with chains tells their times apart."""
     graphs = mock.Mock(
         most_drafted=128, buckets=[1, 2, 4, 8, 16], bucket=lambda n: 1 << (n - 1).bit_length(), replays=lambda *_: True
     )

@@ -1,4 +1,4 @@
-"""Steps of prompts and decodes in pieces, captured but for attention: the same tokens, whatever pads them."""
+"""Steps of prompts and decodes in pieces, captured except for attention: the same tokens, whatever pads them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def forced(driver: Driver) -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every request run by itself, kernel by kernel, each step read at once."""
+    """Run every request by itself, kernel by kernel, and read each step at once."""
     driver = Driver(overlap=False, max_num_batched_tokens=512, enable_prefix_caching=False)
     for request in fleet(driver, KINDS):
         driver.run([request])
@@ -73,7 +73,8 @@ def test_preemption_and_a_tight_pool(alone):
 
 
 def test_padding_reads_and_harms_nothing(alone):
-    """Whatever the dummy page and the last step's rows hold. The counterpart: padding that writes to a page that is in use is seen."""
+    """The dummy page and the last step's rows may hold anything. As a control, padding that writes to a page in use is
+    seen."""
 
     def run(harm: bool) -> dict:
         driver = Driver(pieces=True, overlap=False, max_num_seqs=8, max_num_batched_tokens=64)

@@ -1,4 +1,5 @@
-"""Decode steps that report of what they drew by themselves: the same as by the sampler's pipeline, and only where all rows can."""
+"""Decode steps that report on what they draw: they say what the sampler's pipeline says, and only report where all rows
+can."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def same(found: dict, want: dict) -> None:
 
 
 def static(**options) -> tuple[Driver, Counter]:
-    """An engine over static buffers, and how many steps put out what."""
+    """An engine over static buffers, and the number of steps by what they put out."""
     d = Driver(static=True, **dict(overlap=True, max_num_seqs=16) | options)
     graphs, seen = d.engine.runner.graphs, Counter()
     compute = graphs._run
@@ -81,7 +82,7 @@ def static(**options) -> tuple[Driver, Counter]:
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every request by itself, by the sampler's pipeline."""
+    """Run every request by itself, by the sampler's pipeline."""
     d = Driver(overlap=False, max_num_batched_tokens=512, enable_prefix_caching=False)
     for request in fleet(d, ASKED):
         d.run([request])
@@ -127,7 +128,7 @@ def test_logits_a_slice_at_a_time(alone, monkeypatch):
     ids=lambda kind: next(iter(kind)),
 )
 def test_a_request_that_needs_the_pipeline_takes_the_others_along(other):
-    """As long as it runs."""
+    """While it runs, the sampler draws for all."""
     want = Driver(overlap=False)
     want.run(fleet(want, [*ASKED[:2], other | dict(max_tokens=5)]))
     d, seen = static()
@@ -170,7 +171,7 @@ def test_reporting_buckets_are_captured_once_a_step_reported():
 
 @pytest.mark.parametrize("trees", [True, False])
 def test_drafted_steps_report_the_path(trees):
-    """Trees and chains in one kind of step, or chains alone, row by row."""
+    """Trees and chains run in one kind of step, or chains alone run row by row."""
     free = dict(confidence=5, allowed_token_ids=None)
     wanted = plain(1.0, 2, **free)
     d = driver("replay", max_num_batched_tokens=96, max_num_seqs=5)

@@ -16,7 +16,8 @@ def seeded():
 
 
 def block(x, w, pool, at):
-    """Views, in-place calls, copies, several results, a call without an out form, and a result that nobody uses."""
+    """A tape of views, in-place calls, copies, several results, a call without an out form, and a result that nobody
+    uses."""
     y = torch.mm(x, w).view(-1, 2, 8)
     left, right = y.unbind(1)
     pool.index_copy_(0, at, left)

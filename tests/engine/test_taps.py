@@ -1,4 +1,5 @@
-"""What drafters get to read: the outputs of the chosen layers for every committed row, by whatever way a step runs, and no bit else changes."""
+"""Drafters get the outputs of the chosen layers for every committed row, whichever way a step runs, and nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LAYERS = (0, 2, 3)
 
 
 class Recorder(Drafter):
-    """Keeps what it is handed, by request, branch and position; proposes the plain run's tokens with decoys, or nothing."""
+    """Keeps what it is handed, by request, branch and position; proposes the plain run's tokens with decoys, or
+    nothing."""
 
     hidden_layers = LAYERS
 
@@ -49,7 +51,7 @@ def expected():
 
 @torch.no_grad()
 def truth(ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
-    """[T, layers, E] of the trainer's own model."""
+    """Hidden states [T, layers, E] of the trainer's own model."""
     model = export.load(resolve("nano"))
     x, found = model.model.embed_tokens(torch.tensor([ids])), []
     for i, layer in enumerate(model.model.layers):
@@ -74,7 +76,9 @@ def truth(ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
 )
 def test_every_committed_row_is_handed_over(options, drafts, expected):
     native = options.get("native")
-    layers = LAYERS[:2] if native else LAYERS  # the native steps hold no last layer but for rows that are drawn from
+    layers = (
+        LAYERS[:2] if native else LAYERS
+    )  # native steps compute the last layer only for rows whose logits are wanted
     d = driver("replay", **{k: v for k, v in options.items() if k != "native"})
     recorder = Recorder(expected if drafts else None, layers)
     install(d, recorder)
@@ -107,7 +111,8 @@ class Chains(Recorder):
 
 
 def test_drafts_over_static_buffers_larger_than_they_need(expected):
-    """As on a GPU: chains and decodes in turns, some of them padded to a larger bucket that is captured already, and tapped."""
+    """As on a GPU, chains and decodes take turns and are tapped; some of them are padded to a larger captured
+    bucket."""
     d = driver("replay", overlap=True, max_num_seqs=6)
     recorder, runner = Chains(expected), d.engine.runner
     install(d, recorder)

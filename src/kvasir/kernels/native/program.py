@@ -25,7 +25,8 @@ MAX_DIM = 512
 META = 4  # bytes beside a row of codes
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
-LAYOUTS = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # of pages: the words by which codecs name them (``Codec.kernel``)
+# Layouts of pages that the C sources know, by the words that codecs have for them (``Codec.kernel``).
+LAYOUTS = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}
 TILES_FROM = 8  # rows from which on matrix tiles are faster
 DRAW_BLOCK = 64  # tokens
 UNDRAWN = -1
