@@ -202,7 +202,7 @@ class Simulation:
         runner = _Runner(
             graphs=self.graphs,
             device=SimpleNamespace(type="cuda"),
-            taps=None,
+            parts=SimpleNamespace(taps=None),
             capture=lambda: None,
             sampler=SimpleNamespace(num_top=0),
             model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))),

@@ -30,7 +30,7 @@ from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, FinishReason, Plan, Sequence, Span, SpanResult, Status
 
-# One in so many plain steps is measured, and all of the first ones after a drafted step or the start.
+# One in so many plain steps is measured, and each of so many that come first after a drafted step or the start.
 PLAIN_SAMPLES, FIRST_PLAIN = 8, 16
 # So many steps before drafting is tried again, hidden states are handed over.
 HIDDEN_LEAD = 16
@@ -53,8 +53,8 @@ class _Measured:
 
 
 class Drafting:
-    """``max_rows`` is the most rows of a step; ``clock`` gives seconds. The scheduler treats drafts as look-ahead that
-    may be dropped."""
+    """What the step loop does about drafts. ``max_rows`` is the most rows of a step; ``clock`` gives seconds. The scheduler
+    treats drafts as look-ahead that may be dropped."""
 
     def __init__(
         self,
