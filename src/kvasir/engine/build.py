@@ -124,9 +124,11 @@ def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> 
 
 
 def build(
-    config: EngineConfig, beside: Callable[[Decoder], int] = lambda model: 0, others: Iterable[technique.Technique] = ()
+    config: EngineConfig,
+    drafter_bytes: Callable[[Decoder], int] = lambda model: 0,
+    others: Iterable[technique.Technique] = (),
 ) -> Built:
-    """Do the start-up in order, and time it. ``beside`` gives the bytes of the device that a drafter will take.
+    """Do the start-up in order, and time it. ``drafter_bytes`` gives the bytes of the device that a drafter will take.
     ``others`` are the techniques above the runner, which must agree with those chosen here. Raises ConfigError (what is
     wrong, why, the fix)."""
     clock = Clock()
@@ -204,11 +206,11 @@ def build(
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
         budget, explain, step_bytes = _gpu_budget(
-            config, device, free_before, make_runner, sizes, len(groups), loading, beside(model)
+            config, device, free_before, make_runner, sizes, len(groups), loading, drafter_bytes(model)
         )
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
-        budget = min(config.cache.cpu_cache_bytes, max(0, _available_memory() - beside(model)) // 2)
+        budget = min(config.cache.cpu_cache_bytes, max(0, _available_memory() - drafter_bytes(model)) // 2)
         plan = plan_pool(groups, page_bytes, budget, **sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
@@ -284,7 +286,7 @@ def ways_to_run(
 
 
 def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
-    """What a step costs on this device. ``token_bytes`` is the size of one token's keys and values in groups without a
+    """The cost of a step on this device. ``token_bytes`` is the size of one token's keys and values in groups without a
     window. A window bounds what a row looks at, so its keys count as part of the row."""
     bandwidth, flops = rates(device, dtype)
     active = cost.active_params(spec)
@@ -406,7 +408,7 @@ def _gpu_budget(
     sizes: dict,
     num_groups: int,
     loading: Filling,
-    beside: int,
+    drafter_bytes: int,
 ) -> tuple[int, str, int]:
     """Bytes for the pool, an explanation, and the bytes of the largest graph.
 
@@ -433,11 +435,11 @@ def _gpu_budget(
     if others:
         log.warning("another process took %s of this GPU while this one started", gib(others))
     share = int(config.cache.gpu_memory_utilization * free_before) - used
-    budget = min(share, free_now) - peak - graphs - beside - GPU_RESERVE
+    budget = min(share, free_now) - peak - graphs - drafter_bytes - GPU_RESERVE
     explain = (
         f"{config.cache.gpu_memory_utilization:.0%} of {gib(free_before)} free, less {gib(used)} weights and context, "
         f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve"
-        + (f", {gib(beside)} drafter" if beside else "")
+        + (f", {gib(drafter_bytes)} drafter" if drafter_bytes else "")
     )
     if budget <= 0:
         raise ConfigError(

@@ -201,6 +201,6 @@ class _Step:
 
 
 def _rounded(count: int, least: int) -> int:
-    """``count`` rounded up by a quarter at most, or to a multiple of ``least``, so that there are few shapes."""
+    """Round ``count`` up by a quarter at most, or to a multiple of ``least``, so that there are few shapes."""
     step = max(least, 1 << max(0, count.bit_length() - 3))
     return -(-count // step) * step

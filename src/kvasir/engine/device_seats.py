@@ -135,8 +135,8 @@ class DeviceSeats:
     def changes(
         self, spans: list[Span], seats: Many[int] | np.ndarray, starts: Many[int] | np.ndarray
     ) -> tuple[list[int], list[int]]:
-        """What the device does not know yet of these decodes: places in ``words`` and their new content, which the
-        caller sends. That is parameters of new seats, new pages, and tokens that the device did not draw itself."""
+        """Changes that the device does not know yet for these decodes: places in ``words`` and their new content, which
+        the caller sends. That is parameters of new seats, new pages, and tokens that the device did not draw itself."""
         at: list[int] = []
         content: list[int] = []
         for seat in self._unsent:

@@ -127,7 +127,7 @@ class EarlyExit:
             self._free_seats.append(shadow.seat)
 
     def _way(self, num_layers: int) -> EagerSteps:
-        """How a step of the first ``num_layers`` layers runs."""
+        """The way to run a step of the first ``num_layers`` layers."""
         if num_layers not in self._ways:
             self._ways[num_layers] = EagerSteps(self._parts.first_layers(num_layers))
         return self._ways[num_layers]

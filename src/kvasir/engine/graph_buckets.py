@@ -37,7 +37,8 @@ SHARED_ROWS = 640
 
 
 class GraphKey(NamedTuple):
-    """What a graph is captured for. ``size``: rows of the bucket; ``output``: what the step puts out."""
+    """A kind of step, for which a graph is captured. ``size``: rows of the bucket; ``output``: what the step puts
+    out."""
 
     size: int
     output: StepOutput
@@ -51,8 +52,8 @@ def buckets(max_rows: int) -> list[int]:
 
 
 class Buckets:
-    """``forms``: those for spans that share keys, ascending; empty where rows share none. ``max_drafts``: drafts that a
-    sequence may have verified in a step."""
+    """Buckets and forms of one engine. ``forms`` are those for spans that share keys, ascending; empty where rows share
+    none. ``max_drafts``: drafts that a sequence may have verified in a step."""
 
     def __init__(self, forms: tuple[int, ...], max_seqs: int, max_drafts: int) -> None:
         self.forms = forms if SHARE_KEYS and max_drafts > 0 else ()

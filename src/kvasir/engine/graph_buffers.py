@@ -22,8 +22,8 @@ PLAIN_WORDS = 3  # int64 words of a row where no keys are shared: seat, position
 
 
 class DecodeBuffers:
-    """``max_rows``: of the largest bucket; ``shares_keys``: whether spans with drafts may share keys, which takes
-    ``ROW_WORDS`` a row."""
+    """Buffers for up to ``max_rows`` rows. ``shares_keys`` says whether spans with drafts may share keys, which takes
+    ``ROW_WORDS`` words a row."""
 
     def __init__(
         self, seats: DeviceSeats, max_rows: int, shares_keys: bool, hidden_size: int, dtype: torch.dtype

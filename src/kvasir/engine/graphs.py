@@ -39,7 +39,7 @@ LOGIT_BYTES = 256 << 20
 
 
 class DecodeGraphs(CapturingWay):
-    """``max_drafts``: drafts that a sequence may have verified in a step."""
+    """Runs decodes, and spans with up to ``max_drafts`` drafts for each sequence."""
 
     def __init__(self, parts: StepParts, capture: Capture, max_drafts: int = 0) -> None:
         self._parts, self._sampler, self._seats = parts, parts.sampler, parts.seats

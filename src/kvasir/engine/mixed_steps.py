@@ -121,7 +121,7 @@ class _Address:
 
 
 class MixedSteps(CapturingWay):
-    """``max_rows``: rows that a step may have at most."""
+    """Runs steps of up to ``max_rows`` rows, if they are worth capturing."""
 
     def __init__(self, parts: StepParts, capture: PieceCapture, max_rows: int) -> None:
         self._parts, model, backend = parts, parts.model, parts.backend
@@ -154,7 +154,7 @@ class MixedSteps(CapturingWay):
         return self._parts.sample_from(spans, self.forward(self._next, batch))
 
     def frame(self, spans: list[Span]) -> Frame | None:
-        """Where the batch of these spans has to lie to run here; None: it cannot.
+        """The frame in which the batch of these spans runs here; None: it cannot.
 
         A capture holds up every running request. So while there is work, only sizes that stand in for others are
         captured, once they were missed often."""

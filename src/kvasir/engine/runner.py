@@ -22,8 +22,8 @@ W = TypeVar("W", bound=StepWay)
 
 
 class Runner:
-    """``ways``: from the cheapest launch to the most general; the last one must take every step
-    (``build.ways_to_run``)."""
+    """Gives each step to the first of ``ways`` that takes it. They go from the cheapest launch to the most general
+    (``build.ways_to_run``); the last one must take every step."""
 
     def __init__(self, parts: StepParts, ways: list[StepWay]) -> None:
         self.parts = parts
@@ -76,8 +76,8 @@ class Runner:
             way.use_taps(taps)
 
     def capture(self) -> Capture | None:
-        """How work on static buffers becomes a replay here: CUDA graphs where decode steps are captured, tapes on a CPU
-        in normal mode."""
+        """The way to make a replay of work on static buffers: CUDA graphs where decode steps are captured, tapes on a
+        CPU in normal mode."""
         if self.graphs is not None:
             return CudaCapture(self.device)
         if self.device.type != "cpu" or self.model.place.exact:

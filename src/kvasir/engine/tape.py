@@ -71,7 +71,7 @@ class _Lease:
 
 
 class Tape:
-    """``replay`` repeats the recorded calls; ``result`` is what the recorded function returned."""
+    """Recorded calls, which ``replay`` repeats. ``result`` is what the recorded function returned."""
 
     def __init__(self, calls: list[tuple[Callable, tuple, dict]], result: Any) -> None:
         self._calls = calls

@@ -22,7 +22,7 @@ from kvasir.types import Handle, Span, SpanResult
 
 @dataclass(frozen=True, slots=True)
 class Tapped:
-    """``hidden_TLE`` and, by layer, the views of it that the decoder fills."""
+    """Memory for hidden states, and by layer the views of it that the decoder fills."""
 
     hidden_TLE: torch.Tensor
     by_layer: dict[int, torch.Tensor]

@@ -44,7 +44,7 @@ class Rotation:
         return hadamard(x, self.order) * self.signs_D.to(x.device)
 
     def undo_product(self, x: torch.Tensor) -> torch.Tensor:
-        """``undo`` as one matrix product: for a GPU, where a row's order of summation need not be fixed."""
+        """Undo the rotation by one matrix product: for a GPU, where a row's order of summation need not be fixed."""
         if x.device not in self._inverse:
             self._inverse[x.device] = self.matrix_DD.T.contiguous().to(x.device)
         return x.float() @ self._inverse[x.device]
@@ -56,7 +56,7 @@ class Rotation:
 
     @cached_property
     def factors_D(self) -> torch.Tensor:
-        """What a row is multiplied by before its sums and differences: fp32 signs over the root of the order."""
+        """Factors of a row before its sums and differences: fp32 signs over the root of the order."""
         return self.signs_D * self.order**-0.5
 
     def basis(self, dtype: torch.dtype, device: torch.device, values: bool) -> Basis:

@@ -52,6 +52,6 @@ class Head(nn.Module):
     def unroll(
         self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """For k = 0, 1, ...: [B, T, E] whose row p predicts token p + 2 + k, from the tapped layers' outputs, the final
-        norm's, and the embeddings of the tokens that follow."""
+        """Yield for k = 0, 1, ... a tensor [B, T, E] whose row p predicts token p + 2 + k, from the tapped layers'
+        outputs, the final norm's, and the embeddings of the tokens that follow."""
         raise NotImplementedError

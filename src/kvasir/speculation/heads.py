@@ -1,7 +1,7 @@
 """Trained drafters that use the served model's hidden states: their folders, and guesses that all of them make alike.
 
-A folder holds ``config.json`` (kind, shape, and which model it was trained for) and ``model.safetensors``. The model's embedding and
-output matrix are used in place, so a head is a few megabytes. The modules are in ``head_kinds``.
+A folder holds ``config.json`` (kind, shape, and which model it was trained for) and ``model.safetensors``. The model's
+embedding and output matrix are used in place, so a head is a few megabytes. The modules are in ``head_kinds``.
 
 Legend: B sequences, N rows of each, E model dim, V vocabulary.
 """
@@ -50,14 +50,16 @@ def class_of(kind: str) -> type[Head]:
 
 
 def fingerprint(norm_E: torch.Tensor) -> str:
-    """Tells one set of weights of a shape from another: by the scale of the final norm, which every training step moves."""
+    """Tells one set of weights of a shape from another: by the scale of the final norm, which every training step
+    moves."""
     return hashlib.blake2b(
         norm_E.detach().cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes(), digest_size=8
     ).hexdigest()
 
 
 def write(head: Head, folder: Path, target: dict[str, Any]) -> None:
-    """``target``: what `check_target` compares: hidden_size, vocab_size, num_layers, weights (`fingerprint`), and a name."""
+    """Write a head's folder. ``target`` is what `check_target` compares: hidden_size, vocab_size, num_layers, weights
+    (`fingerprint`), and a name."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"format": FORMAT, "kind": head.kind, "shape": dataclasses.asdict(head.shape), "target": target}
     tensors = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in head.named_parameters()}
@@ -136,7 +138,8 @@ def planned(kind: str, given: str) -> tuple[Any, int]:
 
 
 def load_for(kind: str, given: str, model: ServedModel) -> Head:
-    """The head of folder ``given`` ("": the one in the package), ready to run beside ``model``. Raises ConfigError where it cannot."""
+    """The head of folder ``given`` ("": the one in the package), ready to run with ``model``. Raises ConfigError where
+    it cannot."""
     folder = folder_of(kind, given)
     head, trained_for = read(kind, folder)
     served = {
@@ -160,7 +163,8 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How some sequences draw: temperature [B] fp32 (below 1e-5: greedy) and noise stream [B] int64. ``hot``: whether any of them has noise."""
+    """The way some sequences draw: temperature [B] fp32 (below 1e-5: greedy) and noise stream [B] int64. ``hot``:
+    whether any of them has noise."""
 
     temperature_B: torch.Tensor
     stream_B: torch.Tensor
@@ -182,8 +186,8 @@ def hot(seqs: Sequence[Any]) -> bool:
 
 
 def guess(logits_BNV: torch.Tensor, draws: Draws, positions_BN: torch.Tensor) -> torch.Tensor:
-    """Log-weights [B, N, V] fp32 of the next token, with the noise that the verifying draws at these positions will use ("coupled"
-    drafting): what is likeliest here is what the model draws if its distribution is this one."""
+    """Log-weights [B, N, V] fp32 of the next token, with the noise that the verifying draws at these positions will use
+    ("coupled" drafting): what is likeliest here is what the model draws if its distribution is this one."""
     y = logits_BNV.float()
     if draws.hot:
         count = logits_BNV.shape[1]

@@ -25,7 +25,8 @@ NEG_INF = -float("inf")
 
 @dataclass(frozen=True)
 class EagleShape:
-    """``layers``: of the model, whose outputs are fused; ``depth``: steps that training unrolled."""
+    """Layers whose outputs are fused (``layers``), steps that training unrolled (``depth``), and the shape of the
+    head's own layer."""
 
     dim: int
     layers: tuple[int, ...]
@@ -134,8 +135,8 @@ class Eagle(Head):
     def unroll(
         self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """For j = 0, 1, ...: [B, T, E] whose row p predicts token p + 2 + j, after j steps over the text's own tokens
-        from root p.
+        """Yield for j = 0, 1, ... a tensor [B, T, E] whose row p predicts token p + 2 + j, after j steps over the
+        text's own tokens from root p.
 
         ``embedded``: of token p + 1 in row p. A step's query sees the roots up to its own and its own earlier steps, as
         when drafting.

@@ -19,7 +19,7 @@ from kvasir.speculation.head import Head
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """``layers``: the tapped ones, always the last alone; ``depth``: number of heads."""
+    """Number of heads (``depth``) and tapped layers, always the last alone."""
 
     dim: int
     layers: tuple[int, ...]

@@ -18,8 +18,8 @@ from kvasir.speculation.head import Head
 
 @dataclass(frozen=True)
 class PromptShape:
-    """``layers``: none is tapped; ``depth``: prompt tokens; ``ensemble``: embeddings of each (the paper's own trainer
-    has one)."""
+    """Number of prompt tokens (``depth``), and embeddings for each (``ensemble``; the paper's own trainer has one). No
+    layer is tapped."""
 
     dim: int
     layers: tuple[int, ...] = ()
