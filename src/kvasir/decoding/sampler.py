@@ -12,14 +12,11 @@ The order of the pipeline is fixed (a change of it changes what users get):
 10. Gumbel noise keyed by (stream, position of the predicting row, token id); 11. argmax, the lowest id on a tie
 
 Greedy rows (temperature below 1e-5) skip 6-10. Ids at or above ``tokenizer_size`` do not exist here. ``raw``
-log-probabilities are of the logits as they came; ``processed`` ones are of the distribution after 9 (after 5 when
-greedy).
+log-probabilities are of the logits as they came; ``processed`` ones are of the distribution after 9 (after 5 when greedy).
 
-A row that holds NaN, +Inf or nothing but -Inf, or of which the request allows no token, fails its own sequence and no
-other.
+A row that holds NaN, +Inf or nothing but -Inf, or of which the request allows no token, fails its own sequence and no other.
 
-Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (row, id) pairs, V vocabulary, W mask
-words.
+Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (row, id) pairs, V vocabulary, W mask words.
 """
 
 from __future__ import annotations
@@ -61,8 +58,8 @@ NEG_INF = -INF
 
 
 class StepOutput(IntEnum):
-    """What a step over static buffers puts out by itself: hidden states, and this pipeline does the rest; draws; or
-    draws with the log-probability, rank and confidence of each."""
+    """What a step over static buffers puts out by itself: hidden states, and this pipeline does the rest; draws; or draws with the
+    log-probability, rank and confidence of each."""
 
     HIDDEN = 0
     DRAWS = 1
@@ -71,8 +68,8 @@ class StepOutput(IntEnum):
 
 @dataclass(slots=True)
 class _Reports:
-    """Of one slice, on the device: ``found`` fp32 [3, Q], log-probability, rank and confidence of the token; [Q, A]
-    alternatives (A the most asked for)."""
+    """Of one slice, on the device: ``found`` fp32 [3, Q], log-probability, rank and confidence of the token; [Q, A] alternatives (A the
+    most asked for)."""
 
     found: torch.Tensor
     top_logprobs: torch.Tensor
@@ -80,8 +77,7 @@ class _Reports:
 
 
 class Sampler:
-    """Per-sequence sampling state (one entry per ``Sequence.seat``) and the pipeline. Reads nothing back from the
-    device."""
+    """Per-sequence sampling state (one entry per ``Sequence.seat``) and the pipeline. Reads nothing back from the device."""
 
     def __init__(
         self, vocab_size: int, tokenizer_size: int, max_seqs: int, device: torch.device | str, eos_ids: tuple[int, ...]
@@ -106,9 +102,8 @@ class Sampler:
     # ------------------------------------------------------------------------------------------------ per-sequence state
 
     def open(self, seq: Sequence) -> None:
-        """Set up seat ``seq.seat`` from the request and ``seq.tokens``: the same at the start, after preemption, and
-        after a replay. With a grammar, ``seq.state["grammar"]`` holds its compiled matcher, at the start; it is
-        copied."""
+        """Set up seat ``seq.seat`` from the request and ``seq.tokens``: the same at the start, after preemption, and after a
+        replay. With a grammar, ``seq.state["grammar"]`` holds its compiled matcher, at the start; it is copied."""
         if self._states[seq.seat] is not None:
             self.close(seq.seat)
         state = self._states[seq.seat] = SeatState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
@@ -125,8 +120,7 @@ class Sampler:
         self._states[seat] = None
 
     def numbers(self, seat: int) -> tuple[float, int, float, float, int]:
-        """Temperature (0: greedy), top-k, top-p, min-p and the k of the confidence of an open seat (off: the
-        tokenizer's size, 1, 0, 0)."""
+        """Temperature (0: greedy), top-k, top-p, min-p and the k of the confidence of an open seat (off: the tokenizer's size, 1, 0, 0)."""
         state = self._states[seat]
         values, top_p = state.values, state.values[TOP_P]
         return (
@@ -138,8 +132,7 @@ class Sampler:
         )
 
     def output(self, spans: list[Span]) -> StepOutput:
-        """What a step of these decodes must put out: where they need nothing but the numbers of their rows, the device
-        draws by itself."""
+        """What a step of these decodes must put out: where they need nothing but the numbers of their rows, the device draws by itself."""
         states = self._states
         if (
             self.num_top
@@ -198,8 +191,7 @@ class Sampler:
     def _slice(
         self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]] = ()
     ) -> tuple[torch.Tensor, _Reports | None]:
-        """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the
-        slice."""
+        """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
         raw = logits_MV[:, : self.tokenizer_size] if padded else logits_MV
         if (
@@ -234,8 +226,7 @@ class Sampler:
         return torch.stack([tokens.float(), largest, best]), found  # ids below 2^24 are exact in fp32
 
     def _draw_plain(self, logits_MV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """The draws of rows that need nothing but stages 6-11, by the same function as steps that draw on the
-        device."""
+        """The draws of rows that need nothing but stages 6-11, by the same function as steps that draw on the device."""
         values = rows.values
         numbers = np.empty(
             (3, -(-len(values) // 4) * 4), np.float32
@@ -277,8 +268,7 @@ class Sampler:
         return tokens_S, best_S, final_SV
 
     def _constrain(self, raw_SV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Stages 1-5; the input itself when no row asks for any. -inf absorbs what follows, so all masks may come
-        last."""
+        """Stages 1-5; the input itself when no row asks for any. -inf absorbs what follows, so all masks may come last."""
         if not rows.constrained:
             return raw_SV
         x_SV = raw_SV.clone(memory_format=torch.contiguous_format)
@@ -338,8 +328,8 @@ class Sampler:
 
 
 class SampleOutput:
-    """What a step drew. ``draws`` [3, M] stay on the device; what ``read`` needs is on its way to the host from the
-    start, so that reading waits for this step and not for those launched after it."""
+    """What a step drew. ``draws`` [3, M] stay on the device; what ``read`` needs is on its way to the host from the start, so
+    that reading waits for this step and not for those launched after it."""
 
     def __init__(
         self,
@@ -390,8 +380,7 @@ class SampleOutput:
         return results
 
     def _read_reports(self) -> tuple[dict[int, TokenLogprob], dict[int, TokenLogprob]]:
-        """By logit row: reports of sampled tokens, and of known ones (without the token of the former, set by the
-        walk)."""
+        """By logit row: reports of sampled tokens, and of known ones (without the token of the former, set by the walk)."""
         found = self._reports
         drawn: dict[int, TokenLogprob] = {}
         scored: dict[int, TokenLogprob] = {}
@@ -452,8 +441,7 @@ def resolve_span(
 def _walk(
     span: Span, row_tokens: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]
 ) -> list[int]:
-    """The rows of the span whose draws are emitted: from the first sampled row on, as long as the draft holds what was
-    drawn."""
+    """The rows of the span whose draws are emitted: from the first sampled row on, as long as the draft holds what was drawn."""
     if not sample:
         return []
     if len(sample) == 1:
