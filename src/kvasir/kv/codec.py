@@ -1,9 +1,9 @@
 """The KV codec seam: what the bytes of one token's keys and values are. Nothing outside a codec touches the bytes.
 
-A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost,
-then slots, then the plane's width: element (page n, layer l, plane p, head g, slot s, i) is at ``n * page_bytes + l *
-layer_bytes + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64). Scales of a quantising codec are planes
-of their own, so that copies, forks and transfers carry them.
+A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost, then
+slots, then the plane's width: element (page n, layer l, plane p, head g, slot s, i) is at
+``n * page_bytes + l * layer_bytes + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64).
+Scales of a quantising codec are planes of their own, so that copies, forks and transfers carry them.
 
 Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 """
@@ -28,8 +28,7 @@ CODECS = "kvasir.kv.codecs"
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One array of a slot and head: ``width`` elements of ``dtype``. The names ``k`` and ``v`` are taken by the
-    data."""
+    """One array of a slot and head: ``width`` elements of ``dtype``. The names ``k`` and ``v`` are taken by the data."""
 
     name: str
     width: int
@@ -38,8 +37,8 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a
-    page). ``views``: the codec's own views of the same memory, kept so that no step derives them again."""
+    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a page).
+    ``views``: the codec's own views of the same memory, kept so that no step derives them again."""
 
     planes: dict[str, torch.Tensor]
     codec: Codec
@@ -51,11 +50,10 @@ class LayerCache:
 
 
 class Codec(Technique):
-    """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the
-    pages directly; give a new layout a name of its own (other planes by a name of ours are refused): it then runs by
-    the reference, which calls ``read`` (right everywhere, slow on a GPU, as start-up says), until a kernel knows it.
-    Round-trip rule: a token's K/V *is* what the codec returns, from the step that produces it. So a row is encoded
-    alone, and its bytes depend on no other row, nor on its batch.
+    """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the pages directly;
+    give a new layout a name of its own (other planes by a name of ours are refused): it then runs by the reference, which calls ``read``
+    (right everywhere, slow on a GPU, as start-up says), until a kernel knows it. Round-trip rule: a token's K/V *is* what the codec
+    returns, from the step that produces it. So a row is encoded alone, and its bytes depend on no other row, nor on its batch.
 
     `kvasir.kv.quantized.QuantizedCodec` makes one of ``side``, ``encode`` and ``decode``."""
 
@@ -66,14 +64,12 @@ class Codec(Technique):
         16  # by default; small pages are shared more often, and less of the last one is read in vain
     )
     fuses = False  # whether ``write_fused`` exists
-    native = (
-        False  # whether the C kernels encode and decode ``kernel``, where they know that layout, as this codec does
-    )
+    native = False  # whether the C kernels encode and decode ``kernel``, if they know that layout, as this codec does
 
     @abstractmethod
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
-        """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not
-        fit. One plane at least holds floats, for a freed page that is read to show as NaN (``poison``)."""
+        """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not fit. One plane at least
+        holds floats, for a freed page that is read to show as NaN (``poison``)."""
         raise NotImplementedError
 
     @abstractmethod
@@ -87,16 +83,16 @@ class Codec(Technique):
     ) -> None:
         """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
-        ``shared``: what does not depend on the layer; empty at first, passed again for the group's other layers with
-        the same slots."""
+        ``shared``: what does not depend on the layer; empty at first, passed again for the group's other layers with the same
+        slots."""
         raise NotImplementedError
 
     def write_fused(
         self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """What ``ops`` says, and ``write``, in one kernel: the heads of a projection (queries, keys, values) to rotated
-        queries [T, H, D], in the cache's basis. Called where ``fuses`` says so, ``kernels.fused_qkv.fits``, and the
-        attention backend reads this codec's layout."""
+        queries [T, H, D], in the cache's basis. Called where ``fuses`` says so, ``kernels.fused_qkv.fits``, and the attention
+        backend reads this codec's layout."""
         raise NotImplementedError
 
     def rotation(self, side: str, head_dim: int) -> Rotation | None:
@@ -104,11 +100,11 @@ class Codec(Technique):
         return None
 
     def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-        """A read of pages [..., W] as one gather: rows of the pool seen as a matrix of blocks, and the shape of what
-        they hold, [2, ..., G, W * P, D]. None: pages cannot be read so.
+        """A read of pages [..., W] as one gather: rows of the pool seen as a matrix of blocks, and the shape of what they
+        hold, [2, ..., G, W * P, D]. None: pages cannot be read so.
 
-        A codec that can is one whose ``write`` takes ``shared["rows"]`` (``kernels.store_kv.row_index``), and whose
-        ``read`` takes ``shared`` of ``blocks``, ``shape`` and ``pages``: that is how recorded steps call it."""
+        Recorded steps call such a codec with more in ``shared``: its ``write`` must take ``rows``
+        (``kernels.store_kv.row_index``), and its ``read`` must take ``blocks``, ``shape`` and ``pages``."""
         return None
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
