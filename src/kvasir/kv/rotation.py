@@ -26,8 +26,8 @@ class Rotation:
     def __init__(self, order: int, dim: int, signs: bool) -> None:
         if order < 2 or order & (order - 1) or dim % order:
             raise ConfigError(
-                f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the head dim, "
-                f"such as {dim & -dim}"
+                f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the "
+                f"head dim, such as {dim & -dim}"
             )
         self.order = order
         flips = np.random.Generator(np.random.Philox(dim)).integers(0, 2, dim) if signs else np.zeros(dim, np.int64)

@@ -46,7 +46,7 @@ def class_of(kind: str) -> type[Head]:
     return technique.find(KINDS, kind, Head)[0]
 
 
-# --------------------------------------------------------------------------------------------------------------- folders
+# -------------------------------------------------------------------------------------------------------------- folders
 
 
 def fingerprint(norm_E: torch.Tensor) -> str:
@@ -107,8 +107,8 @@ def check_target(folder: Path, kind: str, trained_for: dict[str, Any], served: d
     for key in ("hidden_size", "vocab_size", "num_layers"):
         if trained_for.get(key) != served[key]:
             raise ConfigError(
-                f"{folder} was trained for a model with {key} {trained_for.get(key)}, the served one has {served[key]}. Train one with "
-                f"`kvasir train drafter {kind} --target MODEL --out FOLDER`, or use --drafter suffix, which needs no weights."
+                f"{folder} was trained for a model with {key} {trained_for.get(key)}, the served one has {served[key]}. "
+                f"{_how_to_train(kind).removesuffix('.')}, or use --drafter suffix, which needs no weights."
             )
     return trained_for.get("weights") == served["weights"]
 
@@ -124,8 +124,8 @@ def folder_of(kind: str, given: str) -> Path:
     folder = Path(given).expanduser() if given else shipped(kind)
     if folder is None:
         raise ConfigError(
-            f"the package holds no weights for '{kind}'. Train some with `kvasir train drafter {kind} --target MODEL --out FOLDER`, "
-            f"and give --drafter {kind}:model=FOLDER; or use --drafter suffix, which needs none."
+            f"the package holds no weights for '{kind}'. {_how_to_train(kind).removesuffix('.')}, and "
+            f"give --drafter {kind}:model=FOLDER; or use --drafter suffix, which needs none."
         )
     return folder
 
@@ -150,7 +150,8 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
     }
     if not check_target(folder, kind, trained_for, served):
         log.warning(
-            "drafter %s: %s was trained for other weights ('%s') than are served: it changes no token, but drafts worse",
+            "drafter %s: %s was trained for other weights ('%s') than the served ones: it changes no token, but drafts "
+            "worse",
             kind,
             folder,
             trained_for.get("name", "?"),
@@ -158,7 +159,7 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
     return head.to(model.place.device, model.place.dtype)
 
 
-# --------------------------------------------------------------------------------------------------------------- guesses
+# -------------------------------------------------------------------------------------------------------------- guesses
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class Eagle(Head):
             self.fuse_proj.weight[:, -s.dim :] += torch.eye(s.dim)
             self.norm.weight.copy_(norm_E)
 
-    # ------------------------------------------------------------------------------------------------- parts, for serving
+    # ----------------------------------------------------------------------------------------------- parts, for serving
 
     def fuse(self, features_NLE: torch.Tensor) -> torch.Tensor:
         """Outputs of the tapped layers [N, L, E] -> states [N, E]."""
@@ -130,7 +130,7 @@ class Eagle(Head):
         gate, up = self.gate_up_proj(self.ffn_norm(h)).chunk(2, -1)
         return h + self.down_proj(F.silu(gate) * up)
 
-    # ----------------------------------------------------------------------------------------------------------- training
+    # --------------------------------------------------------------------------------------------------------- training
 
     def unroll(
         self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
