@@ -108,7 +108,8 @@ def check_target(folder: Path, kind: str, trained_for: dict[str, Any], served: d
         if trained_for.get(key) != served[key]:
             raise ConfigError(
                 f"{folder} was trained for a model with {key} {trained_for.get(key)}, "
-                f"but the served one has {served[key]}. {_how_to_train(kind)} Or use --drafter suffix, which needs no weights."
+                f"but the served one has {served[key]}. {_how_to_train(kind)} "
+                "Or use --drafter suffix, which needs no weights."
             )
     return trained_for.get("weights") == served["weights"]
 
