@@ -53,8 +53,8 @@ class _Measured:
 
 
 class Drafting:
-    """What the step loop does about drafts. ``max_rows`` is the most rows of a step; ``clock`` gives seconds. The scheduler
-    treats drafts as look-ahead that may be dropped."""
+    """What the step loop does about drafts. ``max_rows`` is the most rows of a step; ``clock`` gives seconds. The
+    scheduler treats drafts as look-ahead that may be dropped."""
 
     def __init__(
         self,
