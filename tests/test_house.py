@@ -79,7 +79,8 @@ def test_the_import_check_can_fail(tmp_path):
 
 
 def test_no_module_stands_on_itself():
-    """Imports for annotations and those inside functions included: a reader meets every module after what it stands on."""
+    """Imports for annotations and those inside functions included: a reader meets every module after what it stands
+    on."""
     modules = {module_name(f) for f in FILES}
     stands_on = {module_name(f): set() for f in FILES}
     for file in FILES:
@@ -94,18 +95,21 @@ def test_types_import_nothing_of_ours():
     assert imports(PACKAGE / "types.py") == []
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "kv/codecs",
-        "attention/backends",
-        "engine/schedulers",
-        "models/families",
-        "convert/converters",
-        "scaling/strategies",
-        "speculation/drafters",
-    ],
-)
+TECHNIQUES = [
+    "kv/codecs",
+    "attention/backends",
+    "engine/schedulers",
+    "models/families",
+    "convert/converters",
+    "scaling/strategies",
+    "speculation/drafters",
+    "speculation/head_kinds",
+    "api/tool_parsers",
+    "api/reasoning_parsers",
+]
+
+
+@pytest.mark.parametrize("family", TECHNIQUES)
 def test_a_technique_imports_no_sibling(family):
     package = "kvasir." + family.replace("/", ".")
     for file in (PACKAGE / family).glob("*.py"):
@@ -113,6 +117,70 @@ def test_a_technique_imports_no_sibling(family):
             assert not target.startswith(package + "."), (
                 f"{file.name} imports {target}: shared code moves up to the seam"
             )
+
+
+# Names of techniques that a core file may hold, and why. Benchmarks, the lab and their commands measure techniques by
+# name.
+NAMED = {
+    "config.py": {"plain", "fcfs"},  # defaults of settings
+    "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
+    "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
+    "kernels/native/program.py": {"plain", "int4", "int8", "fp8"},  # layouts
+    "kernels/quantized_attention.py": {"int4"},  # a layout
+    "kernels/quantized_decode.py": {"int4"},  # a layout
+    "kernels/quantized_qkv.py": {"int4", "int8", "fp8"},  # layouts
+    "kernels/_triton.py": {"triton"},  # the Python package
+    "attention/paged.py": {"triton"},  # whose kernels a cached plan is for
+    "cli/doctor.py": {"torch", "triton"},  # the Python packages
+    "cli/eval.py": {"majority"},  # a column of the lab's scores
+    "api/reasoning.py": {"deepseek_r1", "qwen3"},  # which parser the words of a chat template call for
+    "api/service.py": {"priority"},  # the request's parameter
+    "client/admission.py": {"priority"},  # likewise
+}
+MEASURE = ("bench/", "lab/", "cli/solve_ablation.py")
+
+
+def technique_names() -> set[str]:
+    return {file.stem for family in TECHNIQUES for file in (PACKAGE / family).glob("*.py") if file.stem[0] != "_"}
+
+
+def is_technique(file: Path) -> bool:
+    return any(str(file.relative_to(PACKAGE)).startswith(family + "/") for family in TECHNIQUES)
+
+
+def techniques_in(text: str, names: set[str]) -> tuple[set[str], set[str]]:
+    """The technique modules that a source imports, and the techniques that its string literals name, with options or
+    without."""
+    imported, named = set(), set()
+    packages = tuple("kvasir." + family.replace("/", ".") + "." for family in TECHNIQUES)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+        else:
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        imported |= {m for m in modules if m.startswith(packages) and m.rpartition(".")[2] in names}
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named |= {node.value.partition(":")[0].replace("-", "_")} & names
+    return imported, named
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if not is_technique(f)], ids=module_name)
+def test_the_core_knows_no_technique(file):
+    """It asks the seam for traits. What a technique is called is for settings and for the technique's own file."""
+    where = str(file.relative_to(PACKAGE))
+    imported, named = techniques_in(file.read_text(), technique_names())
+    assert not imported, f"{where} imports {', '.join(imported)}: ask the seam, or load it by name"
+    if not where.startswith(MEASURE):
+        assert named == NAMED.get(where, set()), f"{where} names {', '.join(named) or 'none'}: see NAMED"
+
+
+def test_the_check_for_techniques_can_fail():
+    names = technique_names()
+    assert {"plain", "torch", "fcfs", "suffix", "medusa"} <= names
+    assert techniques_in("from kvasir.kv.codecs.plain import PlainCodec", names)[0] == {"kvasir.kv.codecs.plain"}
+    assert techniques_in("def f():\n    from kvasir.kv.codecs import plain", names)[0] == {"kvasir.kv.codecs.plain"}
+    assert techniques_in("load(DRAFTERS, 'token-recycling:width=2')", names)[1] == {"token_recycling"}
+    assert techniques_in("from kvasir.models.families import find_family\nx = 'a plain text'", names) == (set(), set())
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)

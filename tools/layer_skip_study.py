@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvasir.api.llm import LLM
@@ -42,19 +43,25 @@ def fade(engine: Any, share: float) -> None:
 def count_layers(model: Any) -> dict[str, float]:
     """From now on, what the drafter's calls compute."""
     found = {"draft_layers": 0.0, "judge_layers": 0.0, "draft_calls": 0, "judge_calls": 0}
-    launch, judge = model._runner.launch, getattr(model, "judge", None)
+    way_of, judge = getattr(model, "_way", None), getattr(model, "judge", None)
 
-    def launched(plan):
-        found["draft_layers"] += len(model._runner.model.blocks) + model.head_layers
-        found["draft_calls"] += 1
-        return launch(plan)
+    def counted(launch, layers):
+        def launched(step):
+            found["draft_layers"] += layers + model.head_layers
+            found["draft_calls"] += 1
+            return launch(step)
+
+        return launched
 
     def judged(pieces):
         found["judge_layers"] += model.head_layers
         found["judge_calls"] += 1
         return judge(pieces)
 
-    model._runner.launch = launched
+    if way_of is None:
+        model._runner.launch = counted(model._runner.launch, len(model._runner.model.blocks))
+    else:  # an early exit has a way to run for each number of layers
+        model._way = lambda layers: SimpleNamespace(run=counted(way_of(layers).run, layers))
     if judge is not None:
         model.judge = judged
     return found

@@ -87,8 +87,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = opt(0, "Most rows of one sequence per step; 0: no limit.", low=0)
     scheduling_policy: str = opt(
         "fcfs",
-        "fcfs (by arrival), shortest (by arrival, but where prompts wait short ones sooner), priority (lower "
-        "numbers first), affinity (calls of one problem together), another that `kvasir doctor` lists, or a file.",
+        "Which requests go first: by a policy that `kvasir doctor` lists, or one in a file.",
     )
     target_itl: float | None = opt(
         None,

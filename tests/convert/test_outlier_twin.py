@@ -45,7 +45,7 @@ def logits(folder: Path, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         plain_folder(folder), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()  # the fused experts take no float64
+    ).eval()  # the fused experts do not take float64
     ids = torch.randint(0, model.config.vocab_size, (1, 40), generator=torch.Generator().manual_seed(3))
     return model(ids).logits
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
+from kvasir.engine.build import ways_to_run
+from kvasir.engine.capture import call_through
 from kvasir.engine.engine import Engine
-from kvasir.engine.graphs import call_through
+from kvasir.engine.runner import Runner
 from kvasir.types import Event, Request, SamplingParams
 from tests.engine.stepwise import Stepwise
+
+
+def use_ways(runner: Runner, *how: Any) -> None:
+    """Run steps in other ways from now on. ``how``: what ``ways_to_run`` captures, and how."""
+    runner.use(ways_to_run(runner.parts, *how))
+    if runner.parts.taps is not None:
+        runner.use_taps(runner.parts.taps.layers)
 
 
 @dataclass
@@ -36,10 +46,9 @@ class Driver:
             "num_threads": 1,
         } | options
         self.engine = Engine(EngineConfig.of(model=model, **options))
-        if static:
-            self.engine.runner.use_graphs(call_through)
-        if pieces:
-            self.engine.runner.use_mixed_steps(Stepwise(), self.engine.steps.full_rows)
+        if static or pieces:
+            capture, stepwise = call_through if static else None, Stepwise() if pieces else None
+            use_ways(self.engine.runner, capture, 0, stepwise, self.engine.steps.full_rows)
         self.outputs: dict[tuple[str, int], Output] = {}
         self.errors: dict[str, Event] = {}
         self.steps = 0

@@ -55,7 +55,8 @@ def test_the_slower_one_loses(offered):
 
 
 def test_other_work_on_the_device_has_to_last_to_mislead(monkeypatch):
-    """Candidates take turns, and each one's quickest lap of any round counts: whoever is held up in most of them, and in the mean is last, wins."""
+    """Candidates take turns, and each one's quickest lap of any round counts: the one that is delayed in most rounds,
+    and has the worst mean, wins."""
     slow, quick, asked = Fake("slow"), Fake("quick"), []
     laps = {slow: [(2, 9), (9, 2), (2, 2)], quick: [(1, 99), (99, 99), (99, 1)]}
 

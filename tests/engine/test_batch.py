@@ -1,11 +1,11 @@
-"""Plans as tensors: what kernels are compiled for does not change with the number of rows."""
+"""Plans as tensors: the arguments that kernels are compiled for do not change with the number of rows."""
 
 import pytest
 
 from kvasir.engine.batch import Packer
 from kvasir.types import Request, SamplingParams, Sequence, Span
 
-BYTES = 16  # a pointer that they do not divide is another argument type to a Triton kernel
+BYTES = 16  # to a Triton kernel, a pointer that is not a multiple of this is another type of argument
 
 
 def span(number: int, start: int, length: int, tree: bool = False) -> Span:
@@ -32,7 +32,7 @@ def test_every_section_is_aligned(lengths, tree):
         Packer(16, 2, "cpu"),
         [span(i, 5 + i, length, tree and length > 2) for i, length in enumerate(lengths)],
     )
-    for _ in range(2):  # both buffers
+    for _ in range(2):  # one for each buffer
         batch = packer.pack(spans)
         assert batch.input_ids.tolist() == [token for s in spans for token in s.tokens()]
         assert batch.row_start.tolist()[-1] == sum(lengths) and batch.context.tolist() == [s.start for s in spans]

@@ -1,5 +1,6 @@
-"""Lossy codecs lose at the write and nowhere else: the same tokens for any chunk size, batch, prefix hit, preemption and
-pool, since a token's K/V is what the codec returns from the step that produces it (the round-trip rule).
+"""Lossy codecs lose precision at the write and nowhere else: they give the same tokens for any chunk size, batch,
+prefix hit, preemption and pool, since a token's K/V is what the codec returns from the step that produces it (the
+round-trip rule).
 
 CPU exact mode on nano; poison and invariant checks are on. The reference runs every request alone, in one
 chunk, in a roomy pool.
@@ -29,7 +30,7 @@ FACTORS = {
 
 
 def references(**options):
-    """(codec, temperature, n) -> the tokens of every request run alone; made when first asked for."""
+    """Tokens of every request run alone, by (codec, temperature, n); computed when first asked for."""
     found = {}
 
     def get(codec: str, temperature: float, n: int) -> dict:
@@ -53,7 +54,7 @@ def reference():
 
 
 def run_case(case: dict, reference, **options) -> None:
-    # A tight pool holds the longest request and a page more, of six requests: hardly a page is not another's next.
+    # A tight pool holds the longest of six requests and one more page, so nearly every page is used again.
     size = case["page"] or load("kvasir.kv.codecs", case["codec"], Codec).page_slots
     num_pages = 256 if case["pool"] == "roomy" else -(-112 // size) + 2
     driver = Driver(
@@ -89,7 +90,7 @@ def test_same_tokens_full_product(case, reference):
 
 
 def test_codecs_differ_and_so_do_their_prefix_keys(reference):
-    """Negative control: what the codecs lose is seen in the log-probabilities, and in no case is a page of one read by another."""
+    """Negative control: what a codec loses shows in the log-probabilities, so no codec reads the pages of another."""
     seen = {codec: str(reference(codec, 0.0, 1)) for codec in ("plain", *CODECS)}
     assert len(set(seen.values())) == len(seen)
     drivers = [Driver(kv_codec=codec) for codec in ("plain", *CODECS)]

@@ -1,7 +1,7 @@
-"""Steps that verify drafts over static buffers: what the buffers hold is what the plain eager step holds, whatever is padded.
+"""Steps that verify drafts over static buffers: they compute what the plain eager step does, whatever is padded.
 
-A backend reads the spans back from the device's numbers alone and lets the reference attend: a stand-in for the kernels, which have
-tests of their own, and for the capture, which needs a GPU.
+A backend reads the spans back from the device's numbers alone and lets the reference attend: a stand-in for the
+kernels, which have tests of their own, and for the capture, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import pytest
 import torch
 
 from kvasir.decoding.sampler import NUMERIC_ERROR, StepOutput, resolve_span
-from kvasir.engine import graphs as graphs_file
+from kvasir.engine import graph_buckets
+from kvasir.engine.capture import call_through
 from kvasir.engine.device_seats import ROW_WORDS, draft_words
 from kvasir.engine.draft_times import DraftTimes
-from kvasir.engine.graphs import ROW_BY_ROW, DecodeHandle, call_through
+from kvasir.engine.graph_buckets import ROW_BY_ROW
+from kvasir.engine.graph_handle import DecodeHandle
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.step_time import Roofline
 from kvasir.kernels.paged_attention import spans_of
 from kvasir.types import Request, SamplingParams, Sequence, Span, Status
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, use_ways
 from tests.speculation.helpers import Hostile, WithGuests, driver, install, outputs, plain, requests
 
 FORMS = (4, 16)
 
 
 class FromTheDevice:
-    """A backend's ``together`` over the reference: one ordinary batch of what the static buffers say."""
+    """A backend's ``together`` over the reference: it makes one ordinary batch of what the static buffers say."""
 
     def __init__(self, backend) -> None:
         self._backend, self.seen = backend, []
@@ -65,10 +67,10 @@ class FromTheDevice:
 
 
 def use_graphs(d: Driver, max_drafts: int = 8) -> FromTheDevice:
-    runner = d.engine.runner
-    runner.backend = FromTheDevice(runner.backend)
-    runner.use_graphs(call_through, max_drafts)
-    return runner.backend
+    parts = d.engine.runner.parts
+    parts.backend = FromTheDevice(parts.backend)
+    use_ways(d.engine.runner, call_through, max_drafts)
+    return parts.backend
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,8 @@ def expected():
     "params", [dict(logprobs=None), dict(repetition_penalty=1.3)], ids=["drawn within", "sampled outside"]
 )
 def test_same_tokens_from_static_buffers(params, guests, expected):
-    """Trees, guests and decodes beside them, padded to buckets and some of them in wider forms; preempted at times."""
+    """Trees, guests and decodes in one step are padded to buckets, some of them in wider forms, and preempted at
+    times."""
     wanted = {
         key: tokens for key, (tokens, _) in (expected if "logprobs" in params else plain(1.0, 2, **params)).items()
     }
@@ -97,9 +100,9 @@ def test_same_tokens_from_static_buffers(params, guests, expected):
 
 
 def test_without_sharing_trees_are_launched_one_by_one(expected):
-    """The switch: chains run row by row, as decodes of their own; nothing else sees the difference."""
+    """With the switch off, chains run row by row, as decodes of their own; nothing else sees the difference."""
     wanted = {key: tokens for key, (tokens, _) in expected.items()}
-    with mock.patch.object(graphs_file, "SHARE_KEYS", False):
+    with mock.patch.object(graph_buckets, "SHARE_KEYS", False):
         d = driver("replay", max_num_seqs=5)
         backend = use_graphs(d)
     install(d, Hostile(wanted))
@@ -142,17 +145,20 @@ def test_a_chain_of_more_rows_than_a_word_has_bits_runs_row_by_row():
     d.engine._drafting.drafter.load({tuple(prompt): tokens}, 1)
     use_graphs(d, 100)
     assert d.run([d.request("r", prompt, **given)])["r", 0].tokens == tokens
-    assert d.engine.stats().accepted_tokens > 64 and d.engine.runner.graphs._uses.keys() >= {
+    assert d.engine.stats().accepted_tokens > 64 and d.engine.runner.graphs.choice._uses.keys() >= {
         (104, StepOutput.DRAWS, ROW_BY_ROW)
     }
 
 
 def test_the_buffers_hold_what_the_eager_step_computes():
-    """The same spans both ways, over the same pages: hidden states equal to the bit in exact mode."""
+    """The same spans run both ways over the same pages, and give hidden states that are equal to the bit in exact
+    mode."""
     rng = random.Random(3)
     d = driver("replay", max_num_seqs=5, max_num_batched_tokens=256, check=False, poison=False)
     engine, runner = d.engine, d.engine.runner
-    runner.guest_inputs = torch.randn(5, runner.model.spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    runner.parts.guest_inputs = torch.randn(
+        5, runner.model.spec.hidden_size, generator=torch.Generator().manual_seed(1)
+    )
     backend = use_graphs(d, 16)
     for request in [
         d.request(f"r{i}", [300 + (i + 7 * j) % 900 for j in range(9 + 11 * i)], max_tokens=40, ignore_eos=True)
@@ -171,11 +177,11 @@ def test_the_buffers_hold_what_the_eager_step_computes():
         count = sum(span.length for span in spans)
         found = runner.graphs.forward(spans).clone()
         sizes.add((runner.graphs.bucket(count), count))
-        batch = runner.packer.pack(spans)
+        batch = runner.parts.packer.pack(spans)
         if batch.guests is not None:
-            batch.inputs = runner.guest_inputs.index_select(0, batch.guests[1])
-        runner.backend.plan(batch)
-        want = runner.model.forward(batch, runner.caches, runner.backend)
+            batch.inputs = runner.parts.guest_inputs.index_select(0, batch.guests[1])
+        runner.parts.backend.plan(batch)
+        want = runner.model.forward(batch, runner.parts.caches, runner.parts.backend)
         assert torch.equal(found, want), [(span.length, span.parents) for span in spans]
         rows, outputs_GE = runner.graphs.outputs(spans)
         assert len(rows) + len(outputs_GE) == count and torch.equal(
@@ -187,7 +193,7 @@ def test_the_buffers_hold_what_the_eager_step_computes():
 
 
 def test_chains_walked_at_once_end_where_each_alone_does():
-    """Decodes, chains and trees whose drafts are right now and then, padded at times; one row in so many broken in every third step."""
+    """Decodes, chains and trees, padded at times, whose drafts are right at times; every third step has broken rows."""
     rng, lengths, errors = random.Random(5), set(), 0
     for step in range(60):
         spans, held = [], []
@@ -221,7 +227,7 @@ def test_chains_walked_at_once_end_where_each_alone_does():
         for m in range(0 if step % 3 else size):
             if rng.random() < 0.15:
                 draws[1 + step % 2, m] = -np.inf if step % 2 else np.nan
-        draws[1:, count:] = np.nan  # nobody's
+        draws[1:, count:] = np.nan  # a padding row
         found = DecodeHandle(mock.Mock(read=mock.Mock(return_value=draws)), size, spans, words[:, :count]).read()
         tokens = draws[0].astype(np.int64).tolist()
         wrong = {m: NUMERIC_ERROR for m in range(count) if draws[2, m] == -np.inf or np.isnan(draws[1, m])}
@@ -236,7 +242,7 @@ def test_chains_walked_at_once_end_where_each_alone_does():
 
 
 def test_steps_that_no_graph_takes_are_booked_apart():
-    """A router that mixes guests with chains, where only chains are captured: the one's time is not the other's."""
+    """Where only chains are captured, a router that mixes guests with chains tells their times apart."""
     graphs = mock.Mock(
         most_drafted=128, buckets=[1, 2, 4, 8, 16], bucket=lambda n: 1 << (n - 1).bit_length(), replays=lambda *_: True
     )

@@ -1,4 +1,4 @@
-"""Time saved, tokens a forward, and what was right by drafter and depth: by arithmetic, and of a run."""
+"""Time saved, tokens for each forward, and acceptance by drafter and depth: by arithmetic, and in a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.speculation.helpers import driver, requests
 
 def test_what_plain_steps_would_have_taken_less_what_was_spent():
     saved = Savings(lambda decodes, context: 0.010 if decodes == 4 else None)
-    saved.drafted(2, 50, 5, 0.001)  # of no plain step like it anything is known
+    saved.drafted(2, 50, 5, 0.001)  # no plain step of this sort was measured
     saved.behind(4, 100, 0.030)
     assert saved.seconds is None
-    saved.drafted(4, 100, 11, 0.012)  # six right ones: 2.5 plain steps' tokens
+    saved.drafted(4, 100, 11, 0.012)  # six right drafts: the tokens of 2.5 plain steps
     assert saved.seconds == pytest.approx(0.025 - 0.012)
-    saved.drafted(0, 0, 20, 0.500)  # beside a prompt
+    saved.drafted(0, 0, 20, 0.500)  # the step also computes a prompt
     saved.behind(4, 100, 0.013)
     assert saved.seconds == pytest.approx(0.025 - 0.012 - 0.003)
     saved.behind(4, 100, 1.0)  # something else happened
     assert saved.seconds == pytest.approx(0.025 - 0.012 - 0.003 - 0.010)
-    saved.drafted(4, 100, 20, 0.040)  # nothing was right
+    saved.drafted(4, 100, 20, 0.040)  # no draft was right
     assert saved.seconds == pytest.approx(-0.030)
 
 
@@ -53,7 +53,7 @@ def test_a_run_counts_forwards_and_crosses_depth_with_drafter():
 
 
 def test_a_run_that_also_decodes_without_drafts_knows_what_was_saved():
-    """Where every step takes the same, what is saved is the steps that were not needed."""
+    """If every step takes the same time, the saving is the steps that were not needed."""
     d, now = driver("replay", max_num_seqs=4), [0.0]
     drafting, step = d.engine._drafting, d.engine.step
     drafting._clock = lambda: now[0]

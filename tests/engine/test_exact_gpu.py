@@ -1,4 +1,5 @@
-"""Exact mode on a GPU, in bf16: a request's tokens are the same alone and in any company, whatever happens around it."""
+"""Exact mode on a GPU, in bf16: a request's tokens are the same alone and in any company, whatever happens around
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.engine.driver import Driver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-COUNT, SHARED = 256, 64  # requests; tokens of the beginning that a third of them have in common
+COUNT, SHARED = 256, 64  # requests; tokens that a third of the prompts begin with
 WIDE = dict(
     vocab_size=1000,
     hidden_size=512,
@@ -77,7 +78,7 @@ def tokens(d: Driver) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """Every request by itself, without a prefix cache, its prompt at once."""
+    """Run every request by itself, without a prefix cache and with its prompt in one step."""
     d = driver(model, enable_prefix_caching=False)
     for request in fleet(d):
         d.run([request])
@@ -102,7 +103,8 @@ def test_together(graphs, model, alone):
 
 
 def test_shuffled_with_aborts_prefix_hits_and_preemption(model, alone):
-    """Chunks of few rows, a pool that is too small, arrivals in another order, a tenth cancelled midway; then all again."""
+    """Use chunks of few rows, a pool that is too small, another order of arrivals, and cancel a tenth midway; then run
+    all again."""
     d = driver(model, max_num_batched_tokens=200, num_pages=400, max_num_seqs=96)
     requests = fleet(d)
     cancelled = set()
@@ -130,7 +132,8 @@ def test_shuffled_with_aborts_prefix_hits_and_preemption(model, alone):
 
 
 def test_beside_requests_that_the_step_cannot_draw_for(model, alone):
-    """Company with log-probabilities and penalties takes the forward pass from the graph, and another way to draw."""
+    """Other requests with log-probabilities and penalties take the forward pass from the graph, and draw in another
+    way."""
     d = driver(model)
     requests = fleet(d)[:64]
     other = dict(max_tokens=20, ignore_eos=True, logprobs=3, repetition_penalty=1.1)
@@ -143,8 +146,8 @@ def test_beside_requests_that_the_step_cannot_draw_for(model, alone):
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4", "int4_bdr", "nvfp4"])
 def test_over_a_quantised_cache(codec, model):
-    """Alone, together, and again under pressure: a pool that holds the longest request and a little more, whose freed pages are filled with
-    NaN, chunks of few rows, arrivals in another order, prefix hits and preemptions."""
+    """Alone, together, and again under pressure: a pool that holds the longest request and a little more, whose freed
+    pages are filled with NaN, chunks of few rows, arrivals in another order, prefix hits and preemptions."""
     count = 32 if model == "base" or codec in ("int4", "int4_bdr") else 12
 
     def requests(d: Driver) -> list[Request]:

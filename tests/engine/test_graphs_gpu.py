@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvasir.decoding.sampler import StepOutput
-from kvasir.engine.graphs import CudaCapture, call_through
-from tests.engine.driver import Driver
+from kvasir.engine.capture import CudaCapture, call_through
+from kvasir.engine.mixed_steps import MixedSteps
+from tests.engine.driver import Driver, use_ways
 from tests.engine.test_mixed_steps import forced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,7 +42,7 @@ def tokens(d: Driver) -> dict:
 
 @pytest.fixture(scope="module")
 def plain():
-    """Eager steps, each read before the next is planned."""
+    """Tokens of eager steps, each read before the next is planned."""
     found = {}
     for temperature in (0.0, 1.0):
         d = driver(cuda_graphs=False, overlap=False)
@@ -69,7 +70,7 @@ def test_same_tokens_of_mixed_steps_in_pieces(how, temperature, plain):
     d = driver(max_num_batched_tokens=48)
     ran = forced(d)
     d.run(fleet(d, temperature, top_p=0.95, top_k=50), **how)
-    assert len(ran) > 5 and list(d.engine.runner.mixed._ready) == [64], "nothing was captured"
+    assert len(ran) > 5 and list(d.engine.runner.way(MixedSteps)._ready) == [64], "nothing was captured"
     assert tokens(d) == plain[temperature]
 
 
@@ -100,7 +101,7 @@ def test_cancels_leave_the_others_alone(plain):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype, invariant", [("float32", False), ("bfloat16", True)])
 def test_reports_of_captured_steps(dtype, invariant, temperature):
-    """Log-probabilities, ranks and confidences as by the sampler's own pipeline; in exact mode to the bit."""
+    """Log-probabilities, ranks and confidences are those of the sampler's own pipeline; in exact mode to the bit."""
     found = []
     for options in (dict(cuda_graphs=False, overlap=False), dict(cuda_graphs=True, overlap=True)):
         d = driver(dtype=dtype, batch_invariant=invariant, **options)
@@ -132,7 +133,7 @@ def test_reports_of_captured_steps(dtype, invariant, temperature):
     "kind", [dict(logprobs=2), dict(repetition_penalty=1.2), dict(n=2), dict(min_tokens=4)], ids=lambda k: next(iter(k))
 )
 def test_requests_the_step_cannot_draw_for(kind):
-    """Forward from the graph, the rest from the sampler."""
+    """The forward pass comes from the graph, the rest from the sampler."""
     found = []
     for options in (dict(cuda_graphs=False, overlap=False), dict(cuda_graphs=True, overlap=True)):
         d = driver(**options)
@@ -142,17 +143,17 @@ def test_requests_the_step_cannot_draw_for(kind):
 
 
 def test_a_replay_is_bit_for_bit_the_captured_step():
-    """The same buffers and padding without a capture: every draw and every largest logit has the same bits."""
+    """The same buffers and padding without a capture give the same bits for every draw and every largest logit."""
     found = []
     for capture in (call_through, None):
         d = driver(check=False, poison=False)
         runner = d.engine.runner
-        runner.use_graphs(capture or CudaCapture(runner.device))
+        use_ways(runner, capture or CudaCapture(runner.device))
         seen, decode = [], runner.graphs.decode
 
         def kept(spans, output, decode=decode, seen=seen, graphs=runner.graphs):
             handle = decode(spans, output)
-            seen.append(graphs._draws[: 6 * handle._size].view(6, -1)[:, : len(spans)].clone())
+            seen.append(graphs._buffers.draws[: 6 * handle._size].view(6, -1)[:, : len(spans)].clone())
             return handle
 
         runner.graphs.decode = kept
@@ -189,7 +190,7 @@ def test_a_launch_waits_for_nothing(graphs, params):
 @pytest.mark.parametrize("params", [dict(), dict(confidence=20)], ids=["draws", "reports"])
 @pytest.mark.parametrize("drafter", ["", "ngram:min_match=1"])
 def test_captures_fit_the_memory_plan(drafter, params):
-    """Every bucket, after serving at full width, in a pool that was sized by measurement."""
+    """Every bucket can be captured after serving at full width, in a pool that was sized by measurement."""
     d = Driver(
         device="cuda",
         dtype="bfloat16",

@@ -1,4 +1,4 @@
-"""Steps of prompts and decodes in pieces, captured but for attention: the same tokens, whatever pads them."""
+"""Steps of prompts and decodes in pieces, captured except for attention: the same tokens, whatever pads them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from kvasir.bench.workloads import SHAPES
 from kvasir.engine.batch import Packer
-from kvasir.engine.graphs import EAGER_STEPS
-from kvasir.engine.mixed_steps import most_rows, sizes
+from kvasir.engine.capture import EAGER_STEPS
+from kvasir.engine.mixed_steps import MixedSteps, most_rows, sizes
 from kvasir.models.families import build_spec
 from kvasir.types import Sequence, Span
 from tests import checkpoints
@@ -19,7 +19,7 @@ from tests.engine.test_overlap import KINDS, fleet, outcome
 
 def forced(driver: Driver) -> list[int]:
     """Capture at a size's first use. Returns the sizes of the steps that ran, as they run."""
-    mixed, ran = driver.engine.runner.mixed, []
+    mixed, ran = driver.engine.runner.way(MixedSteps), []
     mixed._uses.update(dict.fromkeys(mixed.sizes, EAGER_STEPS))
     forward = mixed.forward
 
@@ -33,7 +33,7 @@ def forced(driver: Driver) -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every request run by itself, kernel by kernel, each step read at once."""
+    """Run every request by itself, kernel by kernel, and read each step at once."""
     driver = Driver(overlap=False, max_num_batched_tokens=512, enable_prefix_caching=False)
     for request in fleet(driver, KINDS):
         driver.run([request])
@@ -73,17 +73,19 @@ def test_preemption_and_a_tight_pool(alone):
 
 
 def test_padding_reads_and_harms_nothing(alone):
-    """Whatever the dummy page and the last step's rows hold. The counterpart: padding that writes to a page that is in use is seen."""
+    """The dummy page and the last step's rows may hold anything. As a control, padding that writes to a page in use is
+    seen."""
 
     def run(harm: bool) -> dict:
         driver = Driver(pieces=True, overlap=False, max_num_seqs=8, max_num_batched_tokens=64)
         forced(driver)
         runner = driver.engine.runner
-        forward, pack = runner.mixed.forward, runner.packer.pack
+        mixed, packer = runner.way(MixedSteps), runner.parts.packer
+        forward, pack = mixed.forward, packer.pack
 
         def poisoned(frame, batch):
             runner.pool.poison(0, [0])
-            for out in runner.mixed._outs.values():
+            for out in mixed._outs.values():
                 out[sum(batch.lengths) :] = float("nan")
             return forward(frame, batch)
 
@@ -93,7 +95,7 @@ def test_padding_reads_and_harms_nothing(alone):
                 batch.slots[0][sum(batch.lengths) :] = batch.slots[0][0]
             return batch
 
-        runner.mixed.forward, runner.packer.pack = poisoned, packed
+        mixed.forward, packer.pack = poisoned, packed
         driver.run(fleet(driver, KINDS), gap=1)
         found = {
             key: (out.tokens, out.finish_reason, out.logprobs, out.prompt_logprobs)
@@ -137,7 +139,8 @@ def test_windows_and_experts(variant, tmp_path):
 
 def test_when_sizes_are_captured():
     driver = Driver(pieces=True, overlap=False, max_num_seqs=8, max_num_batched_tokens=512, enable_prefix_caching=False)
-    mixed, capture = driver.engine.runner.mixed, driver.engine.runner.mixed._capture
+    mixed = driver.engine.runner.way(MixedSteps)
+    capture = mixed._capture
     assert isinstance(capture, Stepwise) and mixed.sizes == [*range(32, 513, 32)]
 
     def prompt(rows: int) -> None:
@@ -173,7 +176,7 @@ def test_a_failed_capture_leaves_the_engine_running(alone, caplog):
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     driver = Driver(pieces=True, overlap=True, max_num_seqs=8, max_num_batched_tokens=64)
-    driver.engine.runner.mixed._capture = Broken()
+    driver.engine.runner.way(MixedSteps)._capture = Broken()
     ran = forced(driver)
     driver.run(fleet(driver, KINDS), gap=1)
     assert outcome(driver) == alone and not ran and "no more CUDA graphs of mixed steps" in caplog.text
@@ -198,7 +201,7 @@ def test_large_models_are_launched_as_they_are():
 
 def test_a_framed_batch_lies_where_the_frame_says():
     driver = Driver(pieces=True, max_num_seqs=8)
-    mixed = driver.engine.runner.mixed
+    mixed = driver.engine.runner.way(MixedSteps)
     frame = mixed._frame(64)
     seq_span = span(driver, 40)
     seq_span.seq.tables = [[5, 6, 7]]

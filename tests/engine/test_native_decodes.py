@@ -1,4 +1,5 @@
-"""Decodes whose tokens are drawn in the native call, beside the same steps drawn by the sampler: the same tokens, to the bit."""
+"""Decodes whose tokens are drawn in the native call give the same tokens, to the bit, as the same steps drawn by the
+sampler."""
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def outputs(every, num_pages=256, max_tokens=30, gap=2, n=1, **options):
         **{"batch_invariant": False, "max_num_batched_tokens": 128, "max_num_seqs": 24, "num_pages": num_pages}
         | options
     )
-    assert driver.engine.runner.decodes is not None
+    assert driver.engine.runner.native is not None
     reqs = [
         driver.request(
             f"r{k}",
@@ -61,7 +62,7 @@ def outputs(every, num_pages=256, max_tokens=30, gap=2, n=1, **options):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Steps drawn in the call."""
+    """Number of spans of each step that is drawn in the call."""
     steps, draw = [], NativeDecodes.draw
     monkeypatch.setattr(NativeDecodes, "draw", lambda self, spans: steps.append(len(spans)) or draw(self, spans))
     return steps
@@ -92,7 +93,7 @@ def test_tokens_are_those_of_the_sampler(load, counted, monkeypatch):
 
 
 def test_more_rows_than_a_call_computes_logits_of(counted, monkeypatch):
-    """Slices of three rows, drawn in the call and, with reports beside them, by the sampler."""
+    """Slices of three rows are drawn in the call, or by the sampler where some rows report."""
     monkeypatch.setattr(native_decoder, "LOGIT_ROWS", 3)
     for every in (DRAWN_HERE, DRAWN_HERE + NOT_HERE[:1]):
         mine, _ = outputs(every, gap=0)
@@ -103,7 +104,7 @@ def test_more_rows_than_a_call_computes_logits_of(counted, monkeypatch):
 
 
 def test_the_host_draws_what_the_call_does_not(counted, monkeypatch):
-    """Every third row is left to it."""
+    """Every third row is left to the host."""
     mine, _ = outputs(DRAWN_HERE)
     drawn, calls = program.Decodes.drawn, []
 
@@ -118,7 +119,7 @@ def test_the_host_draws_what_the_call_does_not(counted, monkeypatch):
 
 
 def test_the_comparison_can_fail(monkeypatch):
-    """With the noise of another stream the drawn tokens differ, the greedy ones do not."""
+    """With the noise of another stream the drawn tokens differ, and the greedy ones do not."""
     mine, _ = outputs(DRAWN_HERE)
     keep = native_decoder.NativeDecoder.keep
 
@@ -134,7 +135,7 @@ def test_the_comparison_can_fail(monkeypatch):
 
 
 def test_a_row_of_nan_fails_alone(monkeypatch):
-    """Its request has the error that it has elsewhere; the others go on."""
+    """Its request gets the error that it gets in other ways to run a step; the others go on."""
     driver = Driver(batch_invariant=False, max_num_seqs=8)
     reqs = [
         driver.request(f"r{k}", [300 + k, 301, 302], max_tokens=20, temperature=k % 2, seed=k, ignore_eos=True)
@@ -146,7 +147,7 @@ def test_a_row_of_nan_fails_alone(monkeypatch):
         driver.step()
     runner = driver.engine.runner
     seq = next(s for s in driver.engine.scheduler.running if s.request.id == "r1")
-    for cache in runner.caches:
+    for cache in runner.parts.caches:
         cache.planes["v"][seq.tables[0][0]] = torch.nan
     for _ in range(40):
         driver.step()

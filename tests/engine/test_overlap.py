@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.engine.graphs import DECODES, ROW_BY_ROW, STAND_INS
+from kvasir.engine.graph_buckets import DECODES, ROW_BY_ROW, STAND_INS
 from kvasir.types import Grammar
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, use_ways
 
 MODES = {
     "depth0": dict(overlap=False),
@@ -216,7 +216,7 @@ def test_a_failed_capture_leaves_the_engine_running(alone, caplog):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     driver = Driver(overlap=True, static=True, max_num_seqs=16)
-    driver.engine.runner.use_graphs(capture)
+    use_ways(driver.engine.runner, capture)
     driver.run(fleet(driver, KINDS))
     assert outcome(driver) == {key: value for key, value in alone.items() if int(key[0][1:]) < len(KINDS)}
     assert "no more CUDA graphs" in caplog.text and driver.engine.runner.graphs._ready == {}
@@ -235,7 +235,7 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     assert not driver.engine.idle(), "never before the first request"
 
     def capture(work):
-        captured.append(graphs._host_starts)
+        captured.append(graphs._buffers.starts)
         return work
 
     graphs._capture = capture
@@ -250,7 +250,7 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     assert [graphs._fit(n, True, DECODES)[0] for n in (1, 3, 5)] == [1, 4, 8] and graphs._fit(2, True, ROW_BY_ROW)[
         0
     ] == 2, "but not any"
-    graphs._stood_in.clear()
+    graphs.choice._stood_in.clear()
     left = 0
     while driver.engine.idle():
         left += 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvasir.config import SchedulerConfig
-from kvasir.engine.graphs import call_through
+from kvasir.engine.capture import call_through
 from kvasir.engine.pace import ALIKE_SHARE, SEVERAL_DECODES, Beside, Pace, StepClock, mixed_rows
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.schedulers.fcfs import Fcfs

@@ -1,4 +1,4 @@
-"""Kernels of the first steps are compiled before anybody meets them, and nothing runs for it."""
+"""Kernels of the first steps are compiled ahead, and no kernel runs for that."""
 
 from __future__ import annotations
 
@@ -41,19 +41,22 @@ from kvasir.kernels import _triton, compile_ahead
 torch.cuda.is_available = lambda: False
 from kvasir.layers import linear
 from kvasir.models import decoder
-modules = [importlib.import_module("kvasir.kernels." + m.name) for m in pkgutil.iter_modules(kvasir.kernels.__path__) if not m.ispkg]
+found = pkgutil.iter_modules(kvasir.kernels.__path__)
+modules = [importlib.import_module("kvasir.kernels." + m.name) for m in found if not m.ispkg]
 for module in (*modules, linear, decoder):
-    for name, here in (("pdl", True), ("by_hand", True), ("use_triton", True), ("streams", True), ("multiprocessors", 132)):
+    for name in ("pdl", "by_hand", "use_triton", "streams", "multiprocessors"):
+        here = 132 if name == "multiprocessors" else True
         if hasattr(module, name):
             setattr(module, name, lambda *_, here=here: here)
 from kvasir.kernels.hopper_gemv import MEASURED, Ring
-MEASURED.update({(512, 64, False): Ring(block_k=64), (64, 256, False): Ring(block_k=64, splits=2), (128, 64, True): Ring(block_k=64)})
+MEASURED[512, 64, False] = MEASURED[128, 64, True] = Ring(block_k=64)
+MEASURED[64, 256, False] = Ring(block_k=64, splits=2)
 linear.matrix = decoder.matrix = lambda *shape, place: torch.empty(shape, dtype=place.dtype)  # as on a GPU
 
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.rehearsal import rehearse
-from kvasir.engine.runner import Runner
+from kvasir.engine.step_way import StepParts
 from kvasir.kernels.norm import rms_norm
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
@@ -63,13 +66,16 @@ from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.technique import load
 
 LAYER = LayerSpec(GQASpec(4, 2, 64, 0.125, qk_norm=NormSpec()), DenseSpec(64), RopeSpec(1000.0, 64), NormSpec())
-spec = ModelSpec(family="none", hidden_size=64, vocab_size=64, max_position=9000, layers=(LAYER,), final_norm=NormSpec())
+spec = ModelSpec(
+    family="none", hidden_size=64, vocab_size=64, max_position=9000, layers=(LAYER,), final_norm=NormSpec()
+)
 model = decoder.Decoder(spec, Placement(torch.device("cpu"), torch.bfloat16))
 codec, groups = load("kvasir.kv.codecs", sys.argv[1], Codec), spec.cache_groups()
 pool = KVPool(groups, codec, [4], codec.page_slots, torch.device("cpu"), torch.bfloat16)
 backend = load("kvasir.attention.backends", "triton", AttentionBackend)
 backend.prepare(Site("cpu", torch.bfloat16, codec.kernel, codec.page_slots, (LAYER.mixer.attention(),)))
-runner = Runner(model, pool, backend, Sampler(64, 64, 16, torch.device("cpu"), ()), torch.device("cpu"), max_model_len=9000)
+sampler = Sampler(64, 64, 16, torch.device("cpu"), ())
+parts = StepParts(model, pool, backend, sampler, torch.device("cpu"), max_model_len=9000)
 compiled, here = [], []
 
 def listen(*, src, cache_hit, **_):
@@ -79,11 +85,11 @@ def listen(*, src, cache_hit, **_):
 triton.knobs.compilation.listener = listen
 os.sched_getaffinity = lambda process: range(4)
 with compile_ahead.helping() if sys.argv[3:] else contextlib.nullcontext(), compile_ahead.compiling():
-    rehearse(runner)
+    rehearse(parts)
 first = sorted(compiled)
 made = [line.split() for line in open(sys.argv[2])]
 with compile_ahead.compiling():
-    rehearse(runner)
+    rehearse(parts)
 try:
     rms_norm(torch.zeros(2, 64, dtype=torch.bfloat16), model.norm.weight, 1e-5)
     launched = True
@@ -116,7 +122,7 @@ def rehearsed(codec, tmp_path, *helping, **extra):
 
 @pytest.mark.parametrize(("codec", "attention"), [("plain", PLAIN), ("int8", CODES)])
 def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_path):
-    """The driver here cannot launch: a kernel that ran would raise, and be warned of."""
+    """The driver here cannot launch: a kernel that ran would raise, and the log would warn of it."""
     found = rehearsed(codec, tmp_path)
     assert attention | {
         "_one_row",

@@ -1,4 +1,5 @@
-"""Decode steps that report of what they drew by themselves: the same as by the sampler's pipeline, and only where all rows can."""
+"""Decode steps that report on what they draw: they say what the sampler's pipeline says, and only report where all rows
+can."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import pytest
 
 from kvasir.decoding.sampler import NUMERIC_ERROR, Sampler, StepOutput
 from kvasir.engine import graphs as graphs_file
-from kvasir.engine.graphs import DECODES, ROW_BY_ROW, DecodeHandle, call_through
+from kvasir.engine.capture import call_through
+from kvasir.engine.graph_buckets import DECODES, ROW_BY_ROW
+from kvasir.engine.graph_handle import DecodeHandle
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.types import Request, SamplingParams, Sequence, Span
 from tests.decoding.helpers import decode_span, sequence
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, use_ways
 from tests.engine.test_draft_graphs import use_graphs
 from tests.speculation.helpers import Hostile, driver, install, plain, requests
 
@@ -64,14 +67,14 @@ def same(found: dict, want: dict) -> None:
 
 
 def static(**options) -> tuple[Driver, Counter]:
-    """An engine over static buffers, and how many steps put out what."""
+    """An engine over static buffers, and the number of steps by what they put out."""
     d = Driver(static=True, **dict(overlap=True, max_num_seqs=16) | options)
     graphs, seen = d.engine.runner.graphs, Counter()
     compute = graphs._run
 
-    def counted(size, output, form):
-        seen[output] += 1
-        compute(size, output, form)
+    def counted(key):
+        seen[key.output] += 1
+        compute(key)
 
     graphs._run = counted
     return d, seen
@@ -79,7 +82,7 @@ def static(**options) -> tuple[Driver, Counter]:
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every request by itself, by the sampler's pipeline."""
+    """Run every request by itself, by the sampler's pipeline."""
     d = Driver(overlap=False, max_num_batched_tokens=512, enable_prefix_caching=False)
     for request in fleet(d, ASKED):
         d.run([request])
@@ -125,7 +128,7 @@ def test_logits_a_slice_at_a_time(alone, monkeypatch):
     ids=lambda kind: next(iter(kind)),
 )
 def test_a_request_that_needs_the_pipeline_takes_the_others_along(other):
-    """As long as it runs."""
+    """While it runs, the sampler draws for all."""
     want = Driver(overlap=False)
     want.run(fleet(want, [*ASKED[:2], other | dict(max_tokens=5)]))
     d, seen = static()
@@ -168,7 +171,7 @@ def test_reporting_buckets_are_captured_once_a_step_reported():
 
 @pytest.mark.parametrize("trees", [True, False])
 def test_drafted_steps_report_the_path(trees):
-    """Trees and chains in one kind of step, or chains alone, row by row."""
+    """Trees and chains run in one kind of step, or chains alone run row by row."""
     free = dict(confidence=5, allowed_token_ids=None)
     wanted = plain(1.0, 2, **free)
     d = driver("replay", max_num_batched_tokens=96, max_num_seqs=5)
@@ -176,10 +179,10 @@ def test_drafted_steps_report_the_path(trees):
     if trees:
         use_graphs(d)
     else:
-        d.engine.runner.use_graphs(call_through, 8)
+        use_ways(d.engine.runner, call_through, 8)
     graphs, seen = d.engine.runner.graphs, set()
     run = graphs._run
-    graphs._run = lambda *key: seen.add(key[1:]) or run(*key)
+    graphs._run = lambda key: seen.add(key[1:]) or run(key)
     d.run(requests(d, 1.0, 2, **free), preempt_every=7)
     assert {output for output, _ in seen} == {REPORTS} and {form for _, form in seen} >= (
         {4, 16} if trees else {ROW_BY_ROW}

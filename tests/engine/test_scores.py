@@ -1,4 +1,5 @@
-"""One number for a text: the same with a cold and a warm prefix cache, from every place round the borders of pages, in any chunks."""
+"""One number for a text: it is the same with a cold and a warm prefix cache, from every place around the borders of
+pages, and in any chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def driver():
 
 @pytest.fixture(scope="module")
 def whole(driver):
-    """Every token's own entry, by the list that the scalar stands for."""
+    """Every token's own entry, from the list that the scalar sums up."""
     request = driver.request("whole", PROMPT, max_tokens=1, prompt_logprobs=K, confidence=K)
     request.tenant = "alone"
     driver.run([request])
@@ -63,7 +64,8 @@ def test_cold_and_warm_say_the_same(driver, whole, at):
 
 
 def test_only_scored_rows_pass_the_head(driver):
-    """A warm prompt of 70 tokens whose last ten are scored sends ten rows through it, and the one that a step always has."""
+    """A warm prompt of 70 tokens whose last ten are scored sends ten rows through the model, and the one that every
+    step has."""
     seen = []
     model, before = driver.engine.runner.model, driver.engine.runner.model.logits
     model.logits = lambda hidden: (seen.append(len(hidden)), before(hidden))[1]

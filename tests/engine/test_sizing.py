@@ -1,4 +1,4 @@
-"""What an engine counts as its own of a GPU's memory."""
+"""How much of a GPU's memory an engine counts as its own."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from kvasir.engine.sizing import GIB, OUTSIDE_ALLOCATOR, own_bytes
     [
         (100, 80, 19.5, 20, 0),  # code and workspaces lie outside the allocator
         (100, 60, 19.5, 20.5, 19.5),  # an engine that started meanwhile took the rest
-        (100, 95, 19.5, 19.5, 0),  # somebody gave memory back meanwhile: ours is still ours
+        (100, 95, 19.5, 19.5, 0),  # another process gave memory back meanwhile, which does not make ours smaller
         (100, 120, 0, 0, 0),
     ],
 )

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from kvasir.engine import decode_tapes, runner
+from kvasir.engine import build, decode_tapes
 from kvasir.engine.tape import Arena, record
 from tests.engine.driver import Driver
 
@@ -16,7 +16,8 @@ def seeded():
 
 
 def block(x, w, pool, at):
-    """Views, in-place calls, copies, several results, a call without an out form, and a result that nobody uses."""
+    """A tape of views, in-place calls, copies, several results, a call without an out form, and a result that nobody
+    uses."""
     y = torch.mm(x, w).view(-1, 2, 8)
     left, right = y.unbind(1)
     pool.index_copy_(0, at, left)
@@ -84,7 +85,7 @@ def test_what_a_later_call_still_reads_is_not_overwritten():
 
 
 def run(lengths, monkeypatch, taped: bool, **options):
-    monkeypatch.setattr(runner, "why_not", lambda *args: "tapes are for where there are no native kernels")
+    monkeypatch.setattr(build, "why_not", lambda *args: "tapes are for where there are no native kernels")
     monkeypatch.setattr(decode_tapes, "MAX_ROWS", 32 if taped else 0)
     driver = Driver(batch_invariant=False, max_num_batched_tokens=64, max_num_seqs=32, **options)
     reqs = [
@@ -99,7 +100,7 @@ def run(lengths, monkeypatch, taped: bool, **options):
         for k, n in enumerate(lengths)
     ]
     driver.run(reqs)
-    used = len(driver.engine.runner.tapes._steps)
+    used = len(driver.engine.runner.way(decode_tapes.DecodeTapes)._steps)
     tokens = {key: out.tokens for key, out in driver.outputs.items()}
     driver.close()
     return tokens, used

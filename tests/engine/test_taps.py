@@ -1,22 +1,26 @@
-"""What drafters get to read: the outputs of the chosen layers for every committed row, by whatever way a step runs, and no bit else changes."""
+"""Drafters get the outputs of the chosen layers for every committed row, whichever way a step runs, and nothing else
+changes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvasir.engine.graphs import EAGER_STEPS, call_through
+from kvasir.engine.capture import EAGER_STEPS, call_through
+from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.lab import export
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.tree import DraftTree
+from tests.engine.driver import use_ways
 from tests.speculation.helpers import Hostile, driver, install, outputs, plain, requests
 
 LAYERS = (0, 2, 3)
 
 
 class Recorder(Drafter):
-    """Keeps what it is handed, by request, branch and position; proposes the plain run's tokens with decoys, or nothing."""
+    """Keeps what it is handed, by request, branch and position; proposes the plain run's tokens with decoys, or
+    nothing."""
 
     hidden_layers = LAYERS
 
@@ -47,7 +51,7 @@ def expected():
 
 @torch.no_grad()
 def truth(ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
-    """[T, layers, E] of the trainer's own model."""
+    """Hidden states [T, layers, E] of the trainer's own model."""
     model = export.load(resolve("nano"))
     x, found = model.model.embed_tokens(torch.tensor([ids])), []
     for i, layer in enumerate(model.model.layers):
@@ -72,7 +76,9 @@ def truth(ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
 )
 def test_every_committed_row_is_handed_over(options, drafts, expected):
     native = options.get("native")
-    layers = LAYERS[:2] if native else LAYERS  # the native steps hold no last layer but for rows that are drawn from
+    layers = (
+        LAYERS[:2] if native else LAYERS
+    )  # native steps compute the last layer only for rows whose logits are wanted
     d = driver("replay", **{k: v for k, v in options.items() if k != "native"})
     recorder = Recorder(expected if drafts else None, layers)
     install(d, recorder)
@@ -83,13 +89,11 @@ def test_every_committed_row_is_handed_over(options, drafts, expected):
     if not options.get("max_num_batched_tokens") and options.get("batch_invariant", True):
         assert outputs(d) == expected, "who looks on changes a token"
     if native:
-        assert (
-            d.engine.runner.tapes is None
-            and d.engine.runner.native._program is not None
-            and d.engine.stats().accepted_tokens > 0
-        )
+        tapes = d.engine.runner.way(DecodeTapes)
+        assert not tapes._steps and not tapes._seen, "what is native needs no tape"
+        assert d.engine.runner.native.native._program is not None and d.engine.stats().accepted_tokens > 0
     elif not options.get("batch_invariant", True):
-        assert any(step.tape is not None for step in d.engine.runner.tapes._steps.values())
+        assert any(step.tape is not None for step in d.engine.runner.way(DecodeTapes)._steps.values())
     for key, rows in recorder.rows.items():
         ids = recorder.ids[key]
         cached = d.outputs[key].num_cached
@@ -107,12 +111,13 @@ class Chains(Recorder):
 
 
 def test_drafts_over_static_buffers_larger_than_they_need(expected):
-    """As on a GPU: chains and decodes in turns, some of them padded to a larger bucket that is captured already, and tapped."""
+    """As on a GPU, chains and decodes take turns and are tapped; some of them are padded to a larger captured
+    bucket."""
     d = driver("replay", overlap=True, max_num_seqs=6)
     recorder, runner = Chains(expected), d.engine.runner
     install(d, recorder)
     runner.use_taps(LAYERS)
-    runner.use_graphs(call_through, 8)
+    use_ways(runner, call_through, 8)
     large = {(54, True, True), (24, False, True), (8, True, False), (6, False, False)}
     assert all(runner.graphs._try_capture(*key) for key in large)
     for _ in range(2):
@@ -120,7 +125,7 @@ def test_drafts_over_static_buffers_larger_than_they_need(expected):
         d.run(requests(d, 1.0))
         assert outputs(d) == expected
     own = {key for key in runner.graphs._ready if key[2]} - large
-    assert own and all(runner.graphs._uses[key] > EAGER_STEPS for key in own), "they stood in first"
+    assert own and all(runner.graphs.choice._uses[key] > EAGER_STEPS for key in own), "they stood in first"
     for key, rows in recorder.rows.items():
         right = truth(recorder.ids[key][: max(rows) + 1])
         torch.testing.assert_close(torch.stack([*rows.values()]), right[[*rows]], rtol=2e-3, atol=2e-3)
@@ -132,7 +137,7 @@ def test_taps_that_are_off_cost_nothing(expected):
     d = driver("replay", static=True)
     install(d, Recorder())
     d.engine.runner.use_taps(LAYERS)
-    taps, taken = d.engine.runner.taps, []
+    taps, taken = d.engine.runner.parts.taps, []
     real = taps.taken
     taps.taken = lambda *args: taken.append(taps.on) or real(*args)
     d.engine._drafting.controller._fixed, d.engine._drafting.controller._rest = False, 1000
@@ -143,5 +148,7 @@ def test_taps_that_are_off_cost_nothing(expected):
 
 def test_without_such_a_drafter_nothing_is_tapped():
     d = driver("ngram")
-    assert d.engine.runner.taps is None and (d.engine.runner.graphs is None or d.engine.runner.graphs._tapped is None)
+    assert d.engine.runner.parts.taps is None and (
+        d.engine.runner.graphs is None or d.engine.runner.graphs._tapped is None
+    )
     d.close()

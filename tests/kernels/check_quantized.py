@@ -100,7 +100,7 @@ def written(rows: int, at: range, exact: bool, format: str, device: str) -> list
 
 
 def basis_of(order: int, dim: int, values: bool, dtype: torch.dtype, device: str) -> Basis:
-    from kvasir.kv.quantized import Rotation
+    from kvasir.kv.rotation import Rotation
 
     return Rotation(order, dim, signs=True).basis(dtype, torch.device(device), values)
 

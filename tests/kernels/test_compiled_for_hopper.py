@@ -22,7 +22,7 @@ from kvasir.kernels.paged_attention import TogetherShape
 from kvasir.kernels.quantized_attention import Shape as RowsShape
 from kvasir.kernels.quantized_decode import shape_of
 from kvasir.kernels.quantized_qkv import Shape as WriteShape
-from kvasir.kv.quantized import Rotation
+from kvasir.kv.rotation import Rotation
 from tests.kernels.hopper_compiler import compile_for_hopper
 
 pytest.importorskip("triton")

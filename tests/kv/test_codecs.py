@@ -10,7 +10,7 @@ from kvasir.kernels.quantize import dequantize, hadamard, pack_nibbles, quantize
 from kvasir.kv.codec import Codec
 from kvasir.kv.codecs.nvfp4 import E2M1, e2m1, e2m1_value
 from kvasir.kv.pool import KVPool
-from kvasir.kv.quantized import Rotation, largest_order
+from kvasir.kv.rotation import Rotation, largest_order
 from kvasir.models.checkpoint import resolve
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.technique import load

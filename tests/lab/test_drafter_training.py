@@ -20,6 +20,7 @@ from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model, Shape
 from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.speculation import heads
+from kvasir.speculation.head_kinds.ppd import Prompts, PromptShape
 
 SHAPE = Shape(dim=32, layers=3, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=160)
 TINY = {"chain:modulus=5,max_factor=2,min_steps=1,max_steps=1": 0.5, "countdown": 0.5}
@@ -80,11 +81,8 @@ def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
 @pytest.mark.parametrize("ensemble", [1, 2])
 def test_prompt_tokens_are_rows_of_the_model_like_others(ensemble, target, texts, monkeypatch):
     """Compare with the model run over a text that ends with the prompt tokens, for each root, count and member."""
-    monkeypatch.setattr(
-        drafter_training.heads,
-        "shape_for",
-        lambda kind, dim, layers: heads.PromptShape(dim, depth=2, ensemble=ensemble),
-    )
+    shape = lambda cls, dim, layers: PromptShape(dim, depth=2, ensemble=ensemble)  # noqa: E731
+    monkeypatch.setattr(Prompts, "shape_for", classmethod(shape))
     t = trainer(target, texts, "ppd")
     batch = next(batches(texts, 256, 0, 0))
     assert len(batch.ids) > 1

@@ -4,7 +4,7 @@ models."""
 import pytest
 import torch
 
-from kvasir.engine import runner
+from kvasir.engine import build
 from kvasir.engine.batch import pack
 from kvasir.errors import ConfigError
 from kvasir.kernels.native.library import Native, native
@@ -92,12 +92,10 @@ def test_what_is_left_to_the_plain_path(tmp_path, monkeypatch):
     decoder = NativeDecoder(paged.model, paged.caches)
 
     def takes(length, count=1):
-        return decoder.takes(pack([Span(paged.seqs[0], 5, length)] * count, PAGE_SLOTS, "cpu", 1))
+        return decoder.takes(length * count, count)
 
     for wide, prompt, decodes in ((True, MAX_ROWS, MAX_ROWS), (False, NARROW_ROWS, NARROW_DECODES)):
         monkeypatch.setattr(decoder, "_wide", lambda wide=wide: wide)
-        paged.seqs[0].tokens = [1] * (MAX_ROWS + 9)
-        paged.seqs[0].tables = [[1] * (MAX_ROWS // PAGE_SLOTS + 1)]
         assert takes(prompt) and not takes(prompt + 1) and takes(1, decodes) and not takes(1, decodes + 1)
 
     def reason(variant, exact=False, **changes):
@@ -115,7 +113,7 @@ def tokens(native_too, monkeypatch, lengths, gap=0, alike=7, max_tokens=40, **op
     """Run requests and return their tokens. ``gap``: steps between arrivals; ``alike`` 0: each prompt begins all longer
     ones."""
     if not native_too:
-        monkeypatch.setattr(runner, "why_not", lambda *args: "off")
+        monkeypatch.setattr(build, "why_not", lambda *args: "off")
     driver = Driver(
         **{"batch_invariant": False, "max_num_batched_tokens": 64, "max_num_seqs": 32, "num_pages": 120} | options
     )
@@ -132,7 +130,7 @@ def tokens(native_too, monkeypatch, lengths, gap=0, alike=7, max_tokens=40, **op
         for k, n in enumerate(lengths)
     ]
     driver.run(reqs, gap=gap)
-    used = native_too and driver.engine.runner.native._program is not None
+    used = native_too and driver.engine.runner.native.native._program is not None
     found = {key: out.tokens for key, out in driver.outputs.items()}
     driver.close()
     return found, used

@@ -83,7 +83,9 @@ def install(d: Driver, drafter: Drafter) -> None:
     """Use this drafter in place of ``replay``, with which the engine was started."""
     d.engine._drafting.drafter = drafter
     place = d.engine.runner.model.place
-    d.engine.runner.guest_inputs = None if drafter.guests is None else drafter.guests.to(place.device, place.dtype)
+    d.engine.runner.parts.guest_inputs = (
+        None if drafter.guests is None else drafter.guests.to(place.device, place.dtype)
+    )
 
 
 def requests(d: Driver, temperature: float, n: int = 1, tag: str = "r", **params) -> list:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.engine import graphs as graphs_file
-from kvasir.engine.graphs import ROW_BY_ROW
+from kvasir.engine import graph_buckets
+from kvasir.engine.graph_buckets import ROW_BY_ROW
 from tests.speculation import trained as heads
 from tests.speculation.helpers import NANO, Hostile, WithGuests, driver, install, requests
 
@@ -54,7 +54,7 @@ def test_same_tokens(drafter, graphs, codec, plain):
 @pytest.mark.parametrize("drafter", ["ngram:min_match=1", "hostile"])
 def test_the_switch_leaves_trees_to_eager_steps(drafter, plain, monkeypatch):
     """The same with chains row by row."""
-    monkeypatch.setattr(graphs_file, "SHARE_KEYS", False)
+    monkeypatch.setattr(graph_buckets, "SHARE_KEYS", False)
     found, _, captured = run(drafter.replace("hostile", "replay"), plain if drafter == "hostile" else None)
     assert found == plain and all(form == ROW_BY_ROW for _, _, form in captured)
 

@@ -18,6 +18,7 @@ from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask
 from kvasir.speculation.drafters.eagle import Config, EagleDrafter
+from kvasir.speculation.head_kinds.eagle import Eagle, EagleShape
 from kvasir.speculation.router import load_drafter
 from kvasir.speculation.tree import products
 from kvasir.types import Request, SamplingParams, Sequence
@@ -229,8 +230,8 @@ def sequence(ids: list[int]) -> Sequence:
 
 @pytest.fixture
 def eagle(tmp_path):
-    shape = heads.EagleShape(DIM, (0, 1, 3), depth=4, heads=4, kv_heads=2, head_dim=8, ffn=24)
-    head = heads.Eagle(shape)
+    shape = EagleShape(DIM, (0, 1, 3), depth=4, heads=4, kv_heads=2, head_dim=8, ffn=24)
+    head = Eagle(shape)
     head.begin_with(torch.ones(DIM), torch.zeros(1, DIM), torch.Generator().manual_seed(5))
     with torch.no_grad():
         for p in head.parameters():

@@ -8,10 +8,11 @@ from itertools import cycle
 
 import pytest
 
-from kvasir.engine.graphs import call_through
+from kvasir.engine.capture import call_through
 from kvasir.errors import RequestError
 from kvasir.models.checkpoint import resolve
 from kvasir.types import Grammar
+from tests.engine.driver import use_ways
 from tests.pairwise import label, pairwise, product
 from tests.speculation.helpers import LENGTHS, Hostile, WithGuests, driver, install, outputs, plain, requests
 from tests.speculation.trained import random_head
@@ -207,7 +208,7 @@ def test_a_request_may_do_without():
 def test_steps_of_more_rows_than_sequences_run_over_static_buffers():
     """One sequence and its drafts take up to nine rows: a bucket of its own, captured when the engine is idle."""
     d = driver("replay", max_num_seqs=1)
-    d.engine.runner.use_graphs(call_through, 8)
+    use_ways(d.engine.runner, call_through, 8)
     expected = plain(0.0)
     prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
     d.engine._drafting.drafter.load({prompts[i]: tokens for (i, _), (tokens, _) in expected.items()}, 1)
@@ -218,7 +219,7 @@ def test_steps_of_more_rows_than_sequences_run_over_static_buffers():
     graphs = d.engine.runner.graphs
     assert (
         graphs.most_drafted == 9
-        and max(size for size, draws, drafted in {*graphs._uses, *graphs._ready} if draws and drafted) >= 8
+        and max(size for size, draws, drafted in {*graphs.choice._uses, *graphs._ready} if draws and drafted) >= 8
     )
     while d.engine.idle():
         pass
@@ -256,7 +257,7 @@ def test_a_draft_model_goes_on_from_committed_tokens_only():
     for static in (False, True):
         d = driver("draft_model:model=embedded,max_depth=1", max_num_seqs=4)
         if static:
-            d.engine._drafting.drafter._model._runner.use_graphs(call_through)
+            use_ways(d.engine._drafting.drafter._model._runner, call_through)
         d.run(requests(d, 0.0, 2, max_tokens=40))
         accepted.append(d.engine.stats().accepted_by_depth)
         d.close()

@@ -316,7 +316,7 @@ def test_without_hidden_states_an_exit_is_known_by_what_was_accepted(monkeypatch
     """With the switch off no layer is read, and the engine's outputs stay."""
     monkeypatch.setattr(layer_skip, "SHADOWS", False)
     d = driver("layer_skip:exits=2")
-    assert d.engine.runner.taps is None
+    assert d.engine.runner.parts.taps is None
     fade(d, 2, 0.0)
     d.run(requests(d, 0.0, max_tokens=40))
     assert drafter_of(d)._all[2].share > 0.95 and d.engine.stats().accepted_tokens > 40

@@ -17,6 +17,7 @@ from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.controller import Controller
 from kvasir.speculation.drafters.ppd import PromptDrafter, dynamic_tree
+from kvasir.speculation.head_kinds.ppd import Prompts, PromptShape
 from kvasir.speculation.router import Router
 from kvasir.speculation.tree import DraftTree, products
 from tests.checkpoints import write
@@ -24,7 +25,7 @@ from tests.engine.driver import Driver
 from tests.speculation.helpers import WithGuests, driver, install, outputs, plain, requests
 
 
-def folder_of(head: heads.Prompts, folder, seed: int = 0):
+def folder_of(head: Prompts, folder, seed: int = 0):
     """Return random prompt tokens for nano, as loud as its embeddings."""
     model = export.load(resolve("nano")).model
     head.begin_with(model.norm.weight, model.embed_tokens.weight.detach().float(), torch.Generator().manual_seed(seed))
@@ -48,7 +49,7 @@ def folder_of(head: heads.Prompts, folder, seed: int = 0):
 def test_the_engine_computes_what_training_does(ensemble, tmp_path, monkeypatch):
     """Answers in trees, in chunks and after preemptions are the states that the loss was computed from, at the right
     positions."""
-    folder_of(heads.Prompts(heads.PromptShape(192, ensemble=ensemble)), tmp_path)
+    folder_of(Prompts(PromptShape(192, ensemble=ensemble)), tmp_path)
     heard = []
     real = PromptDrafter.answer
 
@@ -187,7 +188,7 @@ def test_windows_experts_scaled_embeddings_and_normal_mode(variant, exact, tmp_p
 
 
 def test_broken_prompt_tokens_and_rows_are_refused(tmp_path):
-    head = heads.Prompts(heads.PromptShape(192))
+    head = Prompts(PromptShape(192))
     folder_of(head, tmp_path / "a")
     with pytest.raises(ConfigError, match="rows=2"):
         driver(f"ppd:model={tmp_path / 'a'},rows=2")

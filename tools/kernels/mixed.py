@@ -22,6 +22,7 @@ from kvasir.bench.result import ratios_of
 from kvasir.bench.workloads import Batch, shape_folder
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
+from kvasir.engine.mixed_steps import MixedSteps
 from kvasir.types import SamplingParams
 from tools.kernels.frame import Report
 
@@ -32,7 +33,7 @@ class Bench:
     """An engine whose launches are timed, and the prompts it is given."""
 
     def __init__(self, engine: Any, info: Any) -> None:
-        self.engine, self.info, self.mixed = engine, info, engine.runner.mixed
+        self.engine, self.info, self._ways = engine, info, engine.runner.ways
         self._numbers, self._words, self.launched = count(), random.Random(1), []
         launch = engine.runner.launch
 
@@ -45,6 +46,10 @@ class Bench:
 
         engine.runner.launch = timed
 
+    def _use(self, pieces: bool) -> None:
+        """Run steps with prompts in captured pieces, or not."""
+        self.engine.runner.use([way for way in self._ways if pieces or not isinstance(way, MixedSteps)])
+
     def submit(self, rows: int, max_tokens: int = 1) -> None:
         ids = Batch("mixed", 1, rows, 2).prompts(self.info.tokenizer_size, self._words)[0]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -52,7 +57,7 @@ class Bench:
 
     def steps(self, rows: int, pieces: bool, num: int = STEPS) -> tuple[float, float]:
         """Milliseconds of a step with a new prompt of ``rows`` tokens, and of its launch on the host."""
-        self.engine.runner.mixed = self.mixed if pieces else None
+        self._use(pieces)
         for _ in range(3):
             self.submit(rows)
             self.engine.step()
@@ -67,7 +72,7 @@ class Bench:
 
     def alone(self, rows: int, pieces: bool) -> float:
         """Milliseconds from a prompt to its token on an idle engine."""
-        self.engine.runner.mixed = self.mixed if pieces else None
+        self._use(pieces)
         began = time.perf_counter()
         self.submit(rows)
         while self.engine.has_work():
@@ -142,7 +147,8 @@ def run(options: argparse.Namespace) -> int:
                 captured += 1
             left = torch.cuda.mem_get_info()[0] >> 20
             print(f"{captured} captures in {time.perf_counter() - began:.1f} s, {left} MiB left", flush=True)
-            print(f"{len(bench.mixed._ready)} sizes up to {bench.mixed.sizes[-1]} of mixed steps", flush=True)
+            mixed = bench.engine.runner.way(MixedSteps)
+            print(f"{len(mixed._ready)} sizes up to {mixed.sizes[-1]} of mixed steps", flush=True)
             measure(report, bench, rows, options.batch, options.rounds)
             if options.host:
                 profile_host(bench, rows[0])

@@ -20,7 +20,7 @@ from kvasir.bench.offline import TooNoisy, decoding, described, measure, own_eng
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig
-from kvasir.engine import runner
+from kvasir.engine import build
 from kvasir.logs import log
 
 WORKLOADS = ("mixed:96:200:100", "prompts:8:512:2", "decode1:1:64:128", "decode16:16:64:128", "decode64:64:64:64")
@@ -161,10 +161,10 @@ def cached(
 
 def own(config: EngineConfig, native: bool, stack: contextlib.ExitStack):
     """An engine with the C kernels or without, closed by ``stack``."""
-    known = runner.why_not
+    known = build.why_not
     if not native:
-        runner.why_not = lambda *_: "left out"
+        build.why_not = lambda *_: "left out"
     try:
         return own_engine(config, stack)
     finally:
-        runner.why_not = known
+        build.why_not = known

@@ -18,8 +18,11 @@ import torch
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.bench.workloads import SHAPES
 from kvasir.decoding.sampler import Sampler
-from kvasir.engine.graphs import ROW_BY_ROW, CudaCapture, call_through
+from kvasir.engine.build import ways_to_run
+from kvasir.engine.capture import CudaCapture, call_through
+from kvasir.engine.graph_buckets import ROW_BY_ROW
 from kvasir.engine.runner import Runner
+from kvasir.engine.step_way import StepParts
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.weights import Placement
@@ -69,14 +72,10 @@ class Steps:
         )
         if device.type == "cpu":
             backend = FromTheDevice(backend)
-        self.runner = Runner(
-            model,
-            pool,
-            backend,
-            Sampler(spec.vocab_size, spec.vocab_size, count, device, ()),
-            device,
-            max_model_len=context + 64,
-        )
+        sampler = Sampler(spec.vocab_size, spec.vocab_size, count, device, ())
+        parts = StepParts(model, pool, backend, sampler, device, max_model_len=context + 64)
+        capture = CudaCapture(device) if device.type == "cuda" else call_through
+        self.runner = Runner(parts, ways_to_run(parts, capture, 8))
         self.seqs = []
         for i in range(count):
             prompt = [(7 * i + j) % spec.vocab_size for j in range(context + 1)]
@@ -90,7 +89,6 @@ class Steps:
             )
             self.runner.open(seq)
             self.seqs.append(seq)
-        self.runner.use_graphs(CudaCapture(device) if device.type == "cuda" else call_through, 8)
 
     def spans(self, rows: int, tree: bool) -> list[Span]:
         """Spans of ``rows`` rows behind the keys of every sequence: a chain, or a binary tree."""
@@ -116,33 +114,27 @@ class Steps:
         forms = {"one by one": None} | (
             {} if tree or rows * len(self.seqs) > self.runner.graphs.buckets[-1] else {"graph, row by row": ROW_BY_ROW}
         )
-        shared = next((form for form in self.runner.graphs._forms if form >= rows), None)
+        shared = next((form for form in self.runner.graphs.choice.forms if form >= rows), None)
         return forms | ({} if shared is None else {"graph, shared": shared})
 
     def launch(self, spans: list[Span], form: int | None) -> None:
         """Launch a step and wait for its tokens on the host."""
         runner, graphs = self.runner, self.runner.graphs
-        if form is None:
-            runner.graphs = None
-        else:
-            graphs.takes, graphs._form = lambda spans: True, lambda spans: form
-        try:
-            runner.launch(Plan(0, spans)).read()
-        finally:
-            runner.graphs = graphs
+        graphs.takes, graphs.choice.form = lambda spans: form is not None, lambda spans: form
+        runner.launch(Plan(0, spans)).read()
 
     def hidden(self, spans: list[Span], form: int) -> torch.Tensor:
         graphs = self.runner.graphs
-        graphs._form = lambda spans: form
+        graphs.choice.form = lambda spans: form
         return graphs.forward(spans).clone()
 
 
 @torch.inference_mode()
 def eager_hidden(steps: Steps, spans: list[Span]) -> torch.Tensor:
     runner = steps.runner
-    batch = runner.packer.pack(spans)
+    batch = runner.parts.packer.pack(spans)
     runner.backend.plan(batch)
-    return runner.model.forward(batch, runner.caches, runner.backend)
+    return runner.model.forward(batch, runner.parts.caches, runner.backend)
 
 
 def time_case(report: Report, steps: Steps, codec: str, rows: int, context: int, tree: bool) -> None:

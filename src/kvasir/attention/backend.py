@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvasir.technique import Technique
 
@@ -58,6 +58,8 @@ class AttentionBackend(Technique):
     codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})
     # Preference of ``auto``: of equally fast backends it takes the highest rank; rank 0 only where no other can serve.
     rank = 0
+    # Whether this is the plain definition in torch, so that native steps and tapes may compute it in its place.
+    reference = False
     # Whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``.
     graphs = False
 
@@ -89,6 +91,13 @@ class AttentionBackend(Technique):
 
     def plan(self, batch: StepBatch) -> None:
         """Derive what every layer needs into ``batch.scratch``. Called once a step, before the layers."""
+
+    def pin(
+        self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, shared: dict[str, Any]
+    ) -> None:
+        """Plan a step whose tensors stay (a CPU tape): ``bias`` [S, 1, 1, N] is added to the scores of one row for each sequence, and
+        ``shared`` is what ``Codec.read`` gets. Only a ``reference`` backend has to."""
+        raise NotImplementedError
 
     @abstractmethod
     def run(

@@ -137,7 +137,7 @@ def _runner(folder: str) -> SimpleNamespace:
         device=torch.device("cpu"),
         graphs=None,
         captures=0,
-        taps=None,
+        parts=SimpleNamespace(taps=None),
         pool=pool,
         sampler=SimpleNamespace(num_top=0),
         capture=lambda: None,

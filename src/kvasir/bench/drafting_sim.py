@@ -19,8 +19,9 @@ from typing import Any
 
 from kvasir.bench.workloads import SHAPES
 from kvasir.config import SpeculationConfig
+from kvasir.engine.capture import EAGER_STEPS
 from kvasir.engine.drafting import Drafting
-from kvasir.engine.graphs import DRAFT_ROWS, EAGER_STEPS, buckets
+from kvasir.engine.graph_buckets import DRAFT_ROWS, buckets
 from kvasir.engine.spans import next_span, rows_left
 from kvasir.models.families import build_spec
 from kvasir.speculation.drafter import Ask, Drafter
@@ -201,7 +202,7 @@ class Simulation:
         runner = _Runner(
             graphs=self.graphs,
             device=SimpleNamespace(type="cuda"),
-            taps=None,
+            parts=SimpleNamespace(taps=None),
             capture=lambda: None,
             sampler=SimpleNamespace(num_top=0),
             model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))),

@@ -25,6 +25,7 @@ def examine() -> dict[str, Any]:
 
     from kvasir import __version__
     from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+    from kvasir.config import CacheConfig
     from kvasir.engine.attention_choice import choose_backend
     from kvasir.engine.policy import POLICIES
     from kvasir.kernels.native.library import native
@@ -69,10 +70,11 @@ def examine() -> dict[str, Any]:
             }
         )
     device = "cuda" if facts["gpus"] else "cpu"
+    codec = load(CODECS, CacheConfig().kv_codec, Codec)
     site = Site(
         device=device,
         dtype=torch.bfloat16 if facts["gpus"] else torch.float32,
-        codec_kernel="plain",
+        codec_kernel=codec.kernel,
         page_slots=Codec.page_slots,
         specs=(AttentionSpec(32, 8, 128, 128**-0.5),),
     )
@@ -82,7 +84,7 @@ def examine() -> dict[str, Any]:
         backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked
     }
     facts["attention_only_named"] = {backend.name: backend.why_only_named() for backend in ranked}
-    choice = choose_backend("auto", site, load(CODECS, "plain", Codec))
+    choice = choose_backend("auto", site, codec)
     facts["attention_chosen"] = choice.backend.name
     facts["attention_why"] = choice.why + (", with 32 query and 8 KV heads of 128" if choice.timed else "")
     if not facts["gpus"]:

@@ -74,7 +74,8 @@ def _codecs(spec: ModelSpec, item: int, places: Mapping[str, float]) -> dict[str
 
     return dict(
         sorted(
-            of_all(CODECS, lambda name: (name, _codec(spec, name, item, places))), key=lambda found: found[0] != "plain"
+            of_all(CODECS, lambda name: (name, _codec(spec, name, item, places))),
+            key=lambda found: found[0] != CacheConfig().kv_codec,
         )
     )
 

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from kvasir.cli.options import check_output
-from kvasir.errors import ConfigError
+from kvasir.technique import own
+
+HEAD_KINDS = "kvasir.speculation.head_kinds"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train parts that make a model cheaper to serve.")
 
@@ -20,7 +22,7 @@ def _group() -> None:
 
 @app.command()
 def drafter(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which drafter: medusa, eagle or ppd.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"Which drafter: {', '.join(own(HEAD_KINDS))}.")],
     target: Annotated[str, typer.Option(help="Model to draft for: a lab checkpoint, by folder or name.")],
     out: Annotated[Path, typer.Option(help="Folder to write; --drafter NAME:model=FOLDER then serves it.")],
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time; sampling and measuring come on top.")] = 2.0,
@@ -41,10 +43,9 @@ def drafter(
     import sys
 
     from kvasir.lab.drafters.training import REPLIES, Plan, default_device, main
-    from kvasir.speculation.heads import KINDS
+    from kvasir.speculation.heads import class_of
 
-    if name not in KINDS:
-        raise ConfigError(f"no trained drafter named '{name}'; there are {', '.join(KINDS)}")
+    class_of(name)  # refuses an unknown name before anything is made
     check_output(out / "config.json", make=True)
     if samples is not None and not samples.exists():
         check_output(samples, make=True)

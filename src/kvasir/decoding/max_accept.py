@@ -80,15 +80,15 @@ def drawn(span: Span) -> torch.Tensor | None:
 def blocks(batch: SampleBatch) -> list[Block]:
     """Return the blocks of a step."""
     found = []
-    for span, wanted, first, held in zip(batch.spans, batch.wanted, batch.first, batch.held):
-        if held and (weights := drawn(span)) is not None:
+    for span, wanted, first, row_tokens in zip(batch.spans, batch.wanted, batch.first, batch.row_tokens):
+        if row_tokens and (weights := drawn(span)) is not None:
             sample = span.want["sample"]
             found.append(
                 Block(
                     span.seq,
                     first + wanted.index(sample.start),
                     span.start + sample.start,
-                    held[sample.start + 1 :],
+                    row_tokens[sample.start + 1 :],
                     weights,
                 )
             )
@@ -138,8 +138,8 @@ def accept(found: list[Block], rows: np.ndarray, final_SV: torch.Tensor, tokens_
     at_BH, padded_BH = send(np.asarray(rows)[:, None] + order_BH), send(order_BH)
     drafts_BG = send(np.array([b.drafts + b.drafts[-1:] * (count - len(b.drafts)) for b in found]))
     u_BG = send(np.stack([np.pad(coins(b.seq, b.position, len(b.drafts)), (0, count - len(b.drafts))) for b in found]))
-    held_BG = send(np.cumsum([0, *lengths[:-1]])[:, None] + order_BH[:, 1:] - 1)
-    q_BGV = torch.cat([b.weights[: len(b.drafts)] for b in found]).softmax(-1)[held_BG]
+    place_BG = send(np.cumsum([0, *lengths[:-1]])[:, None] + order_BH[:, 1:] - 1)
+    q_BGV = torch.cat([b.weights[: len(b.drafts)] for b in found]).softmax(-1)[place_BG]
     h_BG, weights_BHV = verify(final_SV[at_BH].softmax(-1), q_BGV, drafts_BG, send(lengths))
     step = torch.arange(count + 1, device=device)
     tau_B1 = ((u_BG < h_BG) * step[1:]).amax(1, keepdim=True)

@@ -166,7 +166,7 @@ class SampleBatch:
     """A plan as the sampler sees it.
 
     ``first[s]``: logit row of the first wanted row of span s; ``wanted[s]``: its wanted rows (0-based in the span,
-    ascending); ``errors``: rows that fail whatever the logits are; ``held[s]``: the tokens of a span that verifies a
+    ascending); ``errors``: rows that fail whatever the logits are; ``row_tokens[s]``: the tokens of a span that verifies a
     draft (empty for others), since the sequence may have lost its draft by the time this is read."""
 
     spans: list[Span]
@@ -174,7 +174,7 @@ class SampleBatch:
     first: list[int]
     rows: Rows
     errors: dict[int, str]
-    held: list[list[int]]
+    row_tokens: list[list[int]]
 
     @property
     def num_rows(self) -> int:
@@ -200,12 +200,12 @@ class Packer:
     errors: dict[int, str] = field(default_factory=dict)
 
     def pack(self, spans: list[Span]) -> SampleBatch:
-        wanted, first, held = [], [], []
+        wanted, first, row_tokens = [], [], []
         for span in spans:
             first.append(self.count)
             wanted.append(self._span(span))
-            held.append(span.tokens() if span.commit == "walk" else [])
-        return SampleBatch(spans, wanted, first, self._rows(), self.errors, held)
+            row_tokens.append(span.tokens() if span.commit == "walk" else [])
+        return SampleBatch(spans, wanted, first, self._rows(), self.errors, row_tokens)
 
     def _span(self, span: Span) -> range | list[int]:
         sample, score = span.want.get("sample", range(0)), span.want.get("score", range(0))

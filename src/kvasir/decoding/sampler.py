@@ -377,13 +377,13 @@ class SampleOutput:
         drawn, scored = self._read_reports()
         tops = [row for part in self._tops for row in part.tolist()]
         results = []
-        for span, wanted, first, held in zip(batch.spans, batch.wanted, batch.first, batch.held):
+        for span, wanted, first, row_tokens in zip(batch.spans, batch.wanted, batch.first, batch.row_tokens):
             if not wanted:
                 results.append(SpanResult())
                 continue
             rows = {i: first + n for n, i in enumerate(wanted)}
-            results.append(resolve_span(span, held, rows, tokens, errors, drawn, scored))
-            if tops and held:
+            results.append(resolve_span(span, row_tokens, rows, tokens, errors, drawn, scored))
+            if tops and row_tokens:
                 results[-1].top = [tops[rows[i]] for i in span.want.get("sample", ())]
         return results
 
@@ -417,14 +417,14 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def resolve_span(
     span: Span,
-    held: list[int],
+    row_tokens: list[int],
     rows: Mapping[int, int] | Many[int],
     tokens: list[int],
     errors: dict[int, str],
     drawn: dict[int, TokenLogprob],
     scored: dict[int, TokenLogprob],
 ) -> SpanResult:
-    """Resolve one span. ``held``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
+    """Resolve one span. ``row_tokens``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
     result = SpanResult()
     score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
     for i in score:
@@ -432,13 +432,13 @@ def resolve_span(
             return SpanResult(error=errors[rows[i]])
     if score:
         result.scores = [scored[rows[i]] for i in score]
-    path = _walk(span, held, sample, rows, tokens)
+    path = _walk(span, row_tokens, sample, rows, tokens)
     good = next((n for n, i in enumerate(path) if rows[i] in errors), len(path))
     if sample and not good:
         return SpanResult(error=errors[rows[path[0]]])
     # An error further down the path is left to the step that starts there, as without a draft.
     result.tokens = [tokens[rows[i]] for i in path[:good]]
-    if held:
+    if row_tokens:
         result.path = path[:good]
     if drawn and path and rows[path[0]] in drawn:
         result.logprobs = [drawn[rows[i]] for i in path[:good]]
@@ -448,7 +448,7 @@ def resolve_span(
 
 
 def _walk(
-    span: Span, held: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]
+    span: Span, row_tokens: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]
 ) -> list[int]:
     """Return the rows of the span whose draws are emitted: from the first sampled row on, while the draft has the drawn
     token."""
@@ -458,7 +458,7 @@ def _walk(
         return [sample[0]]
     children: dict[tuple[int, int], int] = {}
     for i in sample[1:]:
-        children.setdefault((span.parents[i] if span.parents else i - 1, held[i]), i)
+        children.setdefault((span.parents[i] if span.parents else i - 1, row_tokens[i]), i)
     path, i = [], sample[0]
     while True:
         path.append(i)

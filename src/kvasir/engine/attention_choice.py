@@ -1,8 +1,8 @@
 """Which attention backend serves a model: the one that was named, the only candidate, or the quickest by the clock.
 
-Each of several attends a step of decodes and a chunk of a prompt, with the model's own shapes, over a small cache that is freed again. The
-least product of the two times wins: a tenth lost at one makes up for a tenth won at the other. Exact mode times nothing: its bits hold across
-restarts, and the clock does not.
+Each of several candidates attends a step of decodes and a chunk of a prompt, with the model's own shapes, over a small
+cache that is freed again. The smallest product of the two times wins, so a tenth lost at one makes up for a tenth won
+at the other. Exact mode times nothing: its bits must not change across restarts, and the clock's choice may.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.types import CacheGroup
 
-DECODES, PROMPT = [(2047, 1)] * 8, [(2048, 2048)]  # spans (positions before, rows)
-LAYERS = 16  # a plan
-ROUNDS, LAPS = 3, 6  # candidates take turns: a GPU that was idle takes a while to run at its full clock
-CLOSE = 1.05  # between products that are no difference
-Times = dict[AttentionBackend, tuple[float, ...]]  # seconds a layer: decodes, rows of a prompt
+# The two steps that are timed, as spans of (positions before, rows).
+DECODES, PROMPT = [(2047, 1)] * 8, [(2048, 2048)]
+# Layers that are attended for each plan.
+LAYERS = 16
+# Candidates take turns for so many rounds of so many laps: a GPU that was idle takes a while to reach its full clock.
+ROUNDS, LAPS = 3, 6
+# Products of times within this factor count as equal.
+CLOSE = 1.05
+Times = dict[AttentionBackend, tuple[float, ...]]  # seconds for each layer: of the decodes, of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class Choice:
 
 
 def choose_backend(name: str, site: Site, codec: Codec) -> Choice:
-    """Raises ConfigError with every reason, where the named backend, or none, can serve ``site``."""
+    """The prepared backend for ``site``. Raises ConfigError with every reason if the named backend, or with ``auto``
+    every one, cannot serve it."""
     choice = (
         _automatic(site, codec)
         if name == "auto"
@@ -47,7 +52,8 @@ def choose_backend(name: str, site: Site, codec: Codec) -> Choice:
     )
     if reasons := choice.backend.why_not(site):
         raise ConfigError(
-            f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use --attention-backend auto."
+            f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use "
+            "--attention-backend auto."
         )
     choice.backend.prepare(site)
     return choice
@@ -61,7 +67,7 @@ def _automatic(site: Site, codec: Codec) -> Choice:
             "no attention backend can serve this model here: "
             + "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found)
         )
-    willing = [b for b in able if not b.why_only_named()] or able  # better one that was not named than none
+    willing = [b for b in able if not b.why_only_named()] or able  # better such a one than none
     ready = [b for b in willing if b.rank]
     first = max(ready or willing, key=lambda b: b.rank)
     if not ready:
@@ -79,7 +85,8 @@ def _automatic(site: Site, codec: Codec) -> Choice:
 
 
 def quickest(ready: list[AttentionBackend], times: Times) -> Choice:
-    """Of those as quick the highest rank; one without CUDA graphs, which save more than a kernel, where no other is left."""
+    """The quickest backend; among equally quick ones that of the highest rank. One without CUDA graphs, which save more
+    than a kernel, is chosen only if no other is left."""
     if not times:
         return Choice(max(ready, key=lambda b: b.rank), "by rank: none could be timed")
     product = {b: times[b][0] * times[b][1] for b in times if b.graphs == any(b.graphs for b in times)}
@@ -93,14 +100,14 @@ def quickest(ready: list[AttentionBackend], times: Times) -> Choice:
 
 
 def time_all(backends: list[AttentionBackend], site: Site, codec: Codec) -> Times:
-    """Of those that can be timed; of the others the log says why not."""
+    """Times of the backends that can be timed. The log says why the others cannot."""
     times: Times = dict.fromkeys(backends, (torch.inf, torch.inf))
     with compiling():
         for backend in ROUNDS * backends:
             if backend in times:
                 try:
                     times[backend] = tuple(map(min, times[backend], seconds_of(backend, site, codec)))
-                except Exception as e:  # of a package that nobody asked for, or the device is full
+                except Exception as e:  # nobody asked for this package, or the device is full
                     del times[backend]
                     log.warning(
                         "attention backend '%s' is left out: it failed when it was timed (%s: %s)",
@@ -109,13 +116,13 @@ def time_all(backends: list[AttentionBackend], site: Site, codec: Codec) -> Time
                         e,
                     )
     if site.device == "cuda":
-        torch.cuda.empty_cache()  # what is left is measured next, for the pool
+        torch.cuda.empty_cache()  # the memory that is left is measured next, for the pool
     return times
 
 
 @torch.inference_mode()
 def seconds_of(backend: AttentionBackend, site: Site, codec: Codec) -> tuple[float, ...]:
-    """Where layers differ, of one of each kind together."""
+    """Seconds of the two steps for each layer. Where layers differ, one of each kind counts."""
     backend.prepare(site)
     return tuple(
         sum(_least(_step(backend, spec, codec, spans), site.device) for spec in site.specs) / LAYERS
@@ -126,7 +133,7 @@ def seconds_of(backend: AttentionBackend, site: Site, codec: Codec) -> tuple[flo
 def _step(
     backend: AttentionBackend, spec: AttentionSpec, codec: Codec, spans: list[tuple[int, int]]
 ) -> Callable[[], None]:
-    """Attention of a step. Every sequence has pages of its own, or they would be read once for all."""
+    """A call that attends ``LAYERS`` times. Every sequence has pages of its own, or they would be read once for all."""
     device, dtype, slots = backend.site.device, backend.site.dtype, backend.site.page_slots
     pages = len(spans) * pages_for(max(map(sum, spans)), slots)
     group = CacheGroup("scratch", (0,), spec.num_kv_heads, spec.head_dim, spec.window)
@@ -145,7 +152,8 @@ def _step(
 
 
 def _least(step: Callable[[], None], device: str) -> float:
-    """Seconds of the quickest lap, after one that compiles: others are longer for what else the start does."""
+    """Seconds of the quickest lap, after one that compiles. Other laps are longer because the start does other things,
+    too."""
     step()
     return min(_lap(step, device) for _ in range(LAPS))
 

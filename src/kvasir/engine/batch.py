@@ -3,7 +3,7 @@
 Everything is written into two staging buffers on the host (one of int64, one of int32, pinned when the device is a GPU)
 and crosses to the device in two copies, whatever the number of requests.
 
-Legend: T rows, S spans, W pages in the longest table, P slots per page, A words of ancestor bits.
+Legend: T rows, S spans, W pages in the longest table, P slots per page, K pairs, A words of ancestor bits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import torch
 
 from kvasir.types import Span, StepBatch
 
-ALIGNED = 16  # elements: where a section of a staging buffer may begin. Kernels are compiled anew for pointers aligned otherwise
+# A section of a staging buffer begins at a multiple of so many elements. Kernels are compiled again for pointers that
+# are aligned otherwise.
+ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A batch of one size at one place, whatever the plan: padding rows hold token 0 and write to the dummy page. ``rows``, ``wanted``: of
-    the batch and with logits, multiples of ``ALIGNED``. ``memory`` int64 on the device: holds it each time."""
+    """A batch of one size at one place, whatever the plan. Padding rows hold token 0 and write to the dummy page.
+
+    ``rows`` is the number of rows and ``wanted`` that of rows with logits, both multiples of ``ALIGNED``; ``memory`` is
+    the int64 tensor on the device that holds every such batch."""
 
     rows: int
     wanted: int
@@ -31,7 +35,7 @@ class Frame:
 
     @staticmethod
     def words(rows: int, wanted: int, num_groups: int) -> int:
-        """Of ``memory``."""
+        """Number of int64 elements that ``memory`` must hold."""
         return (2 + num_groups) * rows + wanted
 
     def parts(self, num_groups: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
@@ -56,7 +60,7 @@ class Packer:
         self._buffers: list[dict[torch.dtype, tuple[torch.Tensor, np.ndarray]]] = [{}, {}]
 
     def pack(self, spans: list[Span], frame: Frame | None = None) -> StepBatch:
-        """``frame``: what the batch has to look like, of spans without trees and guests."""
+        """The batch of these spans; with ``frame``, of spans without trees and guests, in that frame."""
         self._buffers.reverse()
         num_spans, size = len(spans), self.page_slots
         lengths = [s.length for s in spans]
@@ -125,21 +129,21 @@ class Packer:
         )
 
     def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Two [K] int64 on the device; None: there are none."""
+        """Pairs as two int64 [K] on the device; None: there are none."""
         return tuple(self.send(torch.tensor(pairs, dtype=torch.int64).T.contiguous())) if pairs else None
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small host tensor, on the device, without waiting for it."""
+        """Send a small host tensor to the device without waiting for it."""
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _stage(self, dtype: torch.dtype, sizes: list[int]) -> tuple[torch.Tensor, list[np.ndarray]]:
         """A host tensor of all sections together, and a numpy view of each."""
         total = sum(map(_padded, sizes))
-        held = self._buffers[0].get(dtype)
-        if held is None or len(held[1]) < total:
+        buffer = self._buffers[0].get(dtype)
+        if buffer is None or len(buffer[1]) < total:
             tensor = torch.empty(max(256, 2 * total), dtype=dtype, pin_memory=self.device.type == "cuda")
-            held = self._buffers[0][dtype] = tensor, tensor.numpy()
-        tensor, array = held
+            buffer = self._buffers[0][dtype] = tensor, tensor.numpy()
+        tensor, array = buffer
         return tensor[:total], _sections(array, sizes)
 
     def _pages(self, span: Span, table: list[int], row: np.ndarray, slots: np.ndarray) -> None:
@@ -156,7 +160,7 @@ class Packer:
 
 
 def pack(spans: list[Span], page_slots: int, device: torch.device | str, num_groups: int) -> StepBatch:
-    """Pack once, with buffers of its own."""
+    """Pack spans once, with buffers of their own."""
     return Packer(page_slots, num_groups, device).pack(spans)
 
 
@@ -165,7 +169,7 @@ def _padded(size: int) -> int:
 
 
 def _sections(whole: Any, sizes: list[int]) -> list[Any]:
-    """Views of a staging buffer, a tensor or an array: ``sizes`` elements each, every one at a place that ``ALIGNED`` divides."""
+    """Views of a staging buffer, tensor or array: of ``sizes`` elements, each at a multiple of ``ALIGNED``."""
     starts = accumulate(map(_padded, sizes), initial=0)
     return [whole[start : start + size] for start, size in zip(starts, sizes)]
 
@@ -202,7 +206,7 @@ def tree_positions(span: Span) -> np.ndarray:
 
 
 def tree_ancestors(parents: list[int], bits: np.ndarray) -> None:
-    """bits[i] = row i's own bit and those of all its ancestors, 64 to a word."""
+    """Set ``bits[i]`` to row i's own bit and those of all its ancestors, 64 to a word."""
     for i, parent in enumerate(parents):
         if parent >= 0:
             bits[i] = bits[parent]

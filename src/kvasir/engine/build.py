@@ -13,14 +13,21 @@ import torch
 
 from kvasir import technique
 from kvasir.attention.backend import AttentionSpec, Site
-from kvasir.config import EngineConfig
+from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.attention_choice import choose_backend
-from kvasir.engine.graphs import CudaCapture
+from kvasir.engine.capture import Capture, CudaCapture, PieceCapture
+from kvasir.engine.decode_tapes import DecodeTapes
+from kvasir.engine.eager_steps import EagerSteps
+from kvasir.engine.graphs import DecodeGraphs
+from kvasir.engine.mixed_steps import MixedSteps
+from kvasir.engine.native_decodes import NativeDecodes
+from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool, resolve_length
 from kvasir.engine.step_time import Roofline
+from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kernels.compile_ahead import compiling
@@ -33,17 +40,18 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
+from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.spec import ModelSpec
 from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Sequence, Span
 
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
-GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience
+# Bytes that allocator fragmentation and lazily loaded libraries take after the start, by experience.
+GPU_RESERVE = 256 << 20
+# Rows of a step by default.
 GPU_ROWS, CPU_ROWS = 2048, 256
-LARGE_GPU, LARGE_GPU_ROWS = (
-    75 << 30,
-    8192,
-)  # memory that affords the activations of such a step, and fills the chip with it
+# A GPU with at least so many bytes affords the activations of a step of so many rows, and is kept busy by it.
+LARGE_GPU, LARGE_GPU_ROWS = 75 << 30, 8192
 
 
 @dataclass(slots=True)
@@ -84,18 +92,21 @@ def choose_dtype(config: EngineConfig, device: torch.device, hf: dict) -> torch.
 
 
 def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
-    """By name, or by vLLM's names of types. Raises ConfigError for an unknown one, and for a type that the cache will not have."""
+    """The codec of this name, which may be vLLM's name of a type. Raises ConfigError for an unknown one, and for a type
+    that the cache will not have."""
     kind = VLLM_TYPES.get(spec)
     if kind is not None and kind != dtype:
         raise ConfigError(
-            f"kv_codec={spec}, but the model runs in {str(dtype).removeprefix('torch.')}, and an uncompressed cache has its type. "
+            f"kv_codec={spec}, but the model runs in {str(dtype).removeprefix('torch.')}, and an uncompressed cache "
+            "has its type. "
             f"Use --kv-codec plain, or --dtype {str(kind).removeprefix('torch.')}."
         )
-    return technique.load(CODECS, "plain" if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
+    return technique.load(CODECS, CacheConfig().kv_codec if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
 
 
 def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> None:
-    """Whoever takes a ``kernel`` name of ours is read by our kernels: other planes would be noise to them. Raises ConfigError."""
+    """Check that a codec which takes one of our ``kernel`` names has our planes: our kernels will read them. Raises
+    ConfigError."""
     known = () if codec.ours else (technique.load(CODECS, name, Codec) for name in technique.own(CODECS))
     ours = next((c for c in known if c.kernel == codec.kernel), None)
     for dim in head_dims if ours is not None else ():
@@ -105,16 +116,20 @@ def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> 
         )
         if stored != read:
             raise ConfigError(
-                f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {dim} is read as {', '.join(read)}, but "
-                f"it stores {', '.join(stored)}. Give this layout a name of its own, such as kernel = '{codec.name}'."
+                f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {dim} is read as "
+                f"{', '.join(read)}, but it stores {', '.join(stored)}. Give this layout a name of its own, such as "
+                f"kernel = '{codec.name}'."
             )
 
 
 def build(
-    config: EngineConfig, beside: Callable[[Decoder], int] = lambda model: 0, others: Iterable[technique.Technique] = ()
+    config: EngineConfig,
+    drafter_bytes: Callable[[Decoder], int] = lambda model: 0,
+    others: Iterable[technique.Technique] = (),
 ) -> Built:
-    """Start-up in order, timed. ``beside``: bytes of the device that somebody else will take, such as a drafter. ``others``: the techniques
-    above the runner, which must agree with those it chooses. Raises ConfigError (what is wrong, why, the fix)."""
+    """Do the start-up in order, and time it. ``drafter_bytes`` gives the bytes of the device that a drafter will take.
+    ``others`` are the techniques above the runner, which must agree with those chosen here. Raises ConfigError (what is
+    wrong, why, the fix)."""
     clock = Clock()
     if config.runner.num_threads:
         torch.set_num_threads(config.runner.num_threads)
@@ -125,7 +140,8 @@ def build(
     exact = config.runner.batch_invariant
     if exact and device.type == "cuda" and not _triton.AVAILABLE:
         raise ConfigError(
-            "batch_invariant on a GPU needs Triton, which is not installed. Use --device cpu, or leave --batch-invariant out."
+            "batch_invariant on a GPU needs Triton, which is not installed. Use --device cpu, or leave out "
+            "--batch-invariant."
         )
     if exact and not config.runner.fused_kernels:
         raise ConfigError(
@@ -175,14 +191,13 @@ def build(
 
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
-        runner = Runner(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
-        rehearse(runner)
-        if config.runner.cuda_graphs and device.type == "cuda" and backend.graphs:
-            capture = CudaCapture(device)
-            runner.use_graphs(capture, config.speculation.max_draft_tokens if config.speculation.drafter else 0)
-            if config.runner.fused_kernels:
-                runner.use_mixed_steps(capture, max_rows)
-        return runner
+        parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
+        rehearse(parts)
+        use_graphs = config.runner.cuda_graphs and device.type == "cuda" and backend.graphs
+        capture = CudaCapture(device) if use_graphs else None
+        pieces = capture if config.runner.fused_kernels else None
+        max_drafts = config.speculation.max_draft_tokens if config.speculation.drafter else 0
+        return Runner(parts, ways_to_run(parts, capture, max_drafts, pieces, max_rows))
 
     step_bytes = 0
     if config.cache.num_pages:
@@ -190,27 +205,26 @@ def build(
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
         budget, explain, step_bytes = _gpu_budget(
-            config, device, free_before, make_runner, sizes, len(groups), loading, beside(model)
+            config, device, free_before, make_runner, sizes, len(groups), loading, drafter_bytes(model)
         )
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
-        budget = min(config.cache.cpu_cache_bytes, max(0, _available_memory() - beside(model)) // 2)
+        budget = min(config.cache.cpu_cache_bytes, max(0, _available_memory() - drafter_bytes(model)) // 2)
         plan = plan_pool(groups, page_bytes, budget, **sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
     loading.wait()
     clock.lap("weights")
     if loading.seconds:
-        clock.laps["fill"] = round(
-            loading.seconds, 4
-        )  # beside the laps before: what of it those hide, "weights" does not have
+        # The weights were filled in while other laps ran; "weights" is only what they did not hide.
+        clock.laps["fill"] = round(loading.seconds, 4)
     info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
     info.kv_capacity_tokens = plan.capacity
     with compiling():
         runner = make_runner(plan.num_pages)
-    for part in (runner.graphs, runner.mixed):
-        if part is not None and step_bytes:
-            part.step_bytes = step_bytes
+    for way in runner.ways:
+        if isinstance(way, CapturingWay) and step_bytes:
+            way.step_bytes = step_bytes
     clock.lap("pool")
     log.info(
         "%s: %s on %s, %s attention (%s), %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step",
@@ -244,8 +258,35 @@ def build(
     )
 
 
+def ways_to_run(
+    parts: StepParts,
+    capture: Capture | None = None,
+    max_drafts: int = 0,
+    pieces: PieceCapture | None = None,
+    max_rows: int = 0,
+) -> list[StepWay]:
+    """The ways to run a step, from the cheapest launch to the one that takes every step. A new way is one more line
+    here.
+
+    ``capture`` captures decode steps, with up to ``max_drafts`` drafts for each sequence; ``pieces`` captures steps of
+    up to ``max_rows`` rows that mix prompts with decodes. None: such steps are not captured."""
+    native = None
+    if parts.model.place.fused and why_not(parts.model, parts.caches, parts.backend) is None:
+        native = NativeDecoder(parts.model, parts.caches)
+    ways = (
+        NativeDecodes(parts, native) if native is not None else None,
+        DecodeGraphs(parts, capture, max_drafts) if capture is not None else None,
+        MixedSteps(parts, pieces, max_rows) if pieces is not None else None,
+        NativeSteps(parts, native) if native is not None else None,
+        DecodeTapes(parts) if DecodeTapes.can_serve(parts) else None,
+        EagerSteps(parts),
+    )
+    return [way for way in ways if way is not None]
+
+
 def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
-    """``token_bytes``: of one token's keys and values, where they stay. Windows bound what a row looks at: they count as rows."""
+    """The cost of a step on this device. ``token_bytes`` is the size of one token's keys and values in groups without a
+    window. A window bounds what a row looks at, so its keys count as part of the row."""
     bandwidth, flops = rates(device, dtype)
     active = cost.active_params(spec)
     pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers if layer.mixer.window is None)
@@ -261,6 +302,7 @@ def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_b
 
 
 def _default_rows(device: torch.device) -> int:
+    """Rows of a step where none are set."""
     if device.type != "cuda":
         return CPU_ROWS
     return LARGE_GPU_ROWS if torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU else GPU_ROWS
@@ -292,9 +334,9 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
         assumed = {} if defaults else {"eos_token_id": getattr(find_family(model.spec.family), "EOS_ID", None)}
         eos_ids = checkpoint.end_ids({**assumed, **hf}, "config.json")
     vocab = size = model.spec.vocab_size
-    if (
-        tokenizer_file
-    ):  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
+    if tokenizer_file:
+        # A model that was trained to chat often has its base model's end in config.json. The tokenizer's ends an
+        # answer, too.
         size, own = _tokenizer_facts(tokenizer_file)
         eos_ids = [*eos_ids, *own]
     longest = model.spec.max_position
@@ -316,7 +358,7 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
 
 
 def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
-    """How many ids it has, and which of them end an answer."""
+    """The number of ids of a tokenizer, and those that end an answer."""
     from kvasir.models.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(file.parent)
@@ -330,7 +372,8 @@ def _attention_specs(model: Decoder) -> tuple[AttentionSpec, ...]:
 def _prefix_root(
     config: EngineConfig, path: Path, hf: dict, dtype: torch.dtype, techniques: list[technique.Technique]
 ) -> bytes | None:
-    """The part of every prefix key that is fixed at start: what computes KV. None: no prefix caching."""
+    """The part of every prefix key that is fixed at the start: everything that decides keys and values. None: no prefix
+    caching."""
     used = technique.prefix_fingerprint(techniques)
     if used is None or not config.cache.enable_prefix_caching:
         return None
@@ -348,7 +391,7 @@ def _prefix_root(
 
 
 def _available_memory() -> int:
-    """Bytes of RAM free for use, as the kernel estimates it; without that file, no bound of ours."""
+    """Bytes of RAM that are free for use, as the kernel estimates it; without its file there is no bound."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return 1 << 62
@@ -364,23 +407,25 @@ def _gpu_budget(
     sizes: dict,
     num_groups: int,
     loading: Filling,
-    beside: int,
+    drafter_bytes: int,
 ) -> tuple[int, str, int]:
-    """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step, and of
-    CUDA graphs, which have memory of their own. How that came about; and bytes of the largest graph.
+    """Bytes for the pool, an explanation, and the bytes of the largest graph.
 
-    The step compiles the kernels; its numbers mean nothing, so the weights may still be loading."""
+    The pool gets the share of what was free, minus the weights, the peak of a measured worst-case step, and CUDA
+    graphs, which have memory of their own. The step compiles the kernels; its numbers mean nothing, so the weights may
+    still be loading."""
     torch.cuda.synchronize(device)
-    held = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with compiling():
         runner = worst_case_step(make_runner, sizes, num_groups)
     loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - held
-    longest, backend = sizes["max_model_len"], runner.backend  # that step's prompt had no context to gather
+    peak = torch.cuda.max_memory_allocated(device) - before
+    longest, backend = sizes["max_model_len"], runner.backend
+    # The prompt of that step had no context to gather.
     peak += backend.scratch_bytes(longest) - backend.scratch_bytes(min(sizes["max_rows"], longest))
-    measured = [part.measure() for part in (runner.graphs, runner.mixed) if part is not None]
+    measured = [way.measure() for way in runner.ways if isinstance(way, CapturingWay)]
     step_bytes, graphs = max((step for step, _ in measured), default=0), sum(whole for _, whole in measured)
     del runner
     torch.cuda.empty_cache()
@@ -389,22 +434,23 @@ def _gpu_budget(
     if others:
         log.warning("another process took %s of this GPU while this one started", gib(others))
     share = int(config.cache.gpu_memory_utilization * free_before) - used
-    budget = min(share, free_now) - peak - graphs - beside - GPU_RESERVE
+    budget = min(share, free_now) - peak - graphs - drafter_bytes - GPU_RESERVE
     explain = (
         f"{config.cache.gpu_memory_utilization:.0%} of {gib(free_before)} free, less {gib(used)} weights and context, "
         f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve"
-        + (f", {gib(beside)} drafter" if beside else "")
+        + (f", {gib(drafter_bytes)} drafter" if drafter_bytes else "")
     )
     if budget <= 0:
         raise ConfigError(
-            f"no memory is left for the KV pool: {explain}. Raise --gpu-memory-utilization or lower --max-num-batched-tokens."
+            f"no memory is left for the KV pool: {explain}. Raise --gpu-memory-utilization or lower "
+            "--max-num-batched-tokens."
         )
     return budget, explain, step_bytes
 
 
 def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
-    """One full prompt chunk and one full batch of decode rows, with every sampling feature on, on a pool just big enough.
-    Returns the runner, all its rows closed."""
+    """Run one full prompt chunk and one full batch of decodes, with every sampling feature on, on a pool that is just
+    big enough. Returns the runner, with all seats closed."""
     slots, rows = sizes["page_slots"], min(sizes["max_rows"], sizes["max_model_len"])
     pages = pages_for(rows, slots) + 1
     runner = make_runner((pages + 1,) * num_groups)
@@ -412,10 +458,10 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
         temperature=0.8, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5
     )
 
-    def sequence(row: int, length: int) -> Sequence:
-        seq = Sequence(Request(id=f"profile-{row}", prompt_ids=[1] * length, params=params, seed=row, max_tokens=1))
+    def sequence(seat: int, length: int) -> Sequence:
+        seq = Sequence(Request(id=f"profile-{seat}", prompt_ids=[1] * length, params=params, seed=seat, max_tokens=1))
         seq.tables = [list(range(1, pages_for(length, slots) + 1)) for _ in range(num_groups)]
-        seq.seat = row
+        seq.seat = seat
         runner.open(seq)
         return seq
 
@@ -428,5 +474,5 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
             runner.close(seq.seat)
 
     run([sequence(0, rows)], rows)
-    run([sequence(row, 1) for row in range(min(sizes["max_num_seqs"], sizes["max_rows"]))], 1)
+    run([sequence(seat, 1) for seat in range(min(sizes["max_num_seqs"], sizes["max_rows"]))], 1)
     return runner

@@ -1,9 +1,11 @@
-"""Decode steps on a CPU from tapes: one recorded for each number of sequences and pages, rounded up, that keeps coming back.
+"""Decode steps on a CPU from tapes: one is recorded for each number of sequences and pages, rounded up, that keeps
+coming back.
 
-A tape's step has fixed tensors for all that changes: token ids, positions, where keys and values go, which pages are read and
-which of their slots are seen. A padded row is a sequence of length one in page 0.
+A tape's step has fixed tensors for everything that changes: token ids, positions, where keys and values go, which pages
+are read, and which of their slots are seen. A padding row is a sequence of length one in page 0.
 
-Legend: S sequences (one row each, padded), W pages of the longest (padded), P slots per page, G KV heads, N = W * P, V vocabulary.
+Legend: S sequences (one row each, padded), W pages of the longest (padded), P slots per page, G KV heads, N = W * P, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,58 +15,78 @@ from collections import Counter, OrderedDict
 import numpy as np
 import torch
 
-from kvasir.attention.backends.torch import TorchBackend
+from kvasir.engine.step_way import StepParts, StepWay
 from kvasir.engine.tape import Arena, Tape, record
-from kvasir.engine.taps import Tapped, Taps
+from kvasir.engine.taps import Tapped, TappedHandle, Taps
 from kvasir.kernels.paged_attention import INF
 from kvasir.kernels.store_kv import row_index
-from kvasir.kv.codecs.plain import PlainCodec
-from kvasir.kv.pool import KVPool
-from kvasir.models.decoder import Decoder
-from kvasir.types import Span, StepBatch
+from kvasir.types import Handle, Span, StepBatch
 
-MAX_ROWS = 32  # beyond, the calls' own cost is small beside their work
-MAX_READ = 8 << 20  # bytes of keys and values a layer reads: the same, and a bound of the memory
+# Most rows of a taped step. In a larger one the calls' own cost is small compared with their work.
+MAX_ROWS = 32
+# Most bytes of keys and values that a layer of a taped step reads, for the same reason, and to bound memory.
+MAX_READ = 8 << 20
+# Tapes that are kept; the one used least recently goes first.
 MAX_TAPES = 64
-RECORD_AT = 3  # a shape's third step: a shape that is only passed through is not worth the recording
+# The step of a shape that is recorded. A shape that only passes by is not worth the recording.
+RECORD_AT = 3
 
 
-class DecodeTapes:
-    def __init__(self, model: Decoder, pool: KVPool, backend: TorchBackend) -> None:
-        self.model = model
-        self.pool = pool
-        self.backend = backend
-        self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
-        self.arena = Arena()
-        self.page_bytes = pool.page_bytes(0) // len(self.caches)  # of one layer
-        self._seen: Counter[tuple[int, int]] = Counter()
-        self._steps: OrderedDict[tuple[int, int], _Step] = OrderedDict()
-        self._taps: Taps | None = None
+class DecodeTapes(StepWay):
+    def __init__(self, parts: StepParts) -> None:
+        self.parts = parts
+        self.page_bytes = parts.pool.page_bytes(0) // len(parts.caches)  # one layer's
         self.tapped: Tapped | None = None
+        self._next: _Step | None = None
+        self.weights_changed()
 
     @staticmethod
-    def can_serve(model: Decoder, pool: KVPool, backend: object) -> bool:
-        """One kind of cache with plain pages, and plain attention in normal mode, on a CPU."""
+    def can_serve(parts: StepParts) -> bool:
+        """Whether there is one cache group, of plain pages, and plain attention in normal mode, on a CPU."""
+        model, pool = parts.model, parts.pool
         specs = [layer.mixer.attention() for layer in model.spec.layers]
         return (
             model.place.device.type == "cpu"
             and not model.place.exact
-            and isinstance(backend, TorchBackend)
-            and isinstance(pool.codec, PlainCodec)
+            and parts.backend.reference
             and len(pool.groups) == 1
-            and all(layer.ffn.kind == "dense" for layer in model.spec.layers)
+            and all(block.ffn.static for block in model.blocks)
             and all(s == specs[0] and s.window is None and s.softcap is None and not s.sinks for s in specs)
             and pool.codec.blocks_of(pool.layer(0), np.zeros((1, 1), np.int64)) is not None
         )
 
-    def logits(self, spans: list[Span]) -> torch.Tensor | None:
-        """fp32 logits [S, V] of a step of one sampled row a sequence; None when it is another kind of step, or too rare a shape."""
+    def takes(self, spans: list[Span]) -> bool:
+        """Steps of one sampled row for each sequence, of a shape that keeps coming back.
+
+        Pages that the step begins are cleared whether it runs here or not, for a tape may read them later."""
         self._clear(spans)
+        self._next = self._step(spans)
+        return self._next is not None
+
+    @torch.inference_mode()
+    def run(self, spans: list[Span]) -> Handle:
+        count = len(spans)
+        handle = self.parts.sample(spans, self._next.run(spans)[:count])
+        hidden_TLE = None if self.tapped is None else self.parts.taps.taken(self.tapped, count)
+        return handle if hidden_TLE is None else TappedHandle(handle, spans, hidden_TLE)
+
+    def use_taps(self, taps: Taps) -> None:
+        self.tapped = taps.memory(_rounded(MAX_ROWS, 1))
+
+    def weights_changed(self) -> None:
+        """Drop every tape: its calls name tensors made of the old weights."""
+        self.arena = Arena()
+        self._seen: Counter[tuple[int, int]] = Counter()
+        self._steps: OrderedDict[tuple[int, int], _Step] = OrderedDict()
+
+    def _step(self, spans: list[Span]) -> _Step | None:
+        """The tape for these spans; None: they are another kind of step, or too rare a shape."""
         if len(spans) > MAX_ROWS or any(
             s.length != 1 or s.start >= len(s.seq.tokens) or "sample" not in s.want for s in spans
         ):
             return None
-        rows, pages = _rounded(len(spans), 1), _rounded(max(s.start for s in spans) // self.pool.page_slots + 1, 2)
+        page_slots = self.parts.pool.page_slots
+        rows, pages = _rounded(len(spans), 1), _rounded(max(s.start for s in spans) // page_slots + 1, 2)
         key = rows, pages
         step = self._steps.get(key)
         if step is None:
@@ -75,34 +97,28 @@ class DecodeTapes:
                 self._steps.popitem(last=False)
             step = self._steps[key] = _Step(self, rows, pages)
         self._steps.move_to_end(key)
-        return step.run(spans)[: len(spans)]
-
-    def use_taps(self, taps: Taps) -> None:
-        """Tapes recorded from now on also write what ``taps`` asks for."""
-        self._taps, self.tapped = taps, taps.memory(_rounded(MAX_ROWS, 1))
-
-    def hidden(self, num_rows: int) -> torch.Tensor | None:
-        """What the step run last has tapped [num_rows, layers, E], if anybody wants it."""
-        return None if self._taps is None else self._taps.taken(self.tapped, num_rows)
+        return step
 
     def _clear(self, spans: list[Span]) -> None:
-        """Zero each page whose first slot is written now: a tape reads whole pages, and a weight of zero times NaN is NaN."""
-        size = self.pool.page_slots
+        """Zero each page whose first slot is written now: a tape reads whole pages, and a weight of zero times NaN is
+        NaN."""
+        size = self.parts.pool.page_slots
         fresh = [
             s.seq.tables[0][(s.start + s.length) // size]
             for s in spans
             if (s.start + s.length) % size and (s.start + s.length) // size * size >= s.start
         ]
         if fresh:
-            self.pool.clear(0, fresh)
+            self.parts.pool.clear(0, fresh)
 
 
 class _Step:
-    """The fixed tensors of one shape, and the tape over them. Only what differs from the step before is written."""
+    """The fixed tensors of one shape, and the tape over them. A step writes only what differs from the step before."""
 
     def __init__(self, home: DecodeTapes, rows: int, pages: int) -> None:
         self.home = home
-        size, cache, dtype = home.pool.page_slots, home.caches[0], home.model.place.dtype
+        parts = home.parts
+        size, cache, dtype = parts.pool.page_slots, parts.caches[0], parts.model.place.dtype
         ids, positions, slots = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
         bias = torch.zeros(rows, 1, 1, pages * size, dtype=dtype)
         self.ids, self.positions, self.slots = ids.numpy(), positions.numpy(), slots.numpy()
@@ -113,10 +129,10 @@ class _Step:
             bias.view(rows, -1).view(bits).numpy(),
             torch.tensor(-INF, dtype=dtype).view(bits).item(),
         )
-        self.held: list[list[int]] = [[] for _ in range(rows)]  # the pages in ``tables``
+        self.pages: list[list[int]] = [[] for _ in range(rows)]  # by row: the pages in ``tables``
         self.write, (self.read, shape) = (
             row_index(slots, cache.planes["k"]),
-            home.pool.codec.blocks_of(cache, self.tables),
+            parts.pool.codec.blocks_of(cache, self.tables),
         )
         tables = torch.from_numpy(self.tables)
         self.batch = StepBatch(
@@ -131,8 +147,8 @@ class _Step:
             [1] * rows,
         )
         self.batch.scratch["write", 0] = {"rows": self.write}
-        held = {"blocks": self.read, "shape": shape, "pages": tables}
-        home.backend.pin(self.batch, home.model.spec.layers[0].mixer.attention(), dtype, bias, held)
+        shared = {"blocks": self.read, "shape": shape, "pages": tables}
+        parts.backend.pin(self.batch, parts.model.spec.layers[0].mixer.attention(), dtype, bias, shared)
         for row in range(rows):
             self._see(row, 0)
         self.tape: Tape | None = None
@@ -145,12 +161,13 @@ class _Step:
         return self.tape.replay()
 
     def _forward(self) -> torch.Tensor:
-        home = self.home
-        taps = None if home.tapped is None else home.tapped.by_layer
-        return home.model.logits(home.model.forward(self.batch, home.caches, home.backend, taps))
+        parts, tapped = self.home.parts, self.home.tapped
+        taps = None if tapped is None else tapped.by_layer
+        return parts.model.logits(parts.model.forward(self.batch, parts.caches, parts.backend, taps))
 
     def _fill(self, spans: list[Span]) -> None:
-        size, moved, cache = self.home.pool.page_slots, False, self.home.caches[0]
+        parts, moved = self.home.parts, False
+        size, cache = parts.pool.page_slots, parts.caches[0]
         for row, span in enumerate(spans):
             start, table = span.start, span.seq.tables[0]
             last = start // size
@@ -161,21 +178,21 @@ class _Step:
             self.slots[row] = 0
             moved |= self._turn(row, [])
             self._see(row, 0)
-        codec = self.home.pool.codec
+        codec = parts.pool.codec
         self.write.copy_(row_index(self.batch.slots[0], cache.planes["k"]))
         if moved:
             self.read.copy_(codec.blocks_of(cache, self.tables)[0])
 
     def _turn(self, row: int, pages: list[int]) -> bool:
-        """Make ``pages`` the row's; whether they were others."""
-        if pages == self.held[row]:
+        """Give the row these pages. Returns whether it had others."""
+        if pages == self.pages[row]:
             return False
-        self.held[row] = pages
+        self.pages[row] = pages
         self.tables[row, : len(pages)], self.tables[row, len(pages) :] = pages, 0
         return True
 
     def _see(self, row: int, position: int) -> None:
-        """The row stands at ``position`` and sees the slots up to it."""
+        """Let the row stand at ``position`` and see the slots up to it."""
         if position == self.positions[row] + 1:
             self.mask[row, position] = 0
         else:
@@ -184,6 +201,6 @@ class _Step:
 
 
 def _rounded(count: int, least: int) -> int:
-    """Up by a quarter at most (or to a multiple of ``least``), so that there are few shapes."""
+    """Round ``count`` up by a quarter at most, or to a multiple of ``least``, so that there are few shapes."""
     step = max(least, 1 << max(0, count.bit_length() - 3))
     return -(-count // step) * step

@@ -1,12 +1,13 @@
-"""What the device keeps of every row of a running sequence, so that a decode step crosses over with two numbers a row.
+"""Device state of running sequences, so that a decode step sends two numbers for each row.
 
-A row (``Sequence.seat``) has its last drawn token, the numbers of its sampling parameters, and its page tables. All of it
-lies in one flat int32 tensor, so that any number of changes is one copy to the device and one scatter. The token is
-written by the device itself, step by step: the next step may be launched before the host has read it.
+A seat (``Sequence.seat``) holds a sequence's last drawn token, the numbers of its sampling parameters, and its page
+tables. All seats lie in one flat int32 tensor, so that any number of changes is one copy to the device and one scatter.
+The device writes the token itself, step by step: the next step may be launched before the host has read it.
 
-The last row belongs to nobody: padding. Its token is what was drawn for it last, it is greedy, and its tables hold the dummy page.
+The last seat is for padding rows and belongs to no sequence. Its token is what was drawn for it last, it is greedy, and
+its tables hold the dummy page.
 
-Legend: R rows (the padding row included), W pages in the longest table.
+Legend: R seats (the padding seat included), B rows of a step, S sequences, W pages in the longest table.
 """
 
 from __future__ import annotations
@@ -20,28 +21,23 @@ from kvasir.engine.batch import tree_ancestors, tree_positions
 from kvasir.kernels.decode_rows import Kept
 from kvasir.types import Sequence, Span
 
-TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE, TABLES = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-)  # sections, in words of R; a stream has two
+# Where the sections of the flat tensor begin, in units of R words. A stream takes two words of a seat.
+TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE, TABLES = 0, 1, 2, 3, 4, 5, 7, 8
+# Position of a seat whose token the device does not have.
 UNKNOWN = -1
-ROW_WORDS = 8  # of a row in a step of drafts that share their keys: see ``draft_words``
-CHAIN = np.array(
-    [(2 << i) - 1 - (i == 63) * (1 << 64) for i in range(64)], np.int64
-)  # ancestors of the rows of a chain
+# Words that a row takes in a step of drafts which share their keys: see ``draft_words``.
+ROW_WORDS = 8
+# Ancestor bits of a chain's rows, by place in the span.
+CHAIN = np.array([(2 << i) - 1 - (i == 63) * (1 << 64) for i in range(64)], np.int64)
 
 
 def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
-    """What rows that verify drafts start from, int64 [``ROW_WORDS``, B]: the row's sequence; its place in the cache; its token (-1: the
-    one that the device keeps); its position; its place in the span, and the span's length; its ancestors; its guest (-1: none). Every
-    padding row is a span of its own."""
-    heads: list[tuple[int, int, int, int]] = []  # row, start, length and first row here
+    """Fill ``words``, int64 [``ROW_WORDS``, B], with what rows that verify drafts start from.
+
+    The words of a row are: its sequence's seat; its place in the cache; its token (-1: the seat's); its position; its
+    place in the span; the span's length; its ancestor bits; its guest (-1: none). Every padding row is a span of its
+    own, with seat ``padding``."""
+    heads: list[tuple[int, int, int, int]] = []  # seat, start, length, and first row in the step
     tokens: list[int] = []
     trees: list[tuple[Span, int]] = []
     for span in spans:  # once a sequence and step: no call that is not needed
@@ -61,11 +57,8 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
         own[4] = np.arange(count) - own[4]
         own[1] += own[4]
         own[2] = tokens
-    own[3], own[6], own[7] = (
-        own[1],
-        CHAIN.take(own[4], mode="clip"),
-        -1,
-    )  # longer chains run row by row, where nobody asks for ancestors
+    # Chains that are longer than CHAIN run row by row, where nobody asks for ancestors.
+    own[3], own[6], own[7] = own[1], CHAIN.take(own[4], mode="clip"), -1
     for span, first in trees:
         end = first + span.length
         own[3, first:end], own[6, first:end] = tree_positions(span), 0
@@ -75,6 +68,8 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
 
 
 class DeviceSeats:
+    """Seats for ``max_seqs`` sequences with up to ``max_pages`` pages in each group's table."""
+
     def __init__(self, max_seqs: int, max_pages: int, num_groups: int, device: torch.device | str) -> None:
         self.count = count = max_seqs + 1
         self.padding = max_seqs
@@ -88,8 +83,8 @@ class DeviceSeats:
             section(at).view(torch.float32) for at in (TEMPERATURE, TOP_P, MIN_P)
         )
         self.top_k = section(TOP_K)
-        self.sure = section(SURE)  # the k of its confidence; 0: none
-        self.stream = section(STREAM, 2).view(count, 2)  # low and high word: gathered, a row of two is an int64
+        self.sure = section(SURE)  # the k of the confidence that is asked for; 0: none
+        self.stream = section(STREAM, 2).view(count, 2)  # low and high word: a gathered pair is an int64
         self._bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
         self.kept = Kept(
             self.token,
@@ -103,53 +98,53 @@ class DeviceSeats:
         self.tables = tuple(self.kept.tables)
         self._host_words = self.words.numpy() if self.words.device.type == "cpu" else None
         self._max_pages = max_pages
-        self._position = np.full(count, UNKNOWN, np.int64)  # of the token that the device has, or UNKNOWN
-        self._open: dict[
-            int, tuple[Sequence, list[int], list[int]]
-        ] = {}  # row -> sequence, places and content of its numbers
-        self._unsent: set[int] = set()  # open rows whose numbers the device does not have
+        self._position = np.full(count, UNKNOWN, np.int64)  # by seat: of the token that the device has
+        # By seat: the sequence, and the places and content of its numbers in ``words``.
+        self._open: dict[int, tuple[Sequence, list[int], list[int]]] = {}
+        self._unsent: set[int] = set()  # open seats whose numbers the device does not have
 
     def open(self, seq: Sequence, temperature: float, top_k: int, top_p: float, min_p: float, sure: int) -> None:
-        """``seq.seat`` is ``seq``'s from now on. ``temperature`` 0: greedy; ``top_k`` the vocabulary, ``top_p`` 1, ``min_p`` 0, ``sure`` (the
-        k of its confidence) 0: off."""
-        row = seq.seat
+        """Give ``seq`` its seat. A ``temperature`` of 0 is greedy. Values that switch a number off: ``top_k`` the
+        vocabulary, ``top_p`` 1, ``min_p`` 0, ``sure`` (the k of the confidence) 0."""
+        seat = seq.seat
         numbers = np.array([temperature, top_p, min_p], np.float32).view(np.int32).tolist()
         stream = np.array([seq.stream], np.uint64).view(np.int32).tolist()
-        at = [self.count * part + row for part in (TEMPERATURE, TOP_P, MIN_P, TOP_K, SURE)]
-        at += [self.count * STREAM + 2 * row, self.count * STREAM + 2 * row + 1]
-        self._open[row] = seq, at, [*numbers, top_k, sure, *stream]
-        self._unsent.add(row)
-        self._position[row] = UNKNOWN
+        at = [self.count * part + seat for part in (TEMPERATURE, TOP_P, MIN_P, TOP_K, SURE)]
+        at += [self.count * STREAM + 2 * seat, self.count * STREAM + 2 * seat + 1]
+        self._open[seat] = seq, at, [*numbers, top_k, sure, *stream]
+        self._unsent.add(seat)
+        self._position[seat] = UNKNOWN
         seq.num_sent = 0
 
-    def close(self, row: int) -> None:
-        del self._open[row]
-        self._unsent.discard(row)
+    def close(self, seat: int) -> None:
+        """Free a seat for another sequence."""
+        del self._open[seat]
+        self._unsent.discard(seat)
 
-    def drawn(self, rows: Many[int] | np.ndarray, positions: Many[int] | np.ndarray) -> None:
-        """The launched step leaves the tokens of these positions in ``token``."""
-        self._position[rows] = positions
+    def drawn(self, seats: Many[int] | np.ndarray, positions: Many[int] | np.ndarray) -> None:
+        """Note that the launched step leaves the tokens of these positions in ``token``."""
+        self._position[seats] = positions
 
     def forget(self) -> None:
-        """Nothing on the device can be trusted, since a launch failed: all comes from the host again."""
+        """Send everything again: a launch failed, so nothing on the device can be trusted."""
         self._position[:] = UNKNOWN
         self._unsent.update(self._open)
         for seq, _, _ in self._open.values():
             seq.num_sent = 0
 
     def changes(
-        self, spans: list[Span], rows: Many[int] | np.ndarray, starts: Many[int] | np.ndarray
+        self, spans: list[Span], seats: Many[int] | np.ndarray, starts: Many[int] | np.ndarray
     ) -> tuple[list[int], list[int]]:
-        """What the device does not know yet of these decodes, as (places in ``words``, their new content): parameters of
-        new rows, pages, and tokens that it did not draw itself. The caller sends it."""
+        """Changes that the device does not know yet for these decodes: places in ``words`` and their new content, which
+        the caller sends. That is parameters of new seats, new pages, and tokens that the device did not draw itself."""
         at: list[int] = []
         content: list[int] = []
-        for row in self._unsent:
-            _, places, numbers = self._open[row]
+        for seat in self._unsent:
+            _, places, numbers = self._open[seat]
             at += places
             content += numbers
         self._unsent.clear()
-        for i in np.flatnonzero(self._position[rows] != starts).tolist():
+        for i in np.flatnonzero(self._position[seats] != starts).tolist():
             span = spans[i]
             at.append(span.seat)
             content.append(span.seq.tokens[span.start])
@@ -160,7 +155,8 @@ class DeviceSeats:
         return at, content
 
     def bring(self, spans: list[Span]) -> None:
-        """``changes``, made at once, and ``drawn``, where ``words`` lie in the host's own memory."""
+        """Make the changes of these decodes at once and note what is drawn, where ``words`` lie in the host's own
+        memory."""
         position, new = self._position, []
         for span in spans:
             if position[span.seat] != span.start or span.seq.num_sent < len(span.seq.tables[0]):

@@ -1,11 +1,12 @@
-"""What a step costs with drafts and without: from one step's end to the next one's, so that drafting, its host work and the
+"""What a step costs with drafts and without, from one step's end to the next one's: drafting, its host work, and the
 overlap that a drafted step does without are part of the price.
 
-Two models of step times, plain and drafted, whose rows are those that are computed: the padding of a CUDA graph is work like
-any other. Until drafted steps were measured they are expected to cost what plain ones of as many rows do, which is what the other
-model says. A linear model is off by some per cent at the edges of buckets and tiles, which is what the controller decides
-about, so each size also has a running time of its own, at the shape it was last seen with, and the model tells only what
-another context or number of sequences makes of it: what it learns from other sizes moves nothing here.
+There are two models of step times, plain and drafted. Their rows are the rows that are computed: padding of a CUDA
+graph is work like any other. Until drafted steps were measured, they are expected to cost what plain ones of as many
+rows do by the other model. A linear model is off by some per cent at the edges of buckets and tiles, and the controller
+decides about such differences. So each size also has a running time of its own, at the shape it was last seen with. The
+model says only what another context or number of sequences makes of it; what it learns from other sizes moves nothing
+here.
 """
 
 from __future__ import annotations
@@ -16,39 +17,44 @@ from typing import NamedTuple
 from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 
-WARM_UP = 5  # steps of a size after which it is captured, if ever
-SETTLED = 3  # steps of a size since it was seen captured, of which the last is as all will be
-DECAY = 0.9  # of a size's time,
-SURE = 4  # observations of a size of which the shortest counts,
-WRONG = 0.5  # of it where a step took much less than is believed: none is ever quicker than it is
-HICCUP = 0.1  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so:
-HICCUPS = 6  # so often in a row,
-OF_A_SIZE, GOOD = 4, 8  # so often with steps of a size, and once more for so many that did not,
-FORGIVEN = 60.0  # and so many seconds in all
-CLIP = 1.25  # and how far from the present one a step's counts at most
+# Steps of a size after which it is captured, if ever.
+WARM_UP = 5
+# Steps of a size since it was first seen captured, of which the last runs as all later ones will.
+SETTLED = 3
+# Weight of a size's present time in its running mean; and where a step took much less, for no step is quicker than it
+# can be.
+DECAY, WRONG = 0.9, 0.5
+# First observations of a size, of which the shortest counts.
+SURE = 4
+# A step that takes so many seconds longer than predicted, and more than twice as long, did something else besides,
+# such as compiling. It is forgiven unless that happens often: so many times in a row; so many times with steps of a
+# size, and once more for each so many that were as predicted; or for so many seconds in all.
+HICCUP, HICCUPS, OF_A_SIZE, GOOD, FORGIVEN = 0.1, 6, 4, 8, 60.0
+# A step's time counts up to so many times the present one.
+CLIP = 1.25
 
 
 class DraftTimes:
-    """``graphs``: the runner's, if it has any; ``compiles``: whether kernels are compiled when they are first used, as on a GPU.
-    Times in seconds."""
+    """Times in seconds. ``graphs`` are the runner's, if it has any; ``compiles`` says whether kernels are compiled when
+    they are first used, as on a GPU."""
 
     def __init__(self, roofline: Roofline, graphs: DecodeGraphs | None, compiles: bool = True) -> None:
         self._graphs, self._compiles = graphs, compiles
         self._models = {drafted: StepTimeModel(roofline) for drafted in (False, True)}
         self._times: dict[_Kind, tuple[float, StepShape]] = {}
         self._hiccups: Counter[_Kind] = Counter()
-        self._in_a_row = 0  # of them, with no drafted step between
-        self._forgiven = 0.0  # seconds of them
-        self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) of which there were observations
-        self._counts: Counter[_Kind] = Counter()  # observations that were learnt from,
-        self._runs: Counter[_Kind] = Counter()  # and all
-        self._captured: Counter[_Kind] = Counter()  # those since its graph was there
-        self._eager = (
-            False  # whether the last drafted step that a graph has rows for was launched kernel by kernel all the same
-        )
+        self._in_a_row = 0  # hiccups with no drafted step between
+        self._forgiven = 0.0  # seconds of hiccups
+        self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) that was observed
+        self._counts: Counter[_Kind] = Counter()  # observations that were learnt from
+        self._runs: Counter[_Kind] = Counter()  # all observations
+        self._captured: Counter[_Kind] = Counter()  # observations since the graph is there
+        # Whether the last drafted step that a graph has rows for was launched kernel by kernel all the same.
+        self._eager = False
 
     def predict(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
-        """Of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies ``num_drafts`` nodes."""
+        """Seconds of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies
+        ``num_drafts`` nodes."""
         return self._expected(*self._kind(num_seqs, context, num_drafts, drafted, drafted and self._eager))
 
     def observe(
@@ -61,9 +67,11 @@ class DraftTimes:
         eager: bool = False,
         once: bool = False,
     ) -> tuple[float, bool]:
-        """A step took ``seconds``; ``eager``: no graph could take it, whatever its rows; ``once``: it captured one. Returns what it is to be
-        charged, and whether the next one of its size will take about as long: not if something happened that does so once, a capture or,
-        most likely, a compilation."""
+        """Learn that a step took ``seconds``. ``eager`` says that no graph could take it, whatever its rows; ``once``,
+        that it captured one.
+
+        Returns what it is to be charged, and whether the next one of its size will take about as long: not if something
+        happened that happens once, a capture or, most likely, a compilation."""
         if drafted and num_drafts and self._kind(num_seqs, context, num_drafts, True)[0].graph:
             self._eager = eager
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted, eager)
@@ -86,7 +94,8 @@ class DraftTimes:
         if not warm:  # if it was captured just now, that is not charged
             return min(seconds, CLIP * expected) if self._captured[kind] else seconds, False
         self._counts[kind] += 1
-        # Neither an outlier nor a late compilation must move it much: a size that looks dear is not tried again soon.
+        # Neither an outlier nor a late compilation may move it much, for a size that looks dear is not tried again
+        # soon.
         if count < SURE:
             learnt = min(seconds, expected) if count else seconds
         else:
@@ -104,7 +113,8 @@ class DraftTimes:
         return seconds, True
 
     def _bound_plain(self, num_seqs: int, context: int, seconds: float) -> None:
-        """A drafted step took ``seconds``: without drafts it would have taken no longer. Who drafts sees no plain steps to learn that from."""
+        """Bound a plain step's time by that of a drafted one, which took ``seconds``. While drafts are on, there are no
+        plain steps to learn from."""
         kind, shape = self._kind(num_seqs, context, 0, False)
         if kind in self._times and self._expected(kind, shape) > CLIP * seconds:
             self._times[kind] = seconds, shape
@@ -115,7 +125,8 @@ class DraftTimes:
         return now if then is None else seconds * now / self._model(kind, then)
 
     def _plain_graph(self, kind: _Kind) -> bool:
-        """Which plain steps show what unmeasured drafted ones will cost: those of the same sort, if there were any."""
+        """Whether plain steps in graphs show what unmeasured drafted ones will cost: those of the same sort do, if
+        there were any."""
         return kind.graph if (False, kind.graph) in self._seen else not kind.graph
 
     def _model(self, kind: _Kind, shape: StepShape) -> float:
@@ -126,7 +137,8 @@ class DraftTimes:
     def _kind(
         self, num_seqs: int, context: int, num_drafts: int, drafted: bool, eager: bool = False
     ) -> tuple[_Kind, StepShape]:
-        """Verifying rows share what a sequence's keys cost to read, so a span counts its context once."""
+        """The kind and shape of a step. A span counts its context once, because verifying rows share the reading of its
+        keys."""
         rows, graphs = num_seqs + num_drafts, self._graphs
         graph = graphs is not None and not eager and rows <= (graphs.most_drafted if drafted else graphs.buckets[-1])
         if graph:
@@ -136,35 +148,37 @@ class DraftTimes:
         )
 
     def _class(self, rows: int) -> int:
-        """Up to 16 rows each number is one; beyond, every 8, which is what a GPU's kernels differ by, or 8 to a doubling, on a CPU 4."""
+        """The class of a number of rows. Up to 16, each number is its own. Beyond, classes lie 8 rows apart, which is
+        what a GPU's kernels differ by, or there are 8 of them to a doubling; on a CPU 4."""
         step = max(8, 1 << max(0, rows.bit_length() - 4)) if self._compiles else 1 << max(0, rows.bit_length() - 3)
         return rows if rows <= 16 else -(-rows // step) * step
 
     def settled(self, num_seqs: int) -> bool:
-        """Whether plain steps of ``num_seqs`` decodes run as they always will, so that drafted ones can be compared with them: not
-        while they are launched kernel by kernel to be captured soon."""
+        """Whether plain steps of ``num_seqs`` decodes run as they always will, so that drafted ones can be compared
+        with them. They do not while they are launched kernel by kernel and captured soon."""
         kind, _ = self._kind(max(1, num_seqs), 0, 0, False)
         return not kind.graph or self._runs[kind] > WARM_UP or self._graphs.replays(kind.size, False)
 
     def measured_plain(self, num_seqs: int, context: int) -> float | None:
-        """``predict`` of a plain step; None before one of its sort, in a graph or not, was measured."""
+        """Predicted seconds of a plain step; None before one of its sort, in a graph or not, was measured."""
         kind, _ = self._kind(num_seqs, context, 0, False)
         return self.predict(num_seqs, context, 0, False) if (False, kind.graph) in self._seen else None
 
     def _warm(self, kind: _Kind) -> bool:
-        """Once a step: whether it ran as the next ones of its size will: not launched kernel by kernel to be captured soon, nor captured
-        just now."""
+        """Count a step, and say whether it ran as the next ones of its size will. One that was captured just now, or is
+        launched kernel by kernel and captured soon, did not."""
         self._runs[kind] += 1
         if not kind.graph:
             return True
         if self._graphs.replays(kind.size, kind.drafted):
-            # One that always was is as it was. Else the step behind this one may have captured it, which was launched already.
+            # A size that was always captured runs as before. Otherwise the step behind this one, launched already, may
+            # have captured it.
             self._captured[kind] += SETTLED if self._runs[kind] == 1 else 1
         return self._captured[kind] >= SETTLED or not self._captured[kind] and self._runs[kind] > WARM_UP
 
 
 class _Kind(NamedTuple):
-    """Of a step: steps of a kind are timed together. ``size``: rows of its graph, or the class of its rows."""
+    """Steps of a kind are timed together. ``size``: rows of the graph, or the class of the step's rows."""
 
     drafted: bool
     graph: bool

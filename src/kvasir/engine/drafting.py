@@ -1,8 +1,9 @@
-"""Drafts in the step loop: asks the drafter for the sequences that decode, lets the controller cut, hands the rest to the
-scheduler, and tells both what came of it. Rows that hold drafts are rows like others: see ``Span``.
+"""Drafts in the step loop: asks the drafter for the sequences that decode, lets the controller cut its drafts, hands
+the rest to the scheduler, and tells both what came of them. Rows that hold drafts are rows like others: see ``Span``.
 
-A draft continues the committed tokens, so a step with drafts is planned only when the one before it was read. Where the
-controller says that this does not pay, nothing here runs but a counter, and the engine overlaps as without a drafter.
+A draft continues the committed tokens, so a step with drafts is planned only when the step before it was read. Where
+the controller says that this does not pay, nothing here runs but a counter, and the engine overlaps steps as it does
+without a drafter.
 """
 
 from __future__ import annotations
@@ -29,27 +30,31 @@ from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, FinishReason, Plan, Sequence, Span, SpanResult, Status
 
-PLAIN_SAMPLES = 8  # one in so many plain steps is measured,
-FIRST_PLAIN = 16  # after so many of those that follow a drafted one, or the start
-HIDDEN_LEAD = 16  # steps before drafting is tried again from which on hidden states are handed over
-MAX_FAILURES = 8  # of a drafter in a row before it is switched off
-BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}  # bytes and operations a second that no device of today exceeds much
+# One in so many plain steps is measured, and each of so many that come first after a drafted step or the start.
+PLAIN_SAMPLES, FIRST_PLAIN = 8, 16
+# So many steps before drafting is tried again, hidden states are handed over.
+HIDDEN_LEAD = 16
+# A drafter is switched off after so many failures in a row.
+MAX_FAILURES = 8
+# Bytes and operations a second that no device of today exceeds by much.
+BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A step that only decodes, whose time is taken."""
+    """A step of decodes alone that is timed."""
 
     drafted: bool
     decodes: int
     context: int
     drafts: int
     eager: bool  # launched kernel by kernel, whatever its size
-    captured: bool  # a graph, which is done once
+    captured: bool  # it captured a graph, which is done once
 
 
 class Drafting:
-    """``max_rows``: rows a step; ``clock``: seconds. Lives beside the scheduler, which treats drafts as look-ahead that may be dropped."""
+    """What the step loop does about drafts. ``max_rows`` is the most rows of a step; ``clock`` gives seconds. The
+    scheduler treats drafts as look-ahead that may be dropped."""
 
     def __init__(
         self,
@@ -67,36 +72,34 @@ class Drafting:
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
         self._savings = Savings(self._times.measured_plain)
         self._lengths = Lengths() if config.draft_control == "length" else None
-        self._pending: dict[Sequence, tuple[Many[DraftTree], int]] = {}  # the trees of its step, and which of them
-        # Trees of a step that were verified, which of them, and their paths: of which the controller is yet to be told.
+        self._pending: dict[Sequence, tuple[Many[DraftTree], int]] = {}  # a step's trees, and which of them
+        # What the controller is yet to be told: the trees of a step, which of them were verified, and their paths.
         self._verified: Forest | None = None
         self._which: list[int] = []
         self._paths: list[list[int]] = []
-        # Only the controller wants to know what was right: then it is told of all trees at once.
+        # Whether only the controller wants to know what was right. It is told of all trees of a step at once.
         self._alone = type(drafter).observe is Drafter.observe
-        self._measured: dict[int, _Measured | None] = {}  # by step; None: it was drafted, and held more than decodes
-        self._captures = 0  # of graphs, when the last step was launched
-        self._drafting = False  # in the step that is being planned
-        self._failures = self._failures_before = 0  # in a row; when it last proposed
+        self._measured: dict[int, _Measured | None] = {}  # by step; None: one with drafts and more than decodes
+        self._captures = 0  # graphs captured when the last step was launched
+        self._drafting = False  # whether the step that is being planned is drafted
+        self._failures = self._failures_before = 0  # failures in a row, now and at the last proposal
         self._since_drafted = 0  # plain steps launched
-        self._after_drafted = -1  # the plain step behind the last drafted one: it waited for that one's end
-        self._ended = 0.0  # when the last step did
+        self._after_drafted = -1  # the plain step behind the last drafted one, whose end it waited for
+        self._ended = 0.0  # when the last step ended
         drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
-        runner.guest_inputs = drafter.guests
+        runner.parts.guest_inputs = drafter.guests
         runner.sampler.by_blocks = not drafter.exact
 
-    # ----------------------------------------------------------------------------------------------------- before a step
+    # ---------------------------------------------------------------------------------------------------- before a step
 
     def wanted(self, running: Iterable[Sequence]) -> bool:
-        """Whether to draft in the next step. Asked once a step, before anything is resolved."""
+        """Whether to draft in the next step. Called once a step, before anything is resolved."""
         self._drafting = self._failures < MAX_FAILURES and not self.controller.resting() and self._worth_it(running)
         self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
-        if self._runner.taps is not None:
-            self._runner.taps.on = (
-                self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
-            )
+        if (taps := self._runner.parts.taps) is not None:
+            taps.on = self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
         return self._drafting
 
     def _worth_it(self, running: Iterable[Sequence]) -> bool:
@@ -148,7 +151,7 @@ class Drafting:
         trees = self._guarded(self._propose, asks)
         if trees is None:
             return
-        if self._failures == self._failures_before:  # nor was anything wrong since the proposal before
+        if self._failures == self._failures_before:  # nothing went wrong since the proposal before, either
             self._failures = 0
         self._failures_before = self._failures
         for part in (trees,) if isinstance(trees, Forest) else trees:
@@ -160,9 +163,11 @@ class Drafting:
             and decodes < graphs.most_drafted
             and self._config.draft_control != "fixed"
         ):
-            # Only chains are captured here, which is worth more than a branch; where there are guests, neither is.
+            # Only chains are captured here, and a graph is worth more than branches. A tree with guests keeps them: it
+            # runs in no graph.
             trees = [tree if tree.guests else tree.trunk() for tree in trees]
-        # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
+        # Prompts need rows, too. Drafts get the rows that prompts and decodes leave, and at least a quarter of the step
+        # less the decodes.
         budget = max(self._max_rows // 4, self._max_rows - rows) - decodes
         self._set(asks, self.controller.allocate(trees, context, max(0, budget), decodes))
 
@@ -198,12 +203,12 @@ class Drafting:
                 start = end
 
     def draft_of(self, seq: Sequence) -> DraftTree | None:
-        """What its next span verifies."""
+        """The draft that the sequence's next span verifies."""
         found = self._pending.get(seq)
         return None if found is None else found[0][found[1]]
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What a drafter does wrong costs no request. None: it failed."""
+        """Call the drafter so that its failure costs no request. None: it failed."""
         try:
             return call(*args)
         except Exception:
@@ -222,14 +227,15 @@ class Drafting:
             self._guarded(self.drafter.open, seq)
 
     def launched(self, plan: Plan) -> None:
-        """``plan`` is on its way. Of steps that only decode, the time is taken."""
+        """Note that ``plan`` was launched, and whether it is timed: only steps of decodes alone are."""
         graphs = self._runner.graphs
         captures, self._captures = self._captures, self._runner.captures
         if self._drafting:
             self._since_drafted = 0
         else:
             if self._measured and plan.num_rows > len(plan.spans):
-                # The end of a plain step in flight is seen when this one was launched, which takes longer where it holds prompts.
+                # The end of a plain step in flight is seen after this launch, which takes longer because it holds
+                # prompts.
                 self._measured = {
                     step: found for step, found in self._measured.items() if found is None or found.drafted
                 }
@@ -255,10 +261,11 @@ class Drafting:
             self._captures > captures,
         )
 
-    # ------------------------------------------------------------------------------------------------------ after a step
+    # ----------------------------------------------------------------------------------------------------- after a step
 
     def commit(self, span: Span, result: SpanResult, kept: list[int]) -> None:
-        """``kept`` tokens of a span that verified a draft are about to be committed: move what lies off the leftmost path."""
+        """Prepare the commit of the ``kept`` tokens of a span that verified a draft: move rows that lie off the
+        leftmost path."""
         path, count = result.path, len(kept)
         if count > 1 and path[count - 1] - path[0] >= count:
             self._move(span, path[:count])
@@ -275,7 +282,7 @@ class Drafting:
             self._runner.pool.move_slots(group, sources, targets)
 
     def observe(self, span: Span, result: SpanResult) -> None:
-        """The same span, committed."""
+        """Tell drafter and controller what came of a span's draft, once the span is committed."""
         found = self._pending.pop(span.seq, None)
         if found is None:
             return
@@ -300,19 +307,20 @@ class Drafting:
             )
 
     def learn(self) -> None:
-        """Tell the controller of all trees that were verified since."""
+        """Tell the controller about all trees that were verified since the last call."""
         if self._verified is not None:
             self.controller.observe_all(self._verified, self._which, self._paths)
             self._verified, self._which, self._paths = None, [], []
 
     def ingest(self, span: Span, result: SpanResult) -> None:
-        """A span that verified nothing was committed: its hidden states, where the drafter reads them."""
+        """Hand the drafter the hidden states of a committed span that verified nothing."""
         if span.valid and self._failures < MAX_FAILURES:
             self._open(span.seq)
             self._guarded(self.drafter.ingest, span.seq, result.hidden, span.start)
 
     def completed(self, plan: Plan) -> None:
-        """From the end of one step to the end of the next: what lies between is the price of it, whoever it was that waited."""
+        """Charge a step that was read. Its price is all the time from the end of the step before, whatever waited for
+        what."""
         self.learn()
         now = self._clock()
         seconds, self._ended = now - self._ended, now
@@ -338,10 +346,8 @@ class Drafting:
             self.controller.rested(seconds)
 
     def close(self, seq: Sequence, reason: FinishReason) -> None:
-        if self._lengths is not None and reason in (
-            "stop",
-            "length",
-        ):  # one that was cancelled says nothing of how long its likes get
+        # A sequence that was cancelled says nothing about how long such sequences get.
+        if self._lengths is not None and reason in ("stop", "length"):
             self._lengths.ended(seq)
         self._pending.pop(seq, None)
         if seq.state.get("drafted"):
@@ -350,18 +356,14 @@ class Drafting:
     def fill(self, stats: EngineStats) -> None:
         self.learn()
         s = self.controller.stats
-        stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = (
-            s.steps,
-            s.verified,
-            s.drafted,
-            s.accepted,
-        )
+        stats.draft_steps, stats.drafts = s.steps, s.verified
+        stats.drafted_tokens, stats.accepted_tokens = s.drafted, s.accepted
         stats.accepted_by_depth, stats.drafted_by, stats.drafted_by_depth = s.by_depth, s.by_source, s.by_source_depth
         stats.draft_saved_seconds = self._savings.seconds
 
 
 def _committed(span: Span, result: SpanResult) -> Any:
-    """The hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""
+    """Hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""
     if result.hidden is None:
         return None
     rows = [*range(result.path[0] + 1), *result.path[1:]][: span.seq.num_computed - span.start]
@@ -369,12 +371,13 @@ def _committed(span: Span, result: SpanResult) -> Any:
 
 
 def holds_draft(plan: Plan) -> bool:
-    """Whether a plan in flight verifies drafts, or has guests: what follows them is open."""
+    """Whether a plan in flight verifies drafts or has guests, so that what follows it is not known yet."""
     return any(span.want is not ONE_SAMPLE and span.commit == "walk" for span in plan.spans)
 
 
 def _roofline(runner: Runner) -> Roofline:
-    """Above what the device can do: the prior of the step times, which are measured soon, and their lower bound."""
+    """A roofline above what the device can do. It is the prior of the step times until they are measured, and their
+    lower bound."""
     spec, size = runner.model.spec, runner.model.place.dtype.itemsize
     bandwidth, flops = BEST.get(runner.device.type, BEST["cpu"])
     pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers)

@@ -1,13 +1,13 @@
-"""The served model's first layers as a drafter's model: its weights, its pages, a final norm and head after an early layer.
+"""The served model's first layers as a drafter's model: its weights, its pages, and its final norm and head after an
+early layer.
 
-Keys and values of these layers are those of the whole model, so whatever is committed is there already: nothing is caught up
-with, and a prefix hit or a preemption needs no word. Drafted rows go to the slots behind the last known token, which the
-verifying step writes again, in all layers, before it reads them.
+Keys and values of these layers are those of the whole model, so whatever is committed is there already: there is
+nothing to catch up with, and prefix hits and preemptions need no word. Drafted rows go to the slots behind the last
+known token. The verifying step writes these again, in all layers, before it reads them.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 
@@ -15,24 +15,25 @@ import torch
 
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.build import Built
+from kvasir.engine.eager_steps import EagerSteps
 from kvasir.engine.pages import PageManager
-from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.engine.step_way import StepParts
 from kvasir.errors import ConfigError
-from kvasir.models.decoder import Decoder
 from kvasir.speculation.drafter import Ask
-from kvasir.types import PageCopy, Plan, Sequence, Span, SpanResult, Status
+from kvasir.types import PageCopy, Sequence, Span, SpanResult, Status
 
 
 class EarlyExit:
-    """Implements ``drafter.ExitModel``, once it is bound. ``head_layers``: what the head costs, in layers."""
+    """Implements ``drafter.ExitModel`` once it is bound. ``head_layers`` is what the head costs, in layers."""
 
     def __init__(self, exits: tuple[int, ...]) -> None:
         self.exits = exits
         self.num_layers, self.head_layers = 0, 0.0
 
     def bind(self, built: Built, pages: PageManager) -> None:
-        """The served model and its pages are there."""
+        """Take the served model and its pages, which are there now. Raises ConfigError for an exit that the model does
+        not have."""
         served = built.runner
         self._model, self._pages, self._max_rows = served.model, pages, built.max_rows
         self._max_model_len = built.info.max_model_len
@@ -41,7 +42,8 @@ class EarlyExit:
         self.exits = self.exits or tuple(sorted({max(1, layers // 4), max(1, layers // 2), max(1, 3 * layers // 4)}))
         if wrong := [e for e in self.exits if not 0 < e < layers]:
             raise ConfigError(
-                f"layer_skip: the model has {layers} layers, so it cannot exit after {wrong[0]}; choose from 1 to {layers - 1}"
+                f"the model has {layers} layers, so a draft cannot exit after {wrong[0]}; "
+                f"choose exits from 1 to {layers - 1}"
             )
         weights = sum(slot.target.numel() for name, slot in served.model.slots().items() if name.startswith("layers."))
         self.head_layers = served.model.head_VE.numel() / max(1.0, weights / self.num_layers)
@@ -52,19 +54,18 @@ class EarlyExit:
             served.device,
             served.sampler.eos_ids,
         )
-        self._runner = Runner(
+        self._parts = StepParts(
             served.model, served.pool, served.backend, sampler, served.device, max_model_len=self._max_model_len
         )
-        self._runner.native = self._runner.tapes = None  # they run all of a model's layers
-        self._models: dict[int, Decoder] = {}
+        self._ways: dict[int, EagerSteps] = {}  # by number of layers
         self._shadows: dict[Sequence, Sequence] = {}
         self._free_seats = list(range(served.sampler.max_seqs))
 
     def draw(self, asks: list[Ask], num_layers: int, stops: list[float]) -> list[tuple[list[int], list[float]]]:
-        """For each, up to ``max_depth`` tokens after the known ones, by the first ``num_layers`` layers, drawn with the sequence's own
-        parameters and noise, and their probabilities; none where no page is left for them. The first one below ``stops`` is the last."""
-        self._runner.model = self._cut(num_layers)
-        self._runner.caches = [self._runner.pool.layer(i) for i in range(num_layers)]
+        """Draw up to ``max_depth`` tokens after the known ones of each sequence by the first ``num_layers`` layers,
+        with its own parameters and noise. Returns tokens and their probabilities; none where no page is left for them.
+        The first one below ``stops`` is the last."""
+        way = self._way(num_layers)
         ready: dict[Sequence, int] = {}
         stop_of = {ask.seq: stop for ask, stop in zip(asks, stops)}
         for ask in asks[: self._max_rows]:
@@ -82,9 +83,10 @@ class EarlyExit:
             if not busy:
                 break
             spans = [
-                Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, seat=shadows[seq].seat) for seq in busy
+                Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, seat=shadows[seq].seat)
+                for seq in busy
             ]
-            for seq, span, result in zip(busy, spans, self._runner.launch(Plan(0, spans)).read()):
+            for seq, span, result in zip(busy, spans, way.run(spans).read()):
                 token, chance = _drawn(result)
                 if token >= 0:
                     span.seq.tokens.append(token)
@@ -99,15 +101,17 @@ class EarlyExit:
 
     @torch.inference_mode()
     def judge(self, pieces: list[tuple[Sequence, int, torch.Tensor]]) -> list[list[list[tuple[int, float]]]]:
-        """By piece, exit and row: the token that the exit would have drawn, and its probability. One call of the head for all."""
+        """The token that each exit would have drawn and its probability, by piece, exit and row, with one call of the
+        head for all."""
         spans: list[Span] = []
         for seq, start, hidden_RXE in pieces:
             shadow, count = self._shadow(seq), len(hidden_RXE)
-            # Every row is drawn by itself; as a draft, the tokens after the first row are what the later ones are conditioned on.
+            # Every row is drawn by itself. The later rows are conditioned on the tokens after the first, given as a
+            # draft.
             shadow.tokens, shadow.draft = seq.tokens[: start + 1], seq.tokens[start + 1 : start + count]
             spans += [Span(shadow, start + i, 1, want=ONE_SAMPLE, seat=shadow.seat) for i in range(count)]
         hidden_ME = torch.cat([hidden_RXE for _, _, hidden_RXE in pieces]).transpose(0, 1).flatten(0, 1)  # exit by exit
-        sampler = self._runner.sampler
+        sampler = self._parts.sampler
         output = sampler.sample(lambda a, b: self._model.logits(hidden_ME[a:b]), sampler.pack(spans * len(self.exits)))
         drawn = list(map(_drawn, output.read()))
         found, first = [], 0
@@ -119,20 +123,18 @@ class EarlyExit:
     def close(self, seq: Sequence) -> None:
         shadow = self._shadows.pop(seq, None)
         if shadow is not None:
-            self._runner.close(shadow.seat)
+            self._parts.close(shadow.seat)
             self._free_seats.append(shadow.seat)
 
-    def _cut(self, num_layers: int) -> Decoder:
-        """The model of its first layers. Not a copy: every weight is the same tensor."""
-        if num_layers not in self._models:
-            model = copy.copy(self._model)
-            model.spec = dataclasses.replace(model.spec, layers=model.spec.layers[:num_layers])
-            model.blocks, model.rope_of = model.blocks[:num_layers], model.rope_of[:num_layers]
-            self._models[num_layers] = model
-        return self._models[num_layers]
+    def _way(self, num_layers: int) -> EagerSteps:
+        """The way to run a step of the first ``num_layers`` layers."""
+        if num_layers not in self._ways:
+            self._ways[num_layers] = EagerSteps(self._parts.first_layers(num_layers))
+        return self._ways[num_layers]
 
     def _room(self, seq: Sequence, length: int, num_asks: int) -> bool:
-        """Slots for the anchor and all drafted tokens but the last. A draft takes no page that a running sequence may need."""
+        """Make room for the anchor and all drafted tokens but the last. A draft takes no page that a running sequence
+        may need."""
         size, last = self._pages.page_slots, len(seq.tokens) - 1
         if -(-(last + length) // size) > len(seq.tables[0]) and self._pages.num_free < 2 * num_asks:
             return False
@@ -140,11 +142,11 @@ class EarlyExit:
         if not self._pages.grow(seq, last + length, copies):
             return False
         if copies:
-            self._runner.pool.copy(copies)
+            self._parts.pool.copy(copies)
         return True
 
     def _shadow(self, seq: Sequence) -> Sequence:
-        """The sequence as the drafting runner sees it: the same noise and pages, plain parameters."""
+        """The sequence as drafting sees it: with the same noise and pages, and plain parameters."""
         shadow = self._shadows.get(seq)
         if shadow is None:
             params = dataclasses.replace(
@@ -164,11 +166,11 @@ class EarlyExit:
             )
             shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
-            if not self._free_seats:  # those of preempted sequences
+            if not self._free_seats:  # take those of preempted sequences
                 for other in [other for other in self._shadows if other.status is not Status.RUNNING]:
                     self.close(other)
             shadow.status, shadow.seat = Status.RUNNING, self._free_seats.pop()
-            self._runner.open(shadow)
+            self._parts.open(shadow)
             self._shadows[seq] = shadow
         shadow.tokens, shadow.tables, shadow.num_computed = list(seq.tokens), seq.tables, len(seq.tokens) - 1
         shadow.draft = []
@@ -176,5 +178,6 @@ class EarlyExit:
 
 
 def _drawn(result: SpanResult) -> tuple[int, float]:
-    """The token of a span of one row and its probability, before temperature; (-1, 0): no number came out. So be it, it was a guess."""
+    """The token of a span of one row and its probability before temperature; (-1, 0) where the logits held no numbers:
+    it was a guess."""
     return (result.tokens[0], math.exp(result.logprobs[0].logprob)) if result.tokens else (-1, 0.0)

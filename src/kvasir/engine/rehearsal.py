@@ -1,8 +1,9 @@
-"""Steps gone through without running a kernel, so that those they need are compiled before anybody waits for them.
+"""Steps that are gone through without running a kernel, so that the kernels they need are compiled before anybody waits
+for them.
 
-With empty caches an 8B model's first steps need some forty kernels of half a second each. Gone through at the start they are compiled on all
-cores, beside each other and beside what else the start has to do. The torch calls between them do run, on numbers that mean nothing:
-no kernel's result may become an index of one.
+With empty caches an 8B model's first steps need some forty kernels, each of which takes half a second to compile. Gone
+through at the start, they are compiled on all cores in parallel, while the start does other things. The torch calls
+between them do run, on numbers that mean nothing, so no kernel's result may become an index in one of them.
 
 Legend: T rows, E model dim.
 """
@@ -28,89 +29,84 @@ from kvasir.logs import log
 from kvasir.types import StepBatch
 
 if TYPE_CHECKING:
-    from kvasir.engine.runner import Runner
+    from kvasir.engine.step_way import StepParts
 
-ROWS = (
-    1,
-    8,
-    16,
-    32,
-    64,
-    128,
-)  # those that products have kernels of their own for, and one whose products are all the BLAS's
+# Sizes of steps: those that products have kernels of their own for, and one whose products are all the BLAS's.
+ROWS = (1, 8, 16, 32, 64, 128)
 
 
 @torch.inference_mode()
-def rehearse(runner: Runner) -> None:
-    """All kinds of attention, and the first steps. What fails here is compiled when it is met, or fails there."""
-    if INTERPRETED or not use_triton(runner.seats.words):
+def rehearse(parts: StepParts) -> None:
+    """Go through all kinds of attention and the first steps. A kernel that fails here is compiled when it is met, or
+    fails there."""
+    if INTERPRETED or not use_triton(parts.seats.words):
         return
-    layers = {layer.mixer.attention(): i for i, layer in enumerate(runner.model.spec.layers)}
-    parts = [partial(_draw, runner)]  # first what takes the compiler longest
-    parts += [
-        partial(_attend, runner, layer, spans)
+    layers = {layer.mixer.attention(): i for i, layer in enumerate(parts.model.spec.layers)}
+    calls = [partial(_draw, parts)]  # first what takes the compiler longest
+    calls += [
+        partial(_attend, parts, layer, spans)
         for spec, layer in layers.items()
-        for spans in runner.backend.kinds(spec, runner.sampler.max_seqs)
+        for spans in parts.backend.kinds(spec, parts.sampler.max_seqs)
     ]
-    parts += [partial(_forward, runner, rows) for rows in ROWS]
+    calls += [partial(_forward, parts, rows) for rows in ROWS]
     with rehearsing():
-        for part in parts:
+        for call in calls:
             try:
-                part()
-            except (
-                Exception
-            ) as error:  # nobody asked for it yet: an engine that ended here would end again after every restart
-                what = part.func.__name__ + str(part.args[1:])[:60]
+                call()
+            except Exception as error:
+                # Nobody has asked for it yet, and an engine that ended here would end again after every restart.
+                what = call.func.__name__ + str(call.args[1:])[:60]
                 log.warning("kernels are not compiled ahead: %s (%s: %s)", what, type(error).__name__, error)
 
 
-def _attend(runner: Runner, layer: int, spans: list[tuple[int, int]]) -> None:
-    """The attention of a step of spans (positions before, rows)."""
-    spec = runner.model.spec.layers[layer].mixer.attention()
-    batch = _batch(runner, spans)
+def _attend(parts: StepParts, layer: int, spans: list[tuple[int, int]]) -> None:
+    """Attend a step of spans (positions before, rows)."""
+    spec = parts.model.spec.layers[layer].mixer.attention()
+    batch = _batch(parts, spans)
     q_THD = torch.zeros(
-        len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=runner.model.place.dtype, device=runner.device
+        len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=parts.model.place.dtype, device=parts.device
     )
-    runner.backend.plan(batch)
-    runner.backend.run(q_THD, runner.caches[layer], spec, batch, sinks_H=runner.model.blocks[layer].mixer.sinks_H)
+    parts.backend.plan(batch)
+    parts.backend.run(q_THD, parts.caches[layer], spec, batch, sinks_H=parts.model.blocks[layer].mixer.sinks_H)
 
 
-def _forward(runner: Runner, rows: int) -> None:
-    """A step of single rows: every kind of layer twice, since the first layer of a step finds nothing that is still to be added."""
-    model, batch = runner.model, _batch(runner, [(0, 1)] * rows)
-    runner.backend.plan(batch)
+def _forward(parts: StepParts, rows: int) -> None:
+    """Run a step of single rows, with every kind of layer twice: the first layer of a step finds no result that is
+    still to be added."""
+    model, batch = parts.model, _batch(parts, [(0, 1)] * rows)
+    parts.backend.plan(batch)
     stream, angles = Stream(model.embed(batch.input_ids)), [Angles(table, batch.positions) for table in model.ropes]
     for i in {layer: i for i, layer in enumerate(model.spec.layers)}.values():
         for _ in range(2):
-            model.blocks[i].forward(stream, angles[model.rope_of[i]], runner.caches[i], runner.backend, batch)
+            model.blocks[i].forward(stream, angles[model.rope_of[i]], parts.caches[i], parts.backend, batch)
     model.logits(stream.value())
 
 
-def _draw(runner: Runner) -> None:
-    """What draws and reports: of decodes that go on on the device, and of rows that the sampler packs."""
-    sampler, rows, device = runner.sampler, runner.seats, runner.device
+def _draw(parts: StepParts) -> None:
+    """Draw and report as decodes do that stay on the device, and as the sampler does."""
+    sampler, seats, device = parts.sampler, parts.seats, parts.device
     places = torch.zeros(1, dtype=torch.int64, device=device)
-    opened = open_rows(rows.kept, places, places, runner.pool.page_slots)
+    opened = open_rows(seats.kept, places, places, parts.pool.page_slots)
     how = opened.temperature, opened.top_k, opened.top_p, opened.min_p, opened.stream, places
-    logits = torch.zeros(1, sampler.vocab_size, dtype=runner.model.place.dtype, device=device)
+    logits = torch.zeros(1, sampler.vocab_size, dtype=parts.model.place.dtype, device=device)
     drawn = sample_rows(logits, *how, sampler.tokenizer_size)
-    close_rows(drawn, torch.zeros_like(drawn), rows.token, places, sampler.vocab_size)
-    report_rows(logits, drawn[0], rows.sure[:1], sampler.tokenizer_size)
+    close_rows(drawn, torch.zeros_like(drawn), seats.token, places, sampler.vocab_size)
+    report_rows(logits, drawn[0], seats.sure[:1], sampler.tokenizer_size)
     sample_rows(logits.float(), *how, sampler.tokenizer_size)
     report_rows(logits.float(), places, places.int(), sampler.tokenizer_size)
     gumbel(places, places, sampler.tokenizer_size)
 
 
-def _batch(runner: Runner, spans: list[tuple[int, int]]) -> StepBatch:
-    """Spans (positions before, rows) that all lie on the dummy page."""
+def _batch(parts: StepParts, spans: list[tuple[int, int]]) -> StepBatch:
+    """A batch of spans (positions before, rows) that all lie on the dummy page."""
     table = torch.zeros(
-        len(spans), pages_for(max(map(sum, spans)), runner.pool.page_slots), dtype=torch.int32, device=runner.device
+        len(spans), pages_for(max(map(sum, spans)), parts.pool.page_slots), dtype=torch.int32, device=parts.device
     )
-    return batch_of(spans, (table,) * len(runner.pool.groups))
+    return batch_of(spans, (table,) * len(parts.pool.groups))
 
 
 def batch_of(spans: list[tuple[int, int]], tables: tuple[torch.Tensor, ...]) -> StepBatch:
-    """Spans (positions before, rows) of tokens and positions that mean nothing, over these page tables."""
+    """A batch of spans (positions before, rows) over these page tables, whose tokens and positions mean nothing."""
     starts, lengths = map(list, zip(*spans))
     ends, device = list(accumulate(lengths, initial=0)), tables[0].device
     row_start, context = (torch.tensor(words, dtype=torch.int32, device=device) for words in (ends, starts))

@@ -1,7 +1,8 @@
-"""A second model beside the served one, with its own runner, pages and prefix index: what a drafter drafts with.
+"""A second model with its own runner, pages and prefix index: what a drafter drafts with, next to the served model.
 
-Every sequence has a *shadow* here: the same tokens, the same noise stream, its own page tables. Drawing is plain decoding of
-shadows. What the served model did not accept is forgotten by moving a counter back: its slots are written again.
+Every sequence has a *shadow* here: the same tokens, the same noise stream, its own page tables. Drawing is plain
+decoding of shadows. What the served model did not accept is forgotten by moving a counter back: its slots are written
+again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvasir.config import EngineConfig
+from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.max_accept import DRAWN, fresh_stream
 from kvasir.engine.build import Built, build
 from kvasir.engine.device_seats import UNKNOWN
@@ -30,7 +31,8 @@ from kvasir.types import ModelInfo, PageCopy, Plan, Sequence, Span, Status
 
 
 class EngineHost:
-    """Implements ``drafter.Host``: loads before the served model does, and compares when that is there."""
+    """Implements ``drafter.Host``: loads models before the served model is there, and checks afterwards that they fit
+    it."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -42,7 +44,7 @@ class EngineHost:
         return self._exits[-1]
 
     def bind(self, built: Built, pages: PageManager) -> None:
-        """The served model is there, and so are its pages."""
+        """Hand the early exits the served model and its pages."""
         for model in self._exits:
             model.bind(built, pages)
 
@@ -57,14 +59,15 @@ class EngineHost:
             build_spec(checkpoint.read_config(checkpoint.resolve(model))).max_position,
             config.model.max_model_len,
         )
-        # Whoever reads the target's pages need not know this model's shapes; a restarted process names what the clock chose for the target.
+        # A backend for the target's pages need not know this model's shapes, and a restarted process names the target's
+        # choice.
         own = config.replace(
             model=model,
             max_model_len=wanted and min(wanted, longest),
             revision=None,
             served_model_name=None,
             tokenizer=None,
-            kv_codec="plain",
+            kv_codec=CacheConfig().kv_codec,
             page_slots=None,
             attention_backend="auto",
             drafter="",
@@ -76,19 +79,21 @@ class EngineHost:
         return self._models[-1]
 
     def check(self, served: ModelInfo) -> None:
-        """Raises ConfigError where token ids would mean different things."""
+        """Raise ConfigError where token ids would mean different things to the two models."""
         for model in self._models:
             info = model.info
             if (info.vocab_size, info.tokenizer_size) != (served.vocab_size, served.tokenizer_size):
                 raise ConfigError(
-                    f"the draft model {info.name} has {info.tokenizer_size} of {info.vocab_size} token ids in use, {served.name} has "
-                    f"{served.tokenizer_size} of {served.vocab_size}: it must share the vocabulary. Choose one that does, or "
+                    f"the draft model {info.name} has {info.tokenizer_size} of {info.vocab_size} token ids in use, "
+                    f"{served.name} has {served.tokenizer_size} of {served.vocab_size}: it must share the vocabulary. "
+                    "Choose one that does, or "
                     "--drafter suffix, which needs no model."
                 )
 
 
 class SecondModel:
-    """Implements ``drafter.ChainModel``. Sequences that find no page or row take those of who was drafted for longest ago."""
+    """Implements ``drafter.ChainModel``. A sequence that finds no page or seat takes those of the sequence drafted for
+    longest ago."""
 
     def __init__(self, built: Built) -> None:
         self.info = built.info
@@ -98,9 +103,8 @@ class SecondModel:
         )
         self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()  # least recently drafted for first
         self._free_seats = list(range(built.max_num_seqs))
-        self._weights: dict[Sequence, list[torch.Tensor]] | None = (
-            None  # of this round's shadows, what each token was drawn from; None: not wanted
-        )
+        # What each token of this round's shadows was drawn from; None: nobody wants to know.
+        self._weights: dict[Sequence, list[torch.Tensor]] | None = None
 
     def draw(self, asks: Many[Ask], keep: bool = False) -> list[list[int]]:
         self._weights = {} if keep else None
@@ -147,12 +151,12 @@ class SecondModel:
     # --------------------------------------------------------------------------------------------------------- shadows
 
     def _shadow(self, seq: Sequence, busy: set[Sequence]) -> Sequence | None:
-        """The sequence's shadow, brought up to its tokens; None: no row for it."""
+        """The sequence's shadow, brought up to its tokens; None: there is no seat for it."""
         shadow = self._shadows.get(seq)
         if shadow is None:
             if not self._free_seats and not self._evict(busy):
                 return None
-            # What is drawn need not obey penalties or a grammar to be a good guess; reports are not wanted.
+            # A guess can be good without penalties and grammars, and nobody reads its reports.
             params = dataclasses.replace(
                 seq.request.params,
                 n=1,
@@ -175,17 +179,14 @@ class SecondModel:
             self._shadows[seq] = shadow
         else:
             # What was drawn and computed counts up to the first token that the served model did not draw.
-            agreed, end = (
-                min(shadow.state["agreed"], shadow.num_computed),
-                min(shadow.num_computed, len(seq.tokens) - 1),
-            )
+            computed = shadow.num_computed
+            agreed, end = min(shadow.state["agreed"], computed), min(computed, len(seq.tokens) - 1)
             while agreed < end and shadow.tokens[agreed] == seq.tokens[agreed]:
                 agreed += 1
             shadow.tokens[agreed:], shadow.num_computed = seq.tokens[agreed:], agreed
             self._pages.commit(shadow)
-            self._runner.seats.drawn(
-                [shadow.seat], [UNKNOWN]
-            )  # the device may hold a token of this position that was not accepted
+            # The device may hold a token of this position that was not accepted.
+            self._runner.seats.drawn([shadow.seat], [UNKNOWN])
             self._shadows.move_to_end(seq)
         shadow.state["agreed"] = len(seq.tokens) - 1
         return shadow
@@ -211,7 +212,8 @@ class SecondModel:
         self._pages.release(shadow)
 
     def _step(self, shadows: list[Sequence], max_rows: int) -> None:
-        """The next rows of each, within the budget; those whose last token is among them get one more token."""
+        """Compute the next rows of each shadow, within the budget. Those whose last token is among them get one more
+        token."""
         spans: list[Span] = []
         for shadow in shadows:
             length = min(len(shadow.tokens) - shadow.num_computed, max_rows)

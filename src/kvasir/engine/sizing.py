@@ -10,18 +10,21 @@ from kvasir.logs import log
 from kvasir.types import CacheGroup
 
 GIB = 1 << 30
-OUTSIDE_ALLOCATOR = GIB  # the most that code and workspaces of one engine take outside torch's allocator
+# The most bytes that code and workspaces of one engine take outside torch's allocator, by experience.
+OUTSIDE_ALLOCATOR = GIB
 
 
 def gib(num_bytes: float) -> str:
+    """A size for people: in GiB, or in MiB below a tenth of one."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def own_bytes(free_before: int, free_now: int, reserved: int) -> tuple[int, int]:
-    """What this process took of the GPU since ``free_before``, and what others took, in bytes. ``reserved``: by torch's allocator.
+    """Bytes of the GPU that this process took since ``free_before``, and bytes that other processes took. ``reserved``
+    is what torch's allocator holds.
 
-    Kernels' code and libraries' workspaces lie outside the allocator; a gap larger than they can be is somebody else's, such as an engine
-    that starts at the same time.
+    Kernels' code and libraries' workspaces lie outside the allocator. A gap larger than they can be belongs to another
+    process, for example an engine that starts at the same time.
     """
     taken = max(reserved, free_before - free_now)
     outside = taken - reserved
@@ -30,7 +33,7 @@ def own_bytes(free_before: int, free_now: int, reserved: int) -> tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Pages per cache group, and what they allow. ``capacity`` is the longest single sequence, in tokens."""
+    """Pages of each cache group, and what they allow. ``capacity`` is the longest single sequence, in tokens."""
 
     num_pages: tuple[int, ...]
     capacity: int
@@ -38,8 +41,8 @@ class PoolPlan:
 
 
 def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[str, float]:
-    """Bytes that one token's keys and values take, by cache group, in a pool whose codec is ``codec`` (``name:key=value``) for a model
-    of ``width`` bytes a number. Raises ConfigError for a codec that does not fit the heads."""
+    """Bytes that one token's keys and values take, by cache group, with this codec (``name:key=value``) and a model of
+    ``width`` bytes a number. Raises ConfigError for a codec that does not fit the heads."""
     import torch
 
     from kvasir import technique
@@ -51,6 +54,7 @@ def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[st
 
 
 def pages_for(num_tokens: int, page_slots: int) -> int:
+    """Number of pages that hold ``num_tokens``."""
     return -(-num_tokens // page_slots)
 
 
@@ -69,7 +73,7 @@ def plan_pool(
     max_num_seqs: int,
     max_model_len: int,
 ) -> PoolPlan:
-    """Share ``budget`` bytes out among the groups.
+    """Divide ``budget`` bytes among the groups.
 
     Full groups all get the same number of pages; a window group never needs more than its share for ``max_num_seqs``
     sequences at once, so what it leaves goes to the full groups. Page 0 of each group is the dummy page.
@@ -106,7 +110,8 @@ def plan_pool(
 
 
 def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: str) -> int:
-    """The context length the pool can really hold. Raises ConfigError unless ``fit`` may shorten it, which it says in the log."""
+    """The context length the pool can really hold. Raises ConfigError unless ``fit`` may shorten it, which it says in
+    the log."""
     if plan.capacity >= max_model_len:
         return max_model_len
     holds = f"one sequence of {max_model_len} tokens does not fit the KV pool, which holds {plan.capacity} ({explain})"
@@ -120,8 +125,10 @@ def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: st
         return plan.capacity
     if plan.capacity <= 1:
         raise ConfigError(
-            f"{holds}. Give the pool more memory (--gpu-memory-utilization, --cpu-cache-bytes on a CPU, or --num-pages)."
+            f"{holds}. Give the pool more memory (--gpu-memory-utilization, --cpu-cache-bytes on a CPU, or "
+            "--num-pages)."
         )
     raise ConfigError(
-        f"{holds}. Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose for you."
+        f"{holds}. Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose "
+        "for you."
     )

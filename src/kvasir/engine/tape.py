@@ -1,9 +1,10 @@
-"""A tape: the torch calls of one computation, recorded once and replayed on the same memory. What a CUDA graph is on a GPU.
+"""A tape: the torch calls of one computation, recorded once and replayed on the same memory. It is to a CPU what a CUDA
+graph is to a GPU.
 
-A small model's step on a CPU is a few hundred torch calls whose work is done in a microsecond; two thirds of them only make
-views, and the others also allocate what they return. A replay makes no view and no tensor: each remaining call writes to the
-memory it wrote to when it was recorded. So whatever differs from step to step must lie in tensors that the caller fills
-before a replay, and no shape may depend on it.
+A small model's step on a CPU is a few hundred torch calls whose work is done in a microsecond. Two thirds of them only
+make views, and the others also allocate what they return. A replay makes no view and no tensor: each remaining call
+writes to the memory it wrote to when it was recorded. So whatever differs from step to step must lie in tensors that
+the caller fills before a replay, and no shape may depend on it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+# Calls that copy their first argument, recorded as ``copy_``.
 COPIES = frozenset(
     (
         "aten::clone",
@@ -26,6 +28,7 @@ COPIES = frozenset(
         "aten::lift_fresh",
     )
 )
+# Public calls for those whose names are not found in ``torch``.
 NAMES = {
     "linalg_vector_norm": torch.linalg.vector_norm,
     "silu": torch._C._nn.silu,
@@ -35,7 +38,7 @@ NAMES = {
 
 
 class Arena:
-    """Memory for what tapes compute. Tapes that never run at the same time share one."""
+    """Memory for what tapes compute. Tapes that never run at the same time share an arena."""
 
     def __init__(self) -> None:
         self.blocks: list[torch.Tensor] = []  # bytes
@@ -45,7 +48,7 @@ class Arena:
 
 
 class _Use:
-    """Whether anything reads a result. (The list of calls holds this, for it must not hold the result's memory.)"""
+    """Whether anything reads a result. The list of calls holds this object and not the result's memory."""
 
     __slots__ = ("read",)
 
@@ -54,7 +57,7 @@ class _Use:
 
 
 class _Lease:
-    """One result's memory; it goes back when the last tensor that shares it is gone."""
+    """One result's memory, which returns to ``free`` when the last tensor that shares it is gone."""
 
     __slots__ = ("block", "free", "use")
 
@@ -68,7 +71,7 @@ class _Lease:
 
 
 class Tape:
-    """``replay`` repeats the recorded calls; ``result`` is what the recorded function returned."""
+    """Recorded calls, which ``replay`` repeats. ``result`` is what the recorded function returned."""
 
     def __init__(self, calls: list[tuple[Callable, tuple, dict]], result: Any) -> None:
         self._calls = calls
@@ -86,8 +89,8 @@ class Tape:
 
 @torch.inference_mode()
 def record(function: Callable[[], Any], arena: Arena) -> Tape:
-    """Run ``function`` once and record it. The arena's memory holds the results of the calls, so it may not be read after
-    another tape that shares it has run."""
+    """Run ``function`` once and record it. The results lie in the arena, so they must be read before another tape that
+    shares it runs."""
     recorder = _Recorder(arena)
     with recorder:
         result = function()
@@ -152,7 +155,7 @@ class _Recorder(TorchDispatchMode):
     def _own(self, found: torch.Tensor) -> torch.Tensor:
         """A tensor like ``found``, of the same content, in the arena's memory."""
         size = found.numel() * found.element_size()
-        # Of equal blocks the one freed last: the caches still hold it.
+        # Among equal blocks, ``min`` takes the one freed last: the CPU's caches still hold it.
         fits = [block for block in reversed(self.free) if size <= len(block) <= 2 * size + 4096]
         block = min(fits, key=len, default=None)
         if block is None:
@@ -167,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         return kept
 
     def _note(self, leases: Any, lease: _Lease | None, call: Callable, args: tuple, named: dict) -> None:
-        """``leases``: of what the call reads; ``lease``: of what it makes."""
+        """Keep a call. ``leases`` are those of what it reads; ``lease`` is that of what it makes."""
         for source in leases:
             source.use.read = True
         args, named = tree_map(_plain, args), tree_map(_plain, named)
@@ -183,7 +186,7 @@ def _copy_item(target: torch.Tensor, index: int, call: Callable, *args: Any, **n
 
 
 def _method(func: Any) -> Callable:
-    """The call of Tensor that does what an in-place ``func`` does: it takes a fraction of the time."""
+    """The method of Tensor that does what an in-place ``func`` does, in a fraction of the time."""
     name = func._schema.name.removeprefix("aten::")
     return getattr(torch.Tensor, name, func) if func._overloadname != "out" else func
 
@@ -193,7 +196,7 @@ def _lease(x: Any) -> _Lease | None:
 
 
 def _plain(x: Any) -> Any:
-    """The tensor without its lease, for a call that is kept: what a call only names may be used again."""
+    """The tensor without its lease, for a call that is kept: memory that a call only names may be used again."""
     return x.view(x.shape) if isinstance(x, torch.Tensor) and _lease(x) else x
 
 

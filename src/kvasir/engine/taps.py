@@ -1,10 +1,11 @@
-"""Hidden states for drafters: the outputs of chosen layers, for every row of a step, and those of guest rows, beside its results.
+"""Hidden states for drafters: the outputs of chosen layers for every row of a step, and those of guest rows, with the
+step's results.
 
-The decoder writes them where a `Taps` says: into fresh memory in a step that is launched kernel by kernel, into a static buffer where
-the step is a CUDA graph or a CPU tape, from which the rows in use are copied once the step is launched. Without a drafter that
-asks there is no `Taps`, and nothing of this runs.
+The decoder writes them where a `Taps` says: into fresh memory in a step that is launched kernel by kernel, and into a
+static buffer in a step that is a CUDA graph or a CPU tape, from which the rows in use are copied once the step is
+launched. Without a drafter that asks there is no `Taps`, and none of this runs.
 
-What the last layer gives for guest rows (see `Span`) is handed on as it is, in a graph by a copy.
+What the last layer gives for guest rows (see `Span`) is handed on as it is; in a graph it is copied first.
 
 Legend: T rows, K guest rows, L tapped layers, E model dim.
 """
@@ -21,15 +22,15 @@ from kvasir.types import Handle, Span, SpanResult
 
 @dataclass(frozen=True, slots=True)
 class Tapped:
-    """``hidden_TLE`` and, by layer, the views of it that the decoder fills."""
+    """Memory for hidden states, and by layer the views of it that the decoder fills."""
 
     hidden_TLE: torch.Tensor
     by_layer: dict[int, torch.Tensor]
 
 
 class Taps:
-    """``on``: whether what steps over static buffers write is wanted. Steps launched kernel by kernel hand theirs out always: in them
-    are the prompts, which no later step shows again."""
+    """Outputs of ``layers``. ``on`` says whether what steps over static buffers write is wanted. Steps launched kernel
+    by kernel always hand theirs out: they hold the prompts, which no later step shows again."""
 
     def __init__(self, layers: tuple[int, ...], model: Decoder) -> None:
         assert layers and all(0 <= i < len(model.spec.layers) for i in layers), layers
@@ -38,13 +39,14 @@ class Taps:
         self._size, self._place = model.spec.hidden_size, model.place
 
     def memory(self, num_rows: int) -> Tapped:
+        """Fresh memory for the outputs of ``num_rows`` rows."""
         hidden_TLE = torch.empty(
             num_rows, len(self.layers), self._size, device=self._place.device, dtype=self._place.dtype
         )
         return Tapped(hidden_TLE, {layer: hidden_TLE[:, i] for i, layer in enumerate(self.layers)})
 
     def taken(self, buffer: Tapped, num_rows: int) -> torch.Tensor | None:
-        """A copy of the first rows of a static buffer, which the next step overwrites."""
+        """A copy of the first rows of a static buffer, which the next step overwrites; None while taps are off."""
         return buffer.hidden_TLE[:num_rows].clone() if self.on else None
 
 

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, ClassVar
 from kvasir.technique import Technique
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from kvasir.kernels.fused_qkv import HeadOps
+    from kvasir.kv.rotation import Rotation
 
 CODECS = "kvasir.kv.codecs"
 
@@ -67,6 +69,7 @@ class Codec(Technique):
     # Slots of a page by default. Small pages are shared more often, and less of the last one is read in vain.
     page_slots: ClassVar[int] = 16
     fuses = False  # whether ``write_fused`` exists
+    native = False  # whether the C kernels encode and decode ``kernel``, if they know that layout, as this codec does
 
     @abstractmethod
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
@@ -81,11 +84,11 @@ class Codec(Technique):
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
         slots_T: torch.Tensor,
-        held: dict | None = None,
+        shared: dict | None = None,
     ) -> None:
         """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
-        ``held``: what does not depend on the layer; empty at first, passed again for the group's other layers with the
+        ``shared``: what does not depend on the layer; empty at first, passed again for the group's other layers with the
         same slots."""
         raise NotImplementedError
 
@@ -99,6 +102,18 @@ class Codec(Technique):
         """
         raise NotImplementedError
 
+    def rotation(self, side: str, head_dim: int) -> Rotation | None:
+        """The basis in which ``k`` or ``v`` is cached; None: the model's own."""
+        return None
+
+    def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+        """A read of pages [..., W] as one gather: rows of the pool seen as a matrix of blocks, and the shape of what they
+        hold, [2, ..., G, W * P, D]. None: pages cannot be read so.
+
+        Recorded steps call such a codec with more in ``shared``: its ``write`` must take ``rows``
+        (``kernels.store_kv.row_index``), and its ``read`` must take ``blocks``, ``shape`` and ``pages``."""
+        return None
+
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries in the cache's basis, as ``write_fused`` returns them, for a layer that reads another layer's
         cache."""
@@ -109,9 +124,9 @@ class Codec(Technique):
 
     @abstractmethod
     def read(
-        self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None
+        self, cache: LayerCache, pages: torch.Tensor, shared: dict | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode whole pages: page ids [..., W] -> two [..., G, W * P, D] tensors in the model's dtype, of any strides.
 
-        They are the caller's own. ``held``: as in ``write``, for the same pages."""
+        They are the caller's own. ``shared``: as in ``write``, for the same pages."""
         raise NotImplementedError

@@ -1,85 +1,28 @@
-"""The common base of the quantising codecs: rotations, and a codec made of ``encode`` and ``decode``.
+"""The common base of the quantising codecs: a codec made of ``encode`` and ``decode``.
 
 A row is one token's key or value of one head. Rows are encoded alone, and need no row after them (the round-trip rule).
 
-Legend: T rows of a step, G KV heads, D head dim, P slots per page, W pages, o order of a rotation.
+Legend: T rows of a step, G KV heads, D head dim, P slots per page, W pages.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from functools import cached_property
 
-import numpy as np
 import torch
 
 from kvasir.errors import ConfigError
 from kvasir.kernels.fused_qkv import HeadOps
-from kvasir.kernels.quantize import dequantize, hadamard, pack_nibbles, quantize, unpack_nibbles
-from kvasir.kernels.quantized_qkv import Basis, quantized_qkv, turn
+from kvasir.kernels.quantize import dequantize, pack_nibbles, quantize, unpack_nibbles
+from kvasir.kernels.quantized_qkv import quantized_qkv, turn
 from kvasir.kv.codec import Codec, LayerCache, Plane
-
-
-class Rotation:
-    """R = diag(signs) H: an orthonormal rotation of the head dim.
-
-    ``signs``: fixed random signs also spread a row's constant offset, which the bare Hadamard matrix would gather in
-    one element. R is then no longer its own inverse.
-    """
-
-    def __init__(self, order: int, dim: int, signs: bool) -> None:
-        if order < 2 or order & (order - 1) or dim % order:
-            raise ConfigError(
-                f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the "
-                f"head dim, such as {dim & -dim}"
-            )
-        self.order = order
-        flips = np.random.Generator(np.random.Philox(dim)).integers(0, 2, dim) if signs else np.zeros(dim, np.int64)
-        self.signs_D = torch.from_numpy(1.0 - 2.0 * flips).float()
-        self._bases: dict[tuple, Basis] = {}
-        self._inverse: dict[torch.device, torch.Tensor] = {}
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x R, fp32."""
-        return hadamard(x.float() * self.signs_D.to(x.device), self.order)
-
-    def undo(self, x: torch.Tensor) -> torch.Tensor:
-        """x R^T, fp32."""
-        return hadamard(x, self.order) * self.signs_D.to(x.device)
-
-    def undo_product(self, x: torch.Tensor) -> torch.Tensor:
-        """``undo`` as one matrix product, for a GPU, where a row's order of summation need not be fixed."""
-        if x.device not in self._inverse:
-            self._inverse[x.device] = self.matrix_DD.T.contiguous().to(x.device)
-        return x.float() @ self._inverse[x.device]
-
-    @cached_property
-    def matrix_DD(self) -> torch.Tensor:
-        """R itself, fp32."""
-        return self.apply(torch.eye(len(self.signs_D)))
-
-    @cached_property
-    def factors_D(self) -> torch.Tensor:
-        """Factors of a row before its sums and differences: fp32 signs over the root of the order."""
-        return self.signs_D * self.order**-0.5
-
-    def basis(self, dtype: torch.dtype, device: torch.device, values: bool) -> Basis:
-        """R as the kernels take it, made once a device."""
-        key = dtype, device, values
-        if key not in self._bases:
-            dim, order = len(self.signs_D), self.order
-            parts = "cross" if order == dim else "same" if dim // 2 % order == 0 else "whole"
-            width = dim if parts == "whole" else dim // 2
-            block = min(order, width)
-            matrix = (hadamard(torch.eye(width), block) * block**0.5).round()
-            self._bases[key] = Basis(matrix.to(device, dtype), self.signs_D.to(device, dtype), parts, order, values)
-        return self._bases[key]
 
 
 class QuantizedCodec(Codec):
     """A codec made of three functions: ``side`` (planes of keys or of values), ``encode`` and ``decode``. A subclass
     with a rotation overrides ``rotation``."""
+
+    native = True
 
     @abstractmethod
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
@@ -95,10 +38,6 @@ class QuantizedCodec(Codec):
     def decode(self, planes: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
         """fp32 rows [..., D] in the cache's basis."""
         raise NotImplementedError
-
-    def rotation(self, side: str, head_dim: int) -> Rotation | None:
-        """The rotation that gives the cache's basis for ``k`` or ``v``; None: the model's own basis."""
-        return None
 
     def write_fused(
         self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor
@@ -128,28 +67,28 @@ class QuantizedCodec(Codec):
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
         slots_T: torch.Tensor,
-        held: dict | None = None,
+        shared: dict | None = None,
     ) -> None:
-        held = {} if held is None else held
-        if "page" not in held:
+        shared = {} if shared is None else shared
+        if "page" not in shared:
             keep = slots_T >= 0
-            held["keep"] = None if bool(keep.all()) else keep
-            slots = slots_T if held["keep"] is None else slots_T[keep]
-            held["page"], held["offset"] = (
+            shared["keep"] = None if bool(keep.all()) else keep
+            slots = slots_T if shared["keep"] is None else slots_T[keep]
+            shared["page"], shared["offset"] = (
                 torch.div(slots, cache.page_slots, rounding_mode="floor"),
                 slots % cache.page_slots,
             )
         for side, x_TGD in (("k", k_TGD), ("v", v_TGD)):
-            if held["keep"] is not None:
-                x_TGD = x_TGD[held["keep"]]
+            if shared["keep"] is not None:
+                x_TGD = x_TGD[shared["keep"]]
             rotation = self.rotation(side, x_TGD.shape[-1])
             if rotation is not None:
                 x_TGD = rotation.apply(x_TGD).to(x_TGD.dtype)  # rounded to the model's dtype, as a kernel would find it
             for suffix, values in self.encode(x_TGD).items():
-                cache.planes[side + suffix][held["page"], :, held["offset"]] = values
+                cache.planes[side + suffix][shared["page"], :, shared["offset"]] = values
 
     def read(
-        self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None
+        self, cache: LayerCache, pages: torch.Tensor, shared: dict | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (self._read(cache, side, pages.long()) for side in ("k", "v"))
         return k, v
@@ -187,8 +126,3 @@ class IntegerCodec(QuantizedCodec):
     def decode(self, planes: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
         codes = unpack_nibbles(planes[""]) if self.bits == 4 else planes[""]
         return dequantize(codes, planes["_meta"], self.bits)
-
-
-def largest_order(dim: int) -> int:
-    """The largest power of two that divides ``dim``."""
-    return 1 << int(math.log2(dim & -dim))

@@ -18,8 +18,8 @@ from kvasir.models.loader import INDEX, SINGLE, read_tensors
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SHARD = 14_000_000  # bytes of weights in one file at most, so that a version-control host takes it
-# Shape's field -> the name in config.json.
+SHARD = 14_000_000  # Most bytes of weights in one file, so that a version-control host accepts it.
+# The name in config.json of each field of Shape.
 HF_NAMES = {
     "vocab": "vocab_size",
     "dim": "hidden_size",

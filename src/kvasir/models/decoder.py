@@ -23,7 +23,8 @@ from kvasir.types import StepBatch
 
 
 class Block:
-    """One layer: a mixer and a feed-forward block on the residual stream, with norms before and, if sandwiched, after."""
+    """One layer: a mixer and a feed-forward block on the residual stream, with norms before each and, if sandwiched,
+    after each."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, place: Placement) -> None:
         mixer = importlib.import_module(f"kvasir.layers.mixers.{spec.mixer.kind}")
@@ -45,8 +46,8 @@ class Block:
         batch: StepBatch,
         wanted_M: torch.Tensor | None = None,
     ) -> None:
-        """Both sublayers read the stream and add to it: at once where they can, else with the next norm. ``wanted_M``: only
-        these rows go on after attention, and the stream is theirs from then on."""
+        """Run both sublayers: each reads the stream and adds to it, at once where it can, else with the next norm. With
+        ``wanted_M``, only these rows go on after attention, and the stream holds only them from then on."""
         x_TE, norm = stream.enter(self.mixer_norm)
         if wanted_M is not None:
             stream.h_TE = stream.h_TE.index_select(0, wanted_M)
@@ -82,8 +83,8 @@ class Block:
 
 
 class Decoder:
-    """Weights are uninitialised until the loader has filled ``slots()``. ``num_positions``: rows of the RoPE tables (default:
-    ``spec.max_position``); positions beyond are an error."""
+    """A model of any family. Its weights are uninitialised until the loader has filled ``slots()``. ``num_positions``
+    is the number of rows of the RoPE tables (default: ``spec.max_position``); positions beyond are an error."""
 
     def __init__(self, spec: ModelSpec, place: Placement, num_positions: int | None = None) -> None:
         self.spec = spec
@@ -110,9 +111,9 @@ class Decoder:
     ) -> torch.Tensor:
         """Hidden states [T, E] before the final norm. ``caches``: one per layer; ``backend.plan(batch)`` was called.
 
-        ``taps`` maps a layer's index to a buffer of at least T rows that receives the layer's output. ``wanted_M``: rows, at
-        least one, whose hidden states [M, E] are wanted: of the others, the last layer computes keys, values and attention
-        only, a fiftieth of a long prompt's time for 32 layers.
+        ``taps`` maps a layer's index to a buffer of at least T rows that receives the layer's output. ``wanted_M`` are
+        the rows, at least one, whose hidden states [M, E] are wanted. For the other rows the last layer computes keys,
+        values and attention only, which saves a fiftieth of a long prompt's time for 32 layers.
         """
         h_TE = self.embed(batch.input_ids)
         if batch.inputs is not None:
@@ -128,16 +129,16 @@ class Decoder:
         return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
 
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
-        """Logits [M, V] of hidden states as ``forward`` returns them: in the model's dtype, or fp32 where they are scaled or
-        capped. (A sampler that wants fp32 converts as it reads: the values are the same.)"""
+        """Logits [M, V] of hidden states that ``forward`` returned: in the model's dtype, or in fp32 where they are
+        scaled or capped. A sampler that wants fp32 converts as it reads; the values are the same."""
         return self._scaled(self._head(hidden_ME))
 
     def read_out(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of states [..., E] that a norm has left: how a drafter's own states are read."""
+        """Logits [..., V] of states [..., E] that went through a norm already, such as a drafter's own."""
         return self._scaled(F.linear(normed, self.head_VE))
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the first layer reads: [..., E]."""
+        """Embeddings [..., E] as the first layer reads them."""
         embedded = F.embedding(ids, self.embed_VE)
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
 
@@ -152,20 +153,22 @@ class Decoder:
         return logits_MV
 
     def _head(self, hidden_ME: torch.Tensor) -> torch.Tensor:
-        """Final norm and head, in one kernel where few rows are wanted."""
+        """Run the final norm and the head, in one kernel where few rows are wanted."""
         if self.streams and (config := choose(hidden_ME.shape[0], *self.head_VE.shape)) is not None:
             return gemv(hidden_ME, self.head_VE, config, norm=self.norm.parameters)
         return linear(self.norm(hidden_ME), self.head_VE, exact=self.place.exact)
 
     def forget_copies(self) -> None:
-        """The weights have changed: what was made of the old ones for faster products is made again."""
+        """Drop what was made of the weights for faster products, since they have changed; it is made again when
+        needed."""
         for block in self.blocks:
             for layer in (*vars(block.mixer).values(), *vars(block.ffn).values()):
                 if isinstance(layer, Linear):
                     layer.packed = None
 
     def slots(self) -> dict[str, Slot]:
-        """Every place a stored tensor goes, by our names; the head only when it is not the embedding."""
+        """Every place that a stored tensor goes to, by our names. The head is among them only if it is not the
+        embedding."""
         found = {"embed.weight": Slot(self.embed_VE), "norm.weight": self.norm.slots()["weight"]}
         if not self.spec.tied:
             found["head.weight"] = Slot(self.head_VE)

@@ -1,15 +1,16 @@
 """A decoder's step as one call: the model's layers as operations of ``kernels.native``.
 
-It reads the decoder's own weights (a copy in panels, bf16 where that is exact) and writes to the same pages, so steps of
-either kind may follow each other.
+It reads the decoder's own weights (a copy in panels, in bf16 where that is exact) and writes to the same pages, so
+native and other steps may follow each other.
 
-Legend: T rows, M rows with logits, E model dim, F FFN dim, H query heads, G KV heads, X = H + 2 G, D head dim, V vocabulary.
+Legend: T rows, M rows with logits, E model dim, F FFN dim, H query heads, G KV heads, X = H + 2 G, D head dim, V
+vocabulary.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -17,11 +18,10 @@ import torch
 from torch.profiler import record_function
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.attention.backends.torch import TorchBackend
 from kvasir.kernels.decode_rows import Kept
 from kvasir.kernels.native.library import native
 from kvasir.kernels.native.program import (
-    CACHES,
+    LAYOUTS,
     LINE,
     MAX_DIM,
     UNDRAWN,
@@ -33,39 +33,36 @@ from kvasir.kernels.native.program import (
     pack,
 )
 from kvasir.kv.codec import LayerCache
-from kvasir.kv.codecs.plain import PlainCodec
-from kvasir.kv.quantized import QuantizedCodec
-from kvasir.layers.ffn.dense import FFN
 from kvasir.layers.linear import Linear
-from kvasir.layers.mixers.gqa import Mixer
 from kvasir.layers.norm import RMSNorm
 from kvasir.models.decoder import Block, Decoder
 from kvasir.types import StepBatch
 
-MAX_ROWS = 4096  # of a step; memory is taken when it is touched first
-LOGIT_ROWS = 128  # whose logits are computed in one call
-NARROW_ROWS = 32  # where a register holds four floats, products of more prompt rows are left to a BLAS
-NARROW_DECODES = 128
+# Most rows of a native step. Memory is taken when it is touched first.
+MAX_ROWS = 4096
+# Rows whose logits are computed in one call.
+LOGIT_ROWS = 128
+# Most rows of a native step where a register holds four floats, with prompts and of decodes alone. Larger products are
+# left to a BLAS.
+NARROW_ROWS, NARROW_DECODES = 32, 128
 
 UNNAMED = nullcontext()
 
 Scratch = Callable[[str, int], torch.Tensor]  # memory [MAX_ROWS, width] for one purpose
-Logits = (
-    torch.Tensor | Callable[[int, int], torch.Tensor]
-)  # [M, V], or a function that computes rows first .. stop of them
+Logits = torch.Tensor | Callable[[int, int], torch.Tensor]  # [M, V], or a function that computes rows first .. stop
 
 
 def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBackend) -> str | None:
-    """Why this model's steps do not run natively; None: they can."""
+    """The reason why this model's steps cannot run natively; None: they can."""
     if model.place.device.type != "cpu" or model.place.dtype != torch.float32:
         return f"it is for fp32 on a CPU, not {model.place.dtype} on {model.place.device.type}"
     if model.place.exact:
         return "exact mode has an order of its own"
-    if type(backend) is not TorchBackend:
+    if not backend.reference:
         return f"attention is by {backend.name}"
     if (other := next((cache.codec.name for cache in caches if not _is_known(cache)), None)) is not None:
         return f"no native kernel knows the cache's layout: '{other}'"
-    if any(type(block.mixer) is not Mixer or type(block.ffn) is not FFN for block in model.blocks):
+    if not all(part.native for block in model.blocks for part in (block.mixer, block.ffn)):
         return "some layers are neither grouped-query attention nor a dense block"
     dims = {block.mixer.spec.head_dim for block in model.blocks}
     if any(dim % LINE or dim > MAX_DIM for dim in dims):
@@ -74,7 +71,8 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
 
 
 class NativeDecoder:
-    """``takes`` says which steps. Built when the first comes: the copy of the weights takes a moment and memory."""
+    """Runs the steps that ``takes`` accepts. It is built when the first one comes: the copy of the weights takes a
+    moment and memory."""
 
     def __init__(self, model: Decoder, caches: Sequence[LayerCache]) -> None:
         self.model = model
@@ -82,10 +80,11 @@ class NativeDecoder:
         self._program: Program | None = None
         self._kept: Kept | None = None
         self._num_tokens = 0
-        self.most_decodes = 0  # sequences of a step that ``decode`` takes
+        self.most_decodes = 0  # most sequences of a step that ``decode`` runs
 
     def keep(self, kept: Kept, num_tokens: int) -> None:
-        """From now on, ``decode`` works on rows of ``kept`` and draws from the first ``num_tokens`` columns. Before the first step."""
+        """Let ``decode`` work on the seats of ``kept`` and draw from the first ``num_tokens`` columns. Called before
+        the first step."""
         assert self._program is None, "the program is built"
         num_groups, num_kept, width = kept.tables.shape
         self._kept, self._num_tokens = kept, num_tokens
@@ -93,11 +92,14 @@ class NativeDecoder:
         self._decodes = Decodes(self.most_decodes, num_groups, width, self._caches[0].planes["k"].shape[2])
 
     def decode(
-        self, rows: list[int], positions: list[int], undrawn: Callable[[list[int], torch.Tensor], list[int]]
+        self, seats: list[int], positions: list[int], undrawn: Callable[[list[int], torch.Tensor], list[int]]
     ) -> list[int]:
-        """One token each for these rows of ``Kept``, whose last tokens stand at ``positions``: returned, and in ``Kept``. Where they cannot
-        be drawn here, ``undrawn(places, logits)`` draws: for places in ``rows``, from their logits."""
-        program, decodes, count = self._begin(rows, positions)
+        """Draw one token for each of these seats, whose last tokens stand at ``positions``. The tokens are returned,
+        and left in ``Kept``.
+
+        Where a token cannot be drawn here, ``undrawn(places, logits)`` draws it: for places in ``seats``, from their
+        logits."""
+        program, decodes, count = self._begin(seats, positions)
         tokens: list[int] = []
         for first in range(0, count, LOGIT_ROWS):
             stop = min(first + LOGIT_ROWS, count)
@@ -112,9 +114,9 @@ class NativeDecoder:
             tokens += drawn
         return tokens
 
-    def decode_logits(self, rows: list[int], positions: list[int]) -> Logits:
-        """Logits fp32 of these rows, as ``logits`` returns them."""
-        program, decodes, count = self._begin(rows, positions)
+    def decode_logits(self, seats: list[int], positions: list[int]) -> Logits:
+        """Logits fp32 of decodes in these seats, as ``logits`` returns them."""
+        program, decodes, count = self._begin(seats, positions)
         decodes.want(0, min(count, LOGIT_ROWS))
         with _named():
             program.run(decodes, 0, self._draw if count <= LOGIT_ROWS else self._tail)
@@ -131,30 +133,37 @@ class NativeDecoder:
 
         return some
 
-    def _begin(self, rows: list[int], positions: list[int]) -> tuple[Program, Decodes, int]:
+    def _begin(self, seats: list[int], positions: list[int]) -> tuple[Program, Decodes, int]:
         if self._program is None:
             self._program = self._build(native().library)
-        self._decodes.set(rows, positions)
-        return self._program, self._decodes, len(rows)
+        self._decodes.set(seats, positions)
+        return self._program, self._decodes, len(seats)
 
-    def takes(self, batch: StepBatch) -> bool:
-        num_rows = batch.input_ids.shape[0]
-        if batch.guests is not None:  # they hold no token, and hidden states of theirs are asked for
-            return False
+    def takes(self, num_rows: int, num_spans: int) -> bool:
+        """Whether a step of so many rows in so many spans is run best here. Guests are not: they hold no token."""
         if self._wide():
             return num_rows <= MAX_ROWS
-        return num_rows <= NARROW_ROWS or num_rows <= NARROW_DECODES and num_rows == len(batch.starts)
+        return num_rows <= NARROW_ROWS or num_rows <= NARROW_DECODES and num_rows == num_spans
+
+    def can_tap(self, layers: Container[int]) -> bool:
+        """Whether ``logits`` can hand out the outputs of these layers. The last one computes only rows whose logits are
+        wanted."""
+        return len(self.model.blocks) - 1 not in layers
+
+    def weights_changed(self) -> None:
+        """Drop the copy of the weights: the next step makes another."""
+        self._program = None
 
     @torch.inference_mode()
     def logits(self, batch: StepBatch, taps: dict[int, torch.Tensor] | None = None) -> Logits:
-        """Logits fp32 of ``batch.logit_rows``, valid until the next call. Keys and values are in their pages then. ``taps`` maps layers
-        but the last one to buffers [T, E] that receive their outputs, as of `Decoder.forward`."""
+        """Logits fp32 of ``batch.logit_rows``, valid until the next call; keys and values are in their pages by then.
+        ``taps`` maps layers, except the last, to buffers [T, E] that receive their outputs, as in `Decoder.forward`."""
         if self._program is None:
             self._program = self._build(native().library)
         count, num_rows, first = batch.logit_rows.shape[0], batch.input_ids.shape[0], self._body
         with _named():
             inputs = _inputs(batch, batch.logit_rows)
-            for layer, buffer in sorted((taps or {}).items()):  # the list is run up to each, and paused
+            for layer, buffer in sorted((taps or {}).items()):  # run the list up to the end of each, and pause
                 self._program.run(inputs, first, self._ends[layer])
                 buffer.copy_(self._states_TE[:num_rows])
                 first = self._ends[layer]
@@ -162,7 +171,7 @@ class NativeDecoder:
         return self._logits_MV[:count] if count <= LOGIT_ROWS else lambda first, stop: self._some(batch, first, stop)
 
     def _some(self, batch: StepBatch, first: int, stop: int) -> torch.Tensor:
-        """Logits of rows first .. stop of those that are wanted, after the layers have run."""
+        """Logits of the wanted rows first .. stop, after the layers have run."""
         parts = []
         for rows in batch.logit_rows[first:stop].split(LOGIT_ROWS):
             self._program.run(_inputs(batch, rows), self._tail, self._draw)
@@ -175,9 +184,9 @@ class NativeDecoder:
         self._ends: list[int] = []  # operations up to the end of each layer
         if self._kept is not None:
             program.open_rows(self._kept, self._decodes)
-        self._body = len(program)  # what is before it and what is from ``_draw`` on is for ``decode`` alone
+        self._body = len(program)  # operations before it, and from ``_draw`` on, are for ``decode`` alone
         program.embed(model.embed_VE, h_TE, model.embed_scale)
-        shared: dict[tuple[str, int], torch.Tensor] = {}  # of all layers
+        shared: dict[tuple[str, int], torch.Tensor] = {}  # by all layers
 
         def scratch(what: str, width: int) -> torch.Tensor:
             if (what, width) not in shared:
@@ -187,7 +196,7 @@ class NativeDecoder:
         for block, cache, rope in zip(model.blocks, self._caches, model.rope_of):
             attended_TE = self._attend(program, block, cache, model.ropes[rope].table, h_TE, scratch)
             wanted = block is model.blocks[-1]
-            if wanted:  # from here on only rows count whose logits are wanted
+            if wanted:  # from here on, only rows whose logits are wanted are computed
                 self._tail = len(program)
                 states_TE, h_TE = h_TE, program.tensor(LOGIT_ROWS, model.spec.hidden_size)
                 all_TE, attended_TE = attended_TE, program.tensor(LOGIT_ROWS, attended_TE.shape[1])
@@ -224,7 +233,7 @@ class NativeDecoder:
         h_TE: torch.Tensor,
         scratch: Scratch,
     ) -> torch.Tensor:
-        """What the heads have found [T, H D]."""
+        """Add a layer's attention to the program. Returns where its result [T, H D] will lie."""
         mixer = block.mixer
         spec, attention = mixer.spec, mixer.attention
         heads_TN = scratch("heads", mixer.qkv.weight_NK.shape[0])
@@ -278,7 +287,7 @@ class NativeDecoder:
         scratch: Scratch,
         wanted: bool,
     ) -> None:
-        """The sublayer's last product joins the residual stream, at once or behind its norm."""
+        """Add a sublayer's last product to the residual stream, at once or behind its norm."""
         if post is None:
             program.linear(x_TK, self._packed(out), h_TE, bias_N=out.bias_N, add=True, wanted=wanted)
             return
@@ -291,16 +300,14 @@ class NativeDecoder:
 
 
 def _is_known(cache: LayerCache) -> bool:
-    return isinstance(cache.codec, (PlainCodec, QuantizedCodec)) and cache.codec.kernel in CACHES
+    return cache.codec.native and cache.codec.kernel in LAYOUTS
 
 
 def planes_of(cache: LayerCache) -> Planes:
-    """A layer's pages as the kernels take them."""
+    """A layer's pages as the C kernels take them."""
     codec, found = cache.codec, cache.planes
     planes = Planes(found["k"], found["v"], cache.group, codec.kernel, found.get("k_meta"), found.get("v_meta"))
-    rotations = [
-        codec.rotation(side, cache.head_dim) if isinstance(codec, QuantizedCodec) else None for side in ("k", "v")
-    ]
+    rotations = [codec.rotation(side, cache.head_dim) for side in ("k", "v")]
     if rotations[0] is None:
         return planes
     turn_k, turn_v = (None if r is None else r.factors_D for r in rotations)
@@ -308,7 +315,7 @@ def planes_of(cache: LayerCache) -> Planes:
 
 
 def _named() -> AbstractContextManager:
-    """A profiler sees no kernel of ours: the step gets a name there."""
+    """Name the step for a profiler, which sees none of the C kernels."""
     return record_function("native_step") if torch.autograd._profiler_enabled() else UNNAMED
 
 

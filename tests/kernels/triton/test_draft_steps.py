@@ -9,8 +9,9 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.decoding.sampler import Sampler
-from kvasir.engine.graphs import CudaCapture, call_through
-from kvasir.engine.runner import Runner
+from kvasir.engine.capture import CudaCapture, call_through
+from kvasir.engine.graphs import DecodeGraphs
+from kvasir.engine.step_way import StepParts
 from kvasir.kernels import paged_attention, quantized_attention
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
@@ -59,11 +60,11 @@ def test_the_step_is_the_eager_one(codec_name, device, monkeypatch):
             tuple(dict.fromkeys(layer.mixer.attention() for layer in spec.layers)),
         )
     )
-    runner = Runner(
+    parts = StepParts(
         model, pool, backend, Sampler(56, 56, 3, torch.device(device), ()), torch.device(device), max_model_len=90
     )
-    runner.guest_inputs = torch.randn(2, 48, generator=torch.Generator().manual_seed(2)).to(device)
-    runner.use_graphs(CudaCapture(torch.device(device)) if device == "cuda" else call_through, 8)
+    parts.guest_inputs = torch.randn(2, 48, generator=torch.Generator().manual_seed(2)).to(device)
+    graphs = DecodeGraphs(parts, CudaCapture(torch.device(device)) if device == "cuda" else call_through, 8)
     seqs = []
     for i in range(3):
         seq = Sequence(
@@ -81,7 +82,7 @@ def test_the_step_is_the_eager_one(codec_name, device, monkeypatch):
             i,
             Status.RUNNING,
         )
-        runner.open(seq)
+        parts.open(seq)
         seqs.append(seq)
 
     def spans(chain: int, tree: list[int], guests: list[int]) -> list[Span]:
@@ -98,12 +99,12 @@ def test_the_step_is_the_eager_one(codec_name, device, monkeypatch):
         for step in steps:
             for span in step:  # spans share their sequences' drafts: set them anew
                 span.seq.draft = [(3 * j) % 50 for j in range(span.length - 1 - len(span.guests))]
-            assert runner.graphs.takes(step)
-            got = runner.graphs.forward(step).clone()
-            batch = runner.packer.pack(step)
-            batch.inputs = None if batch.guests is None else runner.guest_inputs.index_select(0, batch.guests[1])
+            assert graphs.takes(step)
+            got = graphs.forward(step).clone()
+            batch = parts.packer.pack(step)
+            batch.inputs = None if batch.guests is None else parts.guest_inputs.index_select(0, batch.guests[1])
             with torch.inference_mode():
                 backend.plan(batch)
-                want = model.forward(batch, runner.caches, backend)
+                want = model.forward(batch, parts.caches, backend)
             torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
-    assert device == "cpu" or all(form > 1 for _, _, form in runner.graphs._ready) and runner.graphs._ready
+    assert device == "cpu" or all(form > 1 for _, _, form in graphs._ready) and graphs._ready

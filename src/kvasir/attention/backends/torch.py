@@ -40,13 +40,14 @@ class _Part:
     seen: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     stale: torch.Tensor | None = None
-    held: dict = field(default_factory=dict)  # of the codec
+    shared: dict = field(default_factory=dict)  # of the codec
 
 
 class TorchBackend(AttentionBackend):
     """The reference in plain torch; in exact mode a row's bits are the same in any batch."""
 
     exact = True
+    reference = True
 
     def run(
         self,
@@ -66,12 +67,12 @@ class TorchBackend(AttentionBackend):
 
     # ---------------------------------------------------------------------------------------------------- normal mode
 
-    def pin(self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, held: dict) -> None:
+    def pin(self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, shared: dict) -> None:
         """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled again for each step: read the
-        pages that ``held`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
+        pages that ``shared`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
         pages = batch.tables[0]
         batch.scratch["parts", 0, spec.window, dtype] = [
-            _Part(slice(0, len(pages)), True, True, pages, bias=bias, held=held)
+            _Part(slice(0, len(pages)), True, True, pages, bias=bias, shared=shared)
         ]
 
     def _normal(
@@ -109,7 +110,7 @@ class TorchBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[rows, H, D] and, when wanted, the log-sum-exp [rows, H]."""
         groups = spec.num_kv_heads
-        k, v = cache.codec.read(cache, part.pages, part.held)  # [B, G, N, D]
+        k, v = cache.codec.read(cache, part.pages, part.shared)  # [B, G, N, D]
         if part.keep is not None:
             k, v = k[:, :, part.keep], v[:, :, part.keep]
         if part.stale is not None:

@@ -26,7 +26,7 @@ MAX_DIM = 512
 META = 4  # bytes of scale and bias that go with a row of codes
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
-CACHES = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # layouts of pages, by the name that their codec gives to kernels
+LAYOUTS = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # layouts of pages, by the name that their codec gives to kernels
 TILES_FROM = tuned.MATRIX_TILE_ROWS.value  # rows
 DRAW_BLOCK = 64  # tokens that are scored at a time
 UNDRAWN = -1  # the token of a row that the host must draw
@@ -255,7 +255,7 @@ class Program:
         for meta in (planes.k_meta, planes.v_meta):
             assert meta is None or meta.stride(0) * meta.itemsize == stride and meta[0, 0, 0].nbytes == META, \
                 "in the same pages"
-        return Cache(stride, size, planes.group, CACHES[planes.layout], width * k.itemsize,
+        return Cache(stride, size, planes.group, LAYOUTS[planes.layout], width * k.itemsize,
                      *(self._address(x, x.dtype) for x in (k, v)),
                      *(None if x is None else self._address(x, x.dtype) for x in (planes.k_meta, planes.v_meta)),
                      *map(self._dense, (planes.turn_k_D, planes.turn_v_D)), planes.order)

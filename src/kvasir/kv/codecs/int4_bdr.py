@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvasir.kv.quantized import IntegerCodec, Rotation, largest_order
+from kvasir.kv.quantized import IntegerCodec
+from kvasir.kv.rotation import Rotation, largest_order
 
 
 @dataclass(frozen=True, slots=True)

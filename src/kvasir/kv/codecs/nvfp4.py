@@ -16,7 +16,8 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.kernels.quantize import pack_nibbles, unpack_nibbles
-from kvasir.kv.quantized import QuantizedCodec, Rotation
+from kvasir.kv.quantized import QuantizedCodec
+from kvasir.kv.rotation import Rotation
 
 BLOCK = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -18,6 +18,7 @@ class PlainCodec(Codec):
     exact = True
     kernel = "plain"
     fuses = True
+    native = True
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         return [Plane("k", head_dim, dtype), Plane("v", head_dim, dtype)]
@@ -28,12 +29,12 @@ class PlainCodec(Codec):
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
         slots_T: torch.Tensor,
-        held: dict | None = None,
+        shared: dict | None = None,
     ) -> None:
-        k_NGPD, v_NGPD, held = cache.planes["k"], cache.planes["v"], {} if held is None else held
-        if "rows" not in held:
-            held["rows"] = None if use_triton(k_TGD) else row_index(slots_T, k_NGPD)
-        index = held["rows"]
+        k_NGPD, v_NGPD, shared = cache.planes["k"], cache.planes["v"], {} if shared is None else shared
+        if "rows" not in shared:
+            shared["rows"] = None if use_triton(k_TGD) else row_index(slots_T, k_NGPD)
+        index = shared["rows"]
         if index is None:
             store_kv(k_TGD, v_TGD, k_NGPD, v_NGPD, slots_T)
             return
@@ -48,14 +49,14 @@ class PlainCodec(Codec):
         return fused_qkv(heads_TXD, ops, cache.planes["k"], cache.planes["v"], slots_T)
 
     def read(
-        self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None
+        self, cache: LayerCache, pages: torch.Tensor, shared: dict | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        held = {} if held is None else held
-        if not held:
-            self._locate(cache, pages, held)
-        if "blocks" not in held:
+        shared = {} if shared is None else shared
+        if not shared:
+            self._locate(cache, pages, shared)
+        if "blocks" not in shared:
             k, v = (
-                plane[held["pages"]].transpose(-4, -3).flatten(-3, -2)
+                plane[shared["pages"]].transpose(-4, -3).flatten(-3, -2)
                 for plane in (cache.planes["k"], cache.planes["v"])
             )
             return k, v
@@ -66,7 +67,7 @@ class PlainCodec(Codec):
             cache.views["blocks"] = k_NGPD.as_strided(
                 ((count - 1) * apart + beside + heads, size * dim), (size * dim, 1)
             )
-        k, v = cache.views["blocks"].index_select(0, held["blocks"]).view(held["shape"]).unbind()
+        k, v = cache.views["blocks"].index_select(0, shared["blocks"]).view(shared["shape"]).unbind()
         return k, v
 
     def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
@@ -92,8 +93,8 @@ class PlainCodec(Codec):
         block = k_NGPD.shape[2] * k_NGPD.shape[3]
         return k_NGPD.stride(0) // block, (v_NGPD.storage_offset() - k_NGPD.storage_offset()) // block
 
-    def _locate(self, cache: LayerCache, pages: torch.Tensor, held: dict) -> None:
-        held["pages"] = pages = pages.to(torch.int64)
+    def _locate(self, cache: LayerCache, pages: torch.Tensor, shared: dict) -> None:
+        shared["pages"] = pages = pages.to(torch.int64)
         found = self.blocks_of(cache, pages.cpu().numpy())
         if found is not None:
-            held["blocks"], held["shape"] = found[0].to(pages.device), found[1]
+            shared["blocks"], shared["shape"] = found[0].to(pages.device), found[1]

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-TITLES = {
-    "medusa": "Medusa heads (arXiv 2401.10774)",
-    "eagle": "EAGLE-3-type head (arXiv 2503.01840)",
-    "ppd": "Prompt tokens for parallel prompt decoding (arXiv 2405.18628)",
-}
+from kvasir.speculation.heads import class_of
 
 
 def size_of(parameters: int) -> str:
@@ -24,7 +20,7 @@ def card(run: dict[str, Any]) -> str:
     )
     tasks = "\n".join(f"| {spec} | {value:.2f} |" for spec, value in found["by_task"].items())
     last = ", ".join(f"{x:.3f}" for x in run["history"][-1]["kl"]) if run["history"] else "none"
-    return f"""# {TITLES[run["kind"]]} for `{target["name"]}`
+    return f"""# {class_of(run["kind"]).title} for `{target["name"]}`
 
 A drafter for kvasir: `kvasir serve MODEL --drafter {run["kind"]}:model=FOLDER`. It changes how many tokens a forward
 pass gives. It changes no token in exact mode; elsewhere only a tie between tokens may end differently.

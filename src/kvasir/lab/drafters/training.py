@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch.nn import functional as F
 
-from kvasir.errors import ConfigError, nearest
+from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.drafters import data as drafter_data
@@ -37,11 +37,10 @@ from kvasir.lab.sample import serving_copy
 from kvasir.lab.training.progress import Progress
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
+from kvasir.speculation.head import Head
 
 LOOK = 20  # Steps between two looks at the device, each of which waits for it.
 DISCOUNT = 0.8  # Weight of a step's loss relative to the step before.
-# Peak learning rates. That of matrices is the default; that of embeddings is half their spread in a lab model.
-RATE, RATES = 2e-3, {"ppd": 5e-2}
 BATCH_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 11}
 REPLIES = {"cuda": 32768, "cpu": 1024}  # Replies to train on by default; sampling them takes minutes at most.
 REPLY_TOKENS = 320
@@ -69,7 +68,7 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        return self.lr or RATES.get(self.kind, RATE)
+        return self.lr or heads.class_of(self.kind).rate
 
 
 class Target:
@@ -108,13 +107,13 @@ class Target:
             torch.cat([embedded[:, 1:], embedded[:, -1:]], 1),
         )
 
-    def guesses(self, head: heads.Head, batch: Batch) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    def guesses(self, head: Head, batch: Batch) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
         """The final norm's output [B, T, E], and an iterator over the drafter's outputs.
 
         Output j = 0, 1, ... [B, T, E] predicts in row p token p + 2 + j of a reply.
         """
         ids = batch.ids.to(self.device, non_blocking=True)
-        if isinstance(head, heads.Prompts):
+        if head.reads_as_rows:
             normed, keys = prompt_rows.read(self.model, ids)
             return normed, prompt_rows.unroll(self.model, head.weight, batch, keys)
         features, normed, following = self.features(ids, head.shape.layers)
@@ -129,14 +128,9 @@ class Trainer:
     """One run: head, optimizer and schedule, advanced by ``step``."""
 
     def __init__(self, target: Target, texts: Texts, plan: Plan) -> None:
-        if plan.kind not in heads.KINDS:
-            raise ConfigError(
-                f"no trained drafter named '{plan.kind}'; there are {', '.join(heads.KINDS)}."
-                f"{nearest(plan.kind, heads.KINDS)}"
-            )
         self.target, self.texts, self.plan = target, texts, plan
-        cls = heads.KINDS[plan.kind]
-        self.head = cls(heads.shape_for(plan.kind, target.model.shape.dim, target.model.shape.layers))
+        cls = heads.class_of(plan.kind)
+        self.head = cls(cls.shape_for(target.model.shape.dim, target.model.shape.layers))
         trunk = target.model.model
         self.head.begin_with(
             trunk.norm.weight.float().cpu(),
@@ -160,7 +154,7 @@ class Trainer:
     def stream(self) -> Iterator[Batch]:
         """Yield batches from step ``done`` on. A resumed run gets the same batches."""
         tokens, left, epoch = BATCH_TOKENS[self.target.device.type], self.done, 0
-        if isinstance(self.head, heads.Prompts):
+        if self.head.reads_as_rows:
             # Each prompt token is a row of the whole model, whose activations are kept for the backward pass.
             tokens //= self.head.shape.depth * self.head.shape.ensemble
         while True:
@@ -316,7 +310,7 @@ def walk(right_JT: np.ndarray, begin: int, length: int) -> tuple[int, list[list[
 
 
 @torch.no_grad()
-def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]:
+def acceptance(head: Head, target: Target, texts: Texts) -> dict[str, Any]:
     """Tokens a forward and acceptance by depth of greedy chains on greedy replies, in all and by task."""
     serving = type(head)(head.shape).to(target.device, target.dtype)
     serving.load_state_dict(head.state_dict())

@@ -16,6 +16,8 @@ from kvasir.layers.weights import Placement, Slot
 class FFN:
     """down(activation(gate(x)) * up(x))."""
 
+    native = True  # the C kernels run it (``models/native_decoder.py``)
+    static = True  # its torch calls depend on shapes alone, so a tape may repeat them
     fuses = True  # ``forward`` takes the norm before it and the residual add after it
 
     def __init__(self, spec: DenseSpec, hidden_size: int, place: Placement) -> None:

@@ -23,6 +23,9 @@ from kvasir.layers.weights import Placement, Slot
 class FFN:
     """A router and its experts."""
 
+    native = False  # no C kernel chooses experts
+    static = False  # which experts run is read by the host
+
     def __init__(self, spec: MoESpec, hidden_size: int, place: Placement) -> None:
         self.spec = spec
         self.exact = place.exact

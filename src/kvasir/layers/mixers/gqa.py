@@ -23,6 +23,8 @@ class Mixer:
     """Grouped-query attention of one layer. ``writes`` False: the layer attends to another layer's cache and has
     queries only."""
 
+    native = True  # the C kernels run it (``models/native_decoder.py``)
+
     def __init__(self, spec: GQASpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.spec = spec
@@ -83,8 +85,8 @@ class Mixer:
         q_THD = rotate(qk, *angles.rows())
         if self.writes:
             q_THD, k_TGD = q_THD.split_with_sizes((self.spec.num_heads, self.spec.num_kv_heads), 1)
-            held = batch.scratch.setdefault(("write", cache.group), {})
-            cache.codec.write(cache, k_TGD, v_TGD, batch.slots[cache.group], held)
+            shared = batch.scratch.setdefault(("write", cache.group), {})
+            cache.codec.write(cache, k_TGD, v_TGD, batch.slots[cache.group], shared)
         return q_THD
 
     def slots(self) -> dict[str, Slot]:

@@ -1,0 +1,41 @@
+"""Steps launched layer by layer, kernel by kernel. Every step can run so; all other ways are shortcuts for some steps.
+
+Legend: T rows, M rows with logits, E model dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvasir.engine.step_way import StepParts, StepWay
+from kvasir.engine.taps import GuestHandle, TappedHandle
+from kvasir.types import Handle, Span
+
+
+class EagerSteps(StepWay):
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        # A step that wants no logits still has to name a row: the last layer computes at least one.
+        self._first_row = torch.zeros(1, dtype=torch.int64, device=parts.device)
+
+    def takes(self, spans: list[Span]) -> bool:
+        return True
+
+    @torch.inference_mode()
+    def run(self, spans: list[Span]) -> Handle:
+        parts = self._parts
+        batch = parts.pack(spans)
+        parts.backend.plan(batch)
+        count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
+        wanted_M = None if count == total else batch.logit_rows if count else self._first_row
+        if batch.guests is not None:
+            batch.inputs = parts.guest_inputs.index_select(0, batch.guests[1])
+            wanted_M = torch.cat([batch.logit_rows, batch.guests[0]])
+        tapped = None if parts.taps is None else parts.taps.memory(total)
+        hidden_ME = parts.model.forward(
+            batch, parts.caches, parts.backend, None if tapped is None else tapped.by_layer, wanted_M=wanted_M
+        )
+        handle = parts.sample_from(spans, hidden_ME)
+        if batch.guests is not None:
+            handle = GuestHandle(handle, spans, hidden_ME[count:])
+        return handle if tapped is None else TappedHandle(handle, spans, tapped.hidden_TLE)

@@ -1,0 +1,143 @@
+"""Ways to run a step, and the parts that all of them share.
+
+A new way is a file with one subclass of `StepWay` and one line in ``build.ways_to_run``, which lists the ways from the
+cheapest launch to the most general. The runner gives each step to the first way that takes it; the last one takes every
+step.
+
+Legend: T rows, M rows with logits, E model dim, G guest embeddings.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from kvasir.attention.backend import AttentionBackend
+from kvasir.decoding.sampler import SampleOutput, Sampler
+from kvasir.engine.batch import Frame, Packer
+from kvasir.engine.device_seats import DeviceSeats
+from kvasir.engine.sizing import pages_for
+from kvasir.engine.taps import Taps
+from kvasir.kv.pool import KVPool
+from kvasir.models.decoder import Decoder
+from kvasir.types import Handle, Sequence, Span, StepBatch
+
+
+class StepWay(ABC):
+    """One way to run a step. Every way computes the same tokens and leaves them in `StepParts.seats` for the next
+    step."""
+
+    @abstractmethod
+    def takes(self, spans: list[Span]) -> bool:
+        """Whether this way runs a step of these spans. The runner asks once a step, and calls ``run`` with the same
+        spans if the answer is yes. A way may count what it is asked for, and capture or record a step that is asked for
+        often."""
+
+    @abstractmethod
+    def run(self, spans: list[Span]) -> Handle:
+        """Launch the step without waiting for the device. Page copies were made already."""
+
+    def use_taps(self, taps: Taps) -> None:  # noqa: B027
+        """Write what ``taps`` asks for from now on. Called before any step is captured or recorded."""
+
+    def weights_changed(self) -> None:  # noqa: B027
+        """Drop what holds copies of weights: the model's weights were written to. Nothing is running."""
+
+
+class CapturingWay(StepWay):
+    """A way that captures CUDA graphs, at most one for each kind of step."""
+
+    captures = 0  # graphs since the start
+    step_bytes = 64 << 20  # device memory that a capture may need, in bytes, until ``measure`` has said so
+
+    @abstractmethod
+    def capture_next(self) -> bool:
+        """Capture one more kind of step while nothing is in flight, the most useful first. False: none is left."""
+
+    @abstractmethod
+    def measure(self) -> tuple[int, int]:
+        """Device memory in bytes: what the largest step needs in addition to the static buffers (``step_bytes``), and
+        that with the graphs of all kinds of steps, which share it because they run one after the other."""
+
+
+class StepParts:
+    """What all ways to run a step share: the model, the KV pool, the attention backend, the sampler, and the seats of
+    running sequences.
+
+    ``max_model_len`` is the number of positions that a seat's page tables have room for. ``taps`` are the hidden states
+    a drafter reads; ``guest_inputs`` [G, E] is what the first layer reads in rows that hold no token.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        device: torch.device,
+        *,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.backend = backend
+        self.sampler = sampler
+        self.device = device
+        self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
+        self.packer = Packer(pool.page_slots, len(pool.groups), device)
+        self.seats = DeviceSeats(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
+        self.taps: Taps | None = None
+        self.guest_inputs: torch.Tensor | None = None
+
+    def first_layers(self, num_layers: int) -> StepParts:
+        """The same parts with the first ``num_layers`` layers for a model. Nothing is copied: every weight, page and
+        seat is shared."""
+        parts, model = copy.copy(self), copy.copy(self.model)
+        model.spec = dataclasses.replace(model.spec, layers=model.spec.layers[:num_layers])
+        model.blocks, model.rope_of = model.blocks[:num_layers], model.rope_of[:num_layers]
+        parts.model, parts.caches = model, self.caches[:num_layers]
+        return parts
+
+    def open(self, seq: Sequence) -> None:
+        """Set up seat ``seq.seat`` for a sequence that starts or starts again."""
+        self.sampler.open(seq)
+        self.seats.open(seq, *self.sampler.numbers(seq.seat))
+
+    def close(self, seat: int) -> None:
+        """Free a seat for another sequence."""
+        self.sampler.close(seat)
+        self.seats.close(seat)
+
+    def pack(self, spans: list[Span], frame: Frame | None = None) -> StepBatch:
+        """The spans as tensors on the device. Tokens that are still being drawn are taken from their seats."""
+        batch = self.packer.pack(spans, frame)
+        if batch.borrowed is not None:
+            rows, seats = batch.borrowed
+            batch.input_ids.index_copy_(0, rows, self.seats.token.index_select(0, seats).long())
+        return batch
+
+    def sample_from(self, spans: list[Span], hidden_ME: torch.Tensor) -> SampleOutput:
+        """Draw from hidden states. The sampler asks for logits slice by slice, so a long scored prompt never needs [T,
+        V] at once."""
+        return self.sample(spans, lambda first, stop: self.model.logits(hidden_ME[first:stop]))
+
+    def sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
+        """Draw from the rows whose logits are wanted, and leave each sequence's token in its seat."""
+        batch = self.sampler.pack(spans)
+        output = self.sampler.sample(logits, batch)
+        drawn = [
+            (first + len(wanted) - 1, span.seat, span.start + span.length - len(span.guests))
+            for span, wanted, first in zip(spans, batch.wanted, batch.first)
+            if len(span.want.get("sample", ())) == 1
+        ]
+        if drawn:
+            rows, seats, positions = zip(*drawn)
+            index = self.packer.send(torch.tensor([rows, seats], dtype=torch.int64))
+            tokens = output.draws[0].index_select(0, index[0]).int().clamp_(0, self.sampler.vocab_size - 1)
+            self.seats.token.index_copy_(0, index[1], tokens)
+            self.seats.drawn(list(seats), positions)
+        return output

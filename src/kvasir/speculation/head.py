@@ -1,0 +1,57 @@
+"""The seam of trained heads: what serving, training and the folder of a drafter need of each kind.
+
+A kind is a file in ``head_kinds`` with one subclass of `Head` and the frozen dataclass of its shape. Every kind guesses
+from the row *before* the anchor, the last one computed: its hidden states, with the token after it known.
+
+Legend: B texts, T tokens, L tapped layers, E model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+
+class Head(nn.Module):
+    """Weights that guess tokens from the served model's hidden states. Embedding and output matrix are the model's own.
+
+    ``title`` heads the card of a trained drafter and ``rate`` is the peak learning rate. ``reads_as_rows`` says that
+    the weights are embeddings, which the model itself reads as rows: training runs them through the model, and
+    ``unroll`` is never called.
+    """
+
+    title: ClassVar[str]
+    shape_class: ClassVar[type]  # a frozen dataclass with ``dim``, ``layers`` (tapped) and ``depth`` (tokens guessed)
+    rate: ClassVar[float] = 2e-3
+    reads_as_rows: ClassVar[bool] = False
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @property
+    def kind(self) -> str:
+        """The name that finds this kind."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @classmethod
+    @abstractmethod
+    def shape_for(cls, dim: int, num_layers: int) -> Any:
+        """The shape that training gives a head for a model of ``num_layers`` layers of ``dim``."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def begin_with(self, norm_E: torch.Tensor, embed_VE: torch.Tensor, generator: torch.Generator) -> None:
+        """Set the first weights of a training run, from the model's final norm and its embeddings."""
+        raise NotImplementedError
+
+    def unroll(
+        self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Yield for k = 0, 1, ... a tensor [B, T, E] whose row p predicts token p + 2 + k, from the tapped layers'
+        outputs, the final norm's, and the embeddings of the tokens that follow."""
+        raise NotImplementedError
