@@ -1,4 +1,4 @@
-"""Tables of figures in the pages: what their templates mean, and that every page of this repository agrees with its results."""
+"""Tables of figures in the pages: what templates mean, and whether every page of this repository agrees with its results."""
 
 import json
 import shutil
@@ -18,7 +18,12 @@ PAGE = "# Page\n\n<!-- figures: speed -->\n<!-- /figures -->\n\nWords.\n"
 TABLES = """
 [speed]
 columns = ["batch", "ours", "ratio", "target"]
-cells = ["$1", "{run > kvasir > $2 as ,.0f}", "{run > ratios > $2 kvasir/vllm as .2f}x", "{? run > targets > $2 kvasir/vllm as verdict}"]
+cells = [
+  "$1",
+  "{run > kvasir > $2 as ,.0f}",
+  "{run > ratios > $2 kvasir/vllm as .2f}x",
+  "{? run > targets > $2 kvasir/vllm as verdict}",
+]
 rows = [["1", "one.tok_s"], ["8", "eight.tok_s"]]
 
 [pictures.speed]

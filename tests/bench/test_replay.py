@@ -217,7 +217,7 @@ def test_what_a_target_speaks_of_is_shown_and_merged(data):
         part: {name: replay.Measured({"t.ttft_ms_p90": [value], "t.e2e_ms_p50": [value]})}
         for part, name, value in (("before", "vllm", 4.0), ("own", "kvasir", 8.0))
     }
-    found = replay._result(case, case.traces, parts)
+    found = replay._result(case, case.traces, parts, None)
     assert (
         found["ratios"] == {"t.ttft_ms_p90 kvasir/vllm": 2.0}
         and merge([found, found])["targets"] == found["targets"] != {}

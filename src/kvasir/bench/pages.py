@@ -56,7 +56,10 @@ def pages(root: Path) -> list[Path]:
 
 
 def definitions(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The tables and the pictures that the files of ``folder`` define, by name. Raises ConfigError where a name is used twice."""
+    """The tables and the pictures that the files of ``folder`` define, by name.
+
+    Raises ConfigError where two files define the same table.
+    """
     tables: dict[str, dict[str, Any]] = {}
     pictures: dict[str, dict[str, Any]] = {}
     files = sorted(folder.glob("*.toml"))
@@ -109,8 +112,8 @@ def _with_words(template: str, words: list[str]) -> str:
 
 
 def _bars(picture: dict[str, Any], figures: Figures) -> list[list[Any]]:
-    """Rows of a picture: the label, our figure and the peer's, rounded so that one digit more in a result changes nothing."""
+    """Rows of a picture: the label, our figure and the peer's, to one decimal."""
     return [
-        [label, *(float(f"{float(figures.value(expression)):.4g}") for expression in both)]
+        [label, *(round(float(figures.value(expression)), 1) for expression in both)]
         for label, *both in ([row[0], *row[1:]] for row in picture["rows"])
     ]

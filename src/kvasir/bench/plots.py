@@ -51,8 +51,8 @@ def run(files: list[Path], folder: Path) -> list[Path]:
             )
     if not drawn:
         raise ConfigError(
-            "no curve in these results: they need workloads named context8k, context16k, ..., or arms with outliers, as "
-            "tools/kv_quality.py writes them"
+            "no curve in these results: they need workloads named context8k, context16k, ..., or arms with outliers, "
+            "which tools/kv_quality.py writes"
         )
     return drawn
 
@@ -100,9 +100,12 @@ def _task(found: dict[str, Any]) -> str | None:
 
 
 def draw_bars(file: Path, title: str, rows: list[list[Any]], data: str) -> None:
-    """Draw ``rows`` (a label, our rate, the peer's) as bars relative to the peer, and keep ``data`` in the metadata of the PNG."""
+    """Draw ``rows`` (a label, our rate, the peer's) as bars relative to the peer.
+
+    ``data`` is kept in the metadata of the PNG.
+    """
     figure, axes = _figure(6.4, 0.9 + 0.42 * len(rows))
-    for i, (label, own, peer) in enumerate(reversed(rows)):
+    for i, (_, own, peer) in enumerate(reversed(rows)):
         axes.barh(i + 0.2, own / peer, 0.38, color="#2b6cb0", label="kvasir" if i == 0 else None)
         axes.barh(i - 0.2, 1.0, 0.38, color="#a0aec0", label="peer" if i == 0 else None)
         axes.text(own / peer, i + 0.2, f" {own / peer:.2f}x · {own:,.0f} tokens/s", va="center", fontsize=7)

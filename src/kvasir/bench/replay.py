@@ -23,6 +23,7 @@ from kvasir.bench.case import Case, Peer
 from kvasir.bench.client import Call
 from kvasir.bench.compare import keeper, kept
 from kvasir.bench.load import Load
+from kvasir.bench.provenance import peer_version
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
 from kvasir.bench.servers import SHARED, flags_of, serving
 from kvasir.bench.startup import random_checkpoint
@@ -178,7 +179,7 @@ def measure(
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
                     for kind, error in running.gauges("step_time_relative_error").items() if server == "kvasir" else ():
                         arm_so_far.values.setdefault(f"{n}.step_time_error_{kind}", []).append(error)
-                    keep(_result(case, loads, measured))
+                    keep(_result(case, loads, measured, site))
 
         plans = [(name, "kvasir", settings, "own", repeats or case.repeats) for name, settings in case.arms.items()]
         if peer:
@@ -190,7 +191,7 @@ def measure(
                 visit(*plan)
             if state.told_to_end:
                 break
-    return _result(case, loads, measured)
+    return _result(case, loads, measured, site)
 
 
 def windows(
@@ -242,7 +243,9 @@ def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
     return client.capacity(replies)
 
 
-def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]]) -> dict[str, Any]:
+def _result(
+    case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]], site: str | None
+) -> dict[str, Any]:
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
         if measured.get("own", {}).get(name, Measured()).values:
@@ -255,7 +258,7 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
         parts = [
             measured[part][peer] for part in ("before", "after") if part in measured and measured[part][peer].values
         ]
-        entries.append(_entry(peer, {"peer": peer, **case.peer.options}, parts))
+        entries.append(_entry(peer, {"peer": peer, **case.peer.options, **peer_version(peer, site)}, parts))
         pairs += [(name, peer) for name in case.arms]
         if len(parts) == 2:
             for key, values in parts[1].values.items():

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench.offline import described
+from kvasir.bench.provenance import commit as commit_here
 from kvasir.bench.result import arm, as_json, finish, ratios_of, result, spread, without_paths
-from kvasir.bench.result import commit as commit_here
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError

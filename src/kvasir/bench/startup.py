@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvasir.bench.provenance import peer_version
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
 from kvasir.bench.servers import LIVE, SHARED, Server, flags_of, serving
 from kvasir.bench.worker import check_peer
@@ -60,10 +61,10 @@ def run(
         for _ in range(repeats):
             for name in ("kvasir", peer) if peer else ("kvasir",):
                 starts.setdefault(name, []).append(start_once(model, own if name == "kvasir" else theirs, name, site))
-    entries = [
-        arm(name, {"flags": own if name == "kvasir" else theirs, "shape": shape}, _metrics(found))
-        for name, found in starts.items()
-    ]
+    entries = []
+    for name, found in starts.items():
+        settings = {"flags": own} if name == "kvasir" else {"flags": theirs, **peer_version(name, site)}
+        entries.append(arm(name, settings | {"shape": shape}, _metrics(found)))
     ratios = ratios_of(entries, [("kvasir", peer)] if peer else [])
     finish(result(f"startup-{shape or config.model.model or 'embedded'}", entries, ratios=ratios), output, commit)
 
