@@ -125,7 +125,7 @@ def test_a_load_that_the_peers_first_life_did_not_reach(data):
         "own": {"kvasir": whole},
         "after": {"vllm": whole},
     }
-    ratios = replay._result(case, case.traces, parts)["ratios"]
+    ratios = replay._result(case, case.traces, parts, None)["ratios"]
     assert ratios == {
         "one.output_tok_s kvasir/vllm": 1.333,
         "two.output_tok_s kvasir/vllm": 1.0,
