@@ -1,6 +1,8 @@
-"""A checkpoint of ours as a GGUF file, so that llama.cpp runs on the same weights. Dense Llama- and Qwen3-shaped models.
+"""A checkpoint of ours as a GGUF file, so that llama.cpp runs on the same weights. Dense Llama- and Qwen3-shaped
+models.
 
-The file has no vocabulary: the benchmark speaks in token ids. Layout and names are those of the ``gguf`` package, which writes it.
+The file has no vocabulary: the benchmark speaks in token ids. Layout and names are those of the ``gguf`` package, which
+writes it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ SPECIAL = (
 
 
 def write(folder: Path, file: Path, file_type: str) -> None:
-    """Write ``folder``'s weights to ``file``. ``file_type``: f32 and bf16 keep the values of a bf16 checkpoint exactly; q8_0 rounds
-    matrices to 8 bits in blocks of 32. Norms are f32 in each. Raises ConfigError for what it cannot write."""
+    """Write ``folder``'s weights to ``file``. ``file_type``: f32 and bf16 keep the values of a bf16 checkpoint exactly;
+    q8_0 rounds matrices to 8 bits in blocks of 32. Norms are f32 in each. Raises ConfigError for what it cannot
+    write."""
     import gguf
     import torch
     from safetensors.torch import load_file

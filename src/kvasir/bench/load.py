@@ -49,7 +49,7 @@ class Load:
 
     @classmethod
     def of(cls, name: str, table: dict[str, Any]) -> Load:
-        """From a case's table. Raises ConfigError."""
+        """Load from a case's table. Raises ConfigError."""
         keys = [f.name for f in dataclasses.fields(cls) if f.name != "name"]
         for key in table:
             if key not in keys:
@@ -76,7 +76,7 @@ class Load:
 
     @property
     def stream(self) -> tuple[Any, ...]:
-        """What a server's capacity depends on: loads that have it in common differ in their arrivals alone."""
+        """Key of the server's capacity: loads with the same key differ only in their arrivals."""
         return self.file, self.scale, self.clip
 
     def trace(self, data: Path) -> list[traces.Recorded]:

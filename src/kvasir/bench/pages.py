@@ -78,7 +78,7 @@ def definitions(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict
 
 
 def rendered(text: str, tables: dict[str, dict[str, Any]], figures: Figures, page: str) -> str:
-    """``text`` with every table of figures written from its results."""
+    """Write every table of figures in ``text`` from its results."""
 
     def block(found: re.Match[str]) -> str:
         name = found["name"]
@@ -107,7 +107,7 @@ def table(name: str, definition: dict[str, Any], figures: Figures) -> str:
 
 
 def _with_words(template: str, words: list[str]) -> str:
-    """``template`` with ``$1``, ``$2``, ... replaced by the words of a row."""
+    """Replace ``$1``, ``$2``, ... in ``template`` by the words of a row."""
     return re.sub(r"\$(\d)", lambda found: words[int(found[1]) - 1], template)
 
 

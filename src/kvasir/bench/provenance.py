@@ -1,4 +1,4 @@
-"""Where a result comes from: the commit, the versions and the hardware that were measured, and which of these facts it lacks."""
+"""Provenance of results: the commit, the versions and the hardware, and which of these facts a result lacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine() -> str:
 
 
 def hardware() -> dict[str, str]:
-    """The model of the CPU and, where torch sees a GPU, its name, its driver and the version of CUDA that torch uses."""
+    """Model of the CPU and, where torch sees a GPU, its name, its driver and the version of CUDA that torch uses."""
     import torch
 
     found = {"cpu": _cpu()}
@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
 
 
 def peer_version(name: str, site: str | None = None) -> dict[str, str]:
-    """``{"version": ...}`` of a peer's package in the folder ``site``, or here; empty where its metadata is missing."""
+    """Version of a peer's package in the folder ``site``, or here, as ``{"version": ...}``; empty without its metadata."""
     package = PEERS[name]
     if site is None:
         version = _installed((package,)).get(package)

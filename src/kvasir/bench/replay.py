@@ -1,9 +1,12 @@
-"""``kvasir bench trace``, and cases with traces: a recorded request stream against servers, ours between two runs of the peer's.
+"""``kvasir bench trace``, and cases with traces: send a recorded request stream to servers.
 
-Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or its
-share of what the peer completes when all requests wait at once (its capacity), which is then measured first; ours, too. Loads of one
-trace share a capacity. The result is on disk after every load. Of ours it has the error of the predicted step times, by kind of step, as
-it is at the end of each load: relative, the mean over about the last 50 steps that were timed.
+Ours runs between two runs of the peer's.
+
+Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or
+its share of the peer's capacity: the rate at which the peer completes requests that all wait at once. Capacities are
+measured first, ours too, and loads of one trace share them. The result is written after every load. Our arms also
+report the relative error of predicted step times by kind of step, the mean over about the last 50 timed steps of each
+load.
 """
 
 from __future__ import annotations
@@ -59,7 +62,10 @@ def run_case(
     data: Path = Path("."),
     capacity: float | None = None,
 ) -> None:
-    """``data``: the folder that the case's files are in. ``capacity``: the peer's, where an earlier run measured it."""
+    """Measure a case of traces and show the result.
+
+    ``data`` is the folder of the case's files. ``capacity`` is the peer's, where an earlier run measured it.
+    """
     keep = keeper(output, commit)
     finish(
         measure(case, data, with_peer=peer, site=site, repeats=repeats, only=only, capacity=capacity, keep=keep),
@@ -237,7 +243,7 @@ def _shifted(prompt: list[int], number: int) -> list[int]:
 
 
 def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
-    """Requests a second that the server completes when ``num_requests`` of the load, and at least FULL, wait at once."""
+    """Requests a second that the server completes when ``num_requests`` (at least FULL) wait at once."""
     calls = dataclasses.replace(load, num_requests=max(load.num_requests, FULL)).calls(trace, float("inf"))
     replies, _ = asyncio.run(client.replay(url, client.served_model(url), calls))
     return client.capacity(replies)

@@ -1,4 +1,4 @@
-"""``kvasir bench report``: results as one HTML page that needs nothing else: tables, verdicts and plots from the JSON files."""
+"""``kvasir bench report``: write results as one self-contained HTML page with tables, verdicts and plots."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ def _metrics(found: dict[str, Any]) -> str:
 
 
 def plots(found: dict[str, Any]) -> str:
-    """One bar chart a kind of metric that several workloads or arms have: medians, with the range as a whisker and limits as a tick."""
+    """One bar chart for each kind of metric that several workloads or arms have.
+
+    Bars are medians, whiskers the range, and dashed lines the limits.
+    """
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for a in found["arms"] for name in a["metrics"]):
         group, _, kind = name.rpartition(".")

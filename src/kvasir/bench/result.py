@@ -1,18 +1,20 @@
 """One result schema for everything that is measured.
 
-    {"case", "machine", "hardware", "commit", "date", "versions", "command", "arms": [{"name", "config", "metrics": {}}],
-     "ratios": {}, "limits": {}, "targets": {}}
+    {"case", "machine", "hardware", "commit", "date", "versions", "command", "arms": [{"name", "config", "metrics":
+    {}}], "ratios": {}, "limits": {}, "targets": {}}
 
-``hardware`` holds the model of the CPU and, on a GPU, its name, its driver and the version of CUDA; results from before it was recorded
-lack it (``bench/results/incomplete.toml`` lists them). Settings that all arms share stand in the ``config`` of the first arm alone; a
-peer's ``config`` names its version. A metric is a number, a number for each part, or a ``spread`` with its values.
+``hardware`` holds the model of the CPU and, on a GPU, its name, its driver and the version of CUDA; results from before
+it was recorded lack it (``bench/results/incomplete.toml`` lists them). Settings that all arms share stand in the
+``config`` of the first arm alone; a peer's ``config`` names its version. A metric is a number, a number for each part,
+or a ``spread`` with its values.
 
-``ratios`` maps "METRIC ARM/ARM" to a number. ``limits`` holds the most that the machine could do, by metric or "METRIC ARM", and the
-rates from which this follows. ``targets`` exists only where a case sets some: "METRIC ARM/ARM" -> {"ratio", "at_least" or "at_most",
-"met"}. Results of ``kvasir solve`` also have ``frontier`` (points of accuracy against each cost), ``differences`` (paired, with
-intervals), ``right`` (which problems each arm solved, as a row of 0 and 1), ``left_out`` (arms that time did not reach) and ``pool``
-(what the shared replies hold, by model). ``peer_version_source`` says where a peer's version is known from, if it was added later.
-A result holds no path of a machine: each is cut to its last part.
+``ratios`` maps "METRIC ARM/ARM" to a number. ``limits`` holds the most that the machine could do, by metric or "METRIC
+ARM", and the rates from which this follows. ``targets`` exists only where a case sets some: "METRIC ARM/ARM" ->
+{"ratio", "at_least" or "at_most", "met"}. Results of ``kvasir solve`` also have ``frontier`` (points of accuracy
+against each cost), ``differences`` (paired, with intervals), ``right`` (which problems each arm solved, as a row of 0
+and 1), ``left_out`` (arms that time did not reach) and ``pool`` (what the shared replies hold, by model).
+``peer_version_source`` says where a peer's version is known from, if it was added later. A result holds no path of a
+machine: each is cut to its last part.
 """
 
 from __future__ import annotations

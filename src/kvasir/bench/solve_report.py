@@ -1,5 +1,5 @@
-"""``kvasir solve report``: one page from the JSON of solve runs: tables with intervals, frontiers as pictures, controls, bounds, and what did
-not pay. Everything is read from the files; what they do not hold is left out."""
+"""``kvasir solve report``: one page from the JSON of solve runs: tables with intervals, frontiers as pictures,
+controls, bounds, and what did not pay. Everything is read from the files; what they do not hold is left out."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CHANCE = 0.55  # a signal that ranks no better than this says next to nothing
 
 
 def run(files: Sequence[Path], page: Path, together: bool = False) -> None:
-    """Write ``page`` (Markdown) and a PNG a file beside it. ``together``: all files as one result, seeds pooled (`solve_pooled`).
-    Raises ConfigError for a file that is no result of solve, or without matplotlib."""
+    """Write ``page`` (Markdown) and a PNG a file beside it. ``together``: all files as one result, seeds pooled
+    (`solve_pooled`). Raises ConfigError for a file that is no result of solve, or without matplotlib."""
     if not files:
         raise ConfigError("kvasir solve report: name the JSON files that kvasir solve --json wrote")
     plots.check()
@@ -185,10 +185,11 @@ def _option(spec: str, name: str, default: float) -> float:
 
 
 def bounds(found: dict[str, Any]) -> list[str]:
-    """Mixed evolution against the same evolution by the strongest model: cost ratios, and the bound that its share of the work sets.
+    """Mixed evolution against the same evolution by the strongest model: cost ratios, and the bound that its share of
+    the work sets.
 
-    The bound is 1 / (phi + (1 - phi) r2 / r1) with phi the large model's share of the calls; r1 / r2 is the ratio of output tokens a
-    second of the two models alone where the file has both, else that of their active parameters.
+    The bound is 1 / (phi + (1 - phi) r2 / r1) with phi the large model's share of the calls; r1 / r2 is the ratio of
+    output tokens a second of the two models alone where the file has both, else that of their active parameters.
     """
     metrics, config = _metrics(found), found["arms"][0]["config"]
     models = list(config["models"])
@@ -249,7 +250,7 @@ def bounds(found: dict[str, Any]) -> list[str]:
 
 
 def features(found: dict[str, Any]) -> list[str]:
-    """Of ``kvasir solve --ablate``: what an arm without a feature costs, in shares of the whole engine."""
+    """Lines about ``kvasir solve --ablate``: the cost of leaving a feature out, as a share of the whole engine."""
     lines = []
     for name, m in _metrics(found).items():
         ratios = {
@@ -291,7 +292,7 @@ def _pool(found: dict[str, Any]) -> list[str]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What the figures speak against."""
+    """Lines about claims that the figures do not support."""
     metrics, lines = _metrics(found), []
     for point in _order(found):
         name = point["arm"]

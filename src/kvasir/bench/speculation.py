@@ -1,15 +1,16 @@
 """``kvasir bench speculation``: forwards and tokens a second with and without drafts, on the same prompts.
 
-On tasks of the lab acceptance is that of the model's own outputs; how much of them repeats itself is printed beside, since
-drafters that copy live on that. On random prompts (a shape) outputs mean nothing, so acceptance is *set*: the drafter
-``replay`` proposes the plain run's tokens, each spoiled with probability 1 - accept; and the temperature is high, where the
-noise of a position, which is the same in every run, outweighs what the batch's size changes in the last bits. Whatever a drafter does, tokens should
-be those of the plain run; on devices whose bits depend on the batch a tie may fall the other way, so the share is printed.
+On tasks of the lab acceptance is that of the model's own outputs; how much of them repeats itself is printed beside,
+since drafters that copy live on that. On random prompts (a shape) outputs mean nothing, so acceptance is *set*: the
+drafter ``replay`` proposes the plain run's tokens, each spoiled with probability 1 - accept; and the temperature is
+high, where the noise of a position, which is the same in every run, outweighs what the batch's size changes in the last
+bits. Whatever a drafter does, tokens should be those of the plain run; on devices whose bits depend on the batch a tie
+may fall the other way, so the share is printed.
 
-A shape is measured in one process, weights loaded once, at every batch in turn: plain rounds, then the controller at every
-acceptance, and fixed depths beside it, then the plain rounds again. Of both the prompts' cost, measured alone, is taken off.
-A call goes on from the JSON that an earlier one of the same commit and settings has written: batches that are there whole are not
-measured again, one that time cut short is.
+A shape is measured in one process, weights loaded once, at every batch in turn: plain rounds, then the controller at
+every acceptance, and fixed depths beside it, then the plain rounds again. Of both the prompts' cost, measured alone, is
+taken off. A call goes on from the JSON that an earlier one of the same commit and settings has written: batches that
+are there whole are not measured again, one that time cut short is.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class Load:
 def task_loads(
     folder: str, tasks: Sequence[str], count: int, rounds: int, max_tokens: int, temperature: float
 ) -> list[Load]:
-    """``count`` unseen problems of each task a round, none twice: a drafter that remembers must not meet what it remembers."""
+    """Problems for each round: ``count`` unseen ones of each task, none twice.
+
+    A drafter that remembers must not meet a problem again.
+    """
     from kvasir.lab import tokenizer as lab_tokenizer
     from kvasir.lab.task import load_task
 
@@ -107,8 +111,8 @@ def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
 def measure(
     config: EngineConfig, loads: list[Load], plain: list[list[int]] | None
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Metrics of one configuration over all rounds but the first, which warms up (kernels, graphs, the controller), and the
-    outputs of all rounds."""
+    """Metrics of one configuration over all rounds but the first, which warms up (kernels, graphs, the controller), and
+    the outputs of all rounds."""
     from kvasir.api.llm import LLM
 
     rates: list[float] = []
@@ -222,8 +226,8 @@ class Sweep:
         self._save(self.arms)
 
     def _compare(self, batch: int, accepts: Sequence[float]) -> None:
-        """The controller against the best that was measured beside it, the best fixed depth or none: in the first round, which is
-        the one that fixed depths run, since other tokens are spoiled in another one."""
+        """The controller against the best that was measured beside it, the best fixed depth or none: in the first
+        round, which is the one that fixed depths run, since other tokens are spoiled in another one."""
         found = {a["name"]: a["metrics"] for a in self.arms}
         for accept in accepts:
             beside = [
@@ -340,7 +344,7 @@ def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
 
 
 def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:
-    """What there is so far, for a run that is cut short."""
+    """Write the result so far, for a run that is cut short."""
     if output is not None:
         output.write_text(as_json(so_far | ({"commit": commit} if commit else {})))
 

@@ -1,11 +1,12 @@
-"""``kvasir bench startup``: from exec of the server to the first token of a streamed answer, with a breakdown; a peer's beside it.
+"""``kvasir bench startup``: measure from exec of the server to the first token of a streamed answer, with a breakdown.
 
-The first start is the coldest (compile caches may be empty); later ones find files and kernels cached. With a peer the two
-take turns, each alone on the machine, on the same weights.
+The first start is the coldest, since compile caches may be empty; later ones find files and kernels cached. With a peer
+the two take turns, each alone on the machine, on the same weights.
 
-Weights are read beside other phases, so the wait for them (``engine.weights_s``) may be nothing: ``engine.fill_s`` is how long filling them
-took, from the first read to the last copy, ``engine.weight_bytes`` how much that was, and ``engine.fill_gb_s`` the rate. Files just written,
-as those of ``on_disk`` are, lie in the page cache, and those of a second start in any case: the rate is then not the disk's.
+Weights are read while other phases run, so the wait for them (``engine.weights_s``) may be zero. ``engine.fill_s`` is
+the time from the first read to the last copy, ``engine.weight_bytes`` the size, and ``engine.fill_gb_s`` the rate.
+Files that were just written (``on_disk``), and those of a second start, lie in the page cache: the rate is then not the
+disk's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ def run(
     site: str | None = None,
     commit: str | None = None,
 ) -> None:
-    """``on_disk``: write the shape's random weights as a checkpoint first and load that, instead of filling memory with random numbers."""
+    """Start the servers in turns and show the result.
+
+    ``on_disk`` writes the shape's random weights as a checkpoint and loads that, instead of filling memory with random
+    numbers.
+    """
     if peer:
         check_peer(peer, site)
     if on_disk and not shape:

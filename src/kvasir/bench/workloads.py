@@ -112,7 +112,7 @@ def shape_folder(name: str, *, tokenizer: bool = False) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``batch`` prompts of ``prompt`` random tokens, ``output`` tokens each."""
+    """A batch of ``batch`` prompts of ``prompt`` random tokens, with ``output`` tokens each."""
 
     name: str
     batch: int

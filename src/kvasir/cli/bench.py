@@ -17,13 +17,13 @@ from kvasir.errors import ConfigError
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure: cases with a peer, offline batches, servers under load, request traces, start-up, one step; report.",
+    help="Measure speed and compare with a peer: cases, batches, servers under load, traces, start-up, single steps.",
 )
 
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package."
+        metavar="MODEL", show_default=False, help="Checkpoint folder or hub id (default: the model in the package)."
     ),
 ]
 Shape = Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")]
@@ -31,12 +31,12 @@ Repeats = Annotated[int, typer.Option(min=1, help="Runs that count.")]
 JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result here as well as to stdout.")]
 Commit = Annotated[
     str | None,
-    typer.Option(envvar="KVASIR_COMMIT", help="The commit that is measured, where there is no repository to ask."),
+    typer.Option(envvar="KVASIR_COMMIT", help="The measured commit, on a machine without the repository."),
 ]
-Peer = Annotated[str | None, typer.Option(help="Also run this engine, before and after ours: vllm or transformers.")]
+Peer = Annotated[str | None, typer.Option(help="Also run this engine before and after ours, e.g. vllm.")]
 Site = Annotated[
     str | None,
-    typer.Option("--peer-python-path", help="Folder with the peer's packages, if they are not installed here."),
+    typer.Option("--peer-python-path", help="Folder of the peer's packages, if they are not installed here."),
 ]
 ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
 Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")]
@@ -50,7 +50,10 @@ def ended_in_order() -> None:
 
 
 def _given(model: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model, and the settings that the command line or its TOML file gives, checked. Also those at our defaults: a peer's may be others."""
+    """The model, and the checked settings that the command line or its TOML file gives.
+
+    Settings that equal our defaults are among them, since a peer's defaults may differ.
+    """
     from kvasir.bench.offline import described
 
     config = build_settings({"model": model, **options}, EngineConfig)
@@ -69,18 +72,19 @@ def run_case(
     case: Annotated[Path, typer.Argument(metavar="CASE", help="A case file, e.g. bench/cases/llama-8b.toml.")],
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Run the case's peer, too.")] = True,
     site: Site = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Rounds of ours that count; default: the case's.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Rounds of ours that count (default: the case's).")] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", "-w", help="A workload of the case, repeatable; default: all.")
+        list[str] | None,
+        typer.Option("--only", "-w", help="Run only this workload of the case (repeatable; default: all)."),
     ] = None,
     data: Annotated[Path, typer.Option(help="Folder that the case's traces are in.")] = Path("."),
     capacity: Annotated[
-        float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")
+        float | None, typer.Option(min=0, help="Requests per second that the peer completed in an earlier run.")
     ] = None,
     commit: Commit = None,
     output: JSONFile = None,
 ) -> None:
-    """A case: our arms, taking turns, between two runs of a peer; targets met or missed."""
+    """Run a case: our arms in turns between two runs of a peer, and whether targets are met."""
     from kvasir.bench import case as cases
     from kvasir.bench import compare, replay
 
@@ -114,7 +118,7 @@ def offline(
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """Batches through the Python API: tokens per second, against a peer in the same run."""
+    """Measure batches through the Python API, in tokens per second, and a peer in the same run."""
     from kvasir.bench import offline as command
 
     check_output(output, make=True)
@@ -131,8 +135,10 @@ def offline(
 
 @app.command("serve", cls=Command)
 def serve(
-    url: Annotated[str, typer.Option(help="A running server, with its /v1 or without.")] = "http://127.0.0.1:8000",
-    rate: Annotated[float, typer.Option(min=0, help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
+    url: Annotated[str, typer.Option(help="URL of a running server, with or without /v1.")] = "http://127.0.0.1:8000",
+    rate: Annotated[
+        float, typer.Option(min=0, help="Requests per second with Poisson arrivals (0: all at once).")
+    ] = 4.0,
     num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Requests to send.")] = 100,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
@@ -140,7 +146,7 @@ def serve(
     commit: Commit = None,
     output: JSONFile = None,
 ) -> None:
-    """A running server under open-loop load: TTFT, ITL, throughput."""
+    """Measure a running server under open-loop load: TTFT, ITL and throughput."""
     from kvasir.bench import online
 
     check_output(output, make=True)
@@ -162,23 +168,21 @@ def trace(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv or Mooncake's JSON lines (.gz).")],
     model: Model = "",
     shape: Shape = None,
-    url: Annotated[
-        str | None, typer.Option(help="A running server to send to, with its /v1 or without, instead of starting one.")
-    ] = None,
+    url: Annotated[str | None, typer.Option(help="URL of a running server to use instead of starting one.")] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests a second; default with recorded arrivals: as recorded.")
+        float | None, typer.Option(min=0.001, help="Requests per second (default with recorded arrivals: as recorded).")
     ] = None,
     share: Annotated[
         float | None, typer.Option(min=0.01, help="Rate as a share of the peer's capacity, which is measured first.")
     ] = None,
     capacity: Annotated[
-        float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")
+        float | None, typer.Option(min=0, help="Requests per second that the peer completed in an earlier run.")
     ] = None,
-    arrivals: Annotated[str, typer.Option(help="poisson or recorded.")] = "poisson",
+    arrivals: Annotated[str, typer.Option(help="Arrival times: poisson or recorded.")] = "poisson",
     num_requests: Annotated[
-        int, typer.Option("--num-requests", "-n", min=1, help="At least this many requests a window.")
+        int, typer.Option("--num-requests", "-n", min=1, help="Least number of requests in a window.")
     ] = 1000,
-    seconds: Annotated[float, typer.Option(min=0, help="At least this long a window.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Least length of a window in seconds.")] = 60.0,
     clip: Annotated[int | None, typer.Option(min=1, help="Cut prompts to this many tokens.")] = None,
     scale: Annotated[float, typer.Option(min=0, help="Multiply all lengths, for models with a short context.")] = 1.0,
     peer: Peer = None,
@@ -189,7 +193,7 @@ def trace(
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """A recorded request stream at a server, open loop: TTFT, ITL, throughput, cached tokens; a peer before and after."""
+    """Send a recorded request stream to a server, and to a peer before and after: TTFT, ITL, throughput."""
     from kvasir.bench import replay
 
     check_output(output, make=True)
@@ -234,14 +238,14 @@ def startup(
     on_disk: Annotated[
         bool, typer.Option("--on-disk", help="Write the shape's random weights to disk first and load those.")
     ] = False,
-    peer: Annotated[str | None, typer.Option(help="Also start this server, taking turns: vllm.")] = None,
+    peer: Annotated[str | None, typer.Option(help="Also start this server in turns with ours: vllm.")] = None,
     site: Site = None,
     repeats: Repeats = 3,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """From exec of the server to the first token, with a breakdown. The first start is the coldest."""
+    """Measure from exec of the server to the first token, with a breakdown. The first start is the coldest."""
     from kvasir.bench import startup as command
 
     check_output(output, make=True)
@@ -269,7 +273,7 @@ def ladder(
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """What each optimisation adds: from everything off to everything on, one switch at a time."""
+    """Measure how much each optimisation adds, from everything off to everything on."""
     from kvasir.bench import ladder as command
 
     check_output(output, make=True)
@@ -285,14 +289,14 @@ def profile(
     batch: Annotated[int, typer.Option(min=1, help="Sequences that decode.")] = 64,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
     mixed: Annotated[
-        int, typer.Option(min=0, help="Tokens of a new prompt that each step computes beside the decodes.")
+        int, typer.Option(min=0, help="Tokens of a new prompt that each step computes in addition to the decodes.")
     ] = 0,
     repeats: Repeats = 5,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """One decode step: kernels by time, and the share of it in which the GPU is idle."""
+    """Profile a decode step: kernels by time, and the share of the step that the GPU is idle."""
     from kvasir.bench import profile as command
 
     check_output(output, make=True)
@@ -313,31 +317,35 @@ def profile(
 def speculation(
     model: Model = "",
     shape: Shape = None,
-    drafter: Annotated[list[str] | None, typer.Option("--drafter", help="Repeatable; default: ngram, suffix.")] = None,
-    task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", help="A drafter to measure (repeatable; default: ngram, suffix).")
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", help="A task of the lab (repeatable; default: four).")
+    ] = None,
     accept: Annotated[
-        list[float] | None, typer.Option(min=0, max=1, help="Set acceptance of replayed outputs; repeatable.")
+        list[float] | None, typer.Option(min=0, max=1, help="Acceptance to simulate by replaying outputs (repeatable).")
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Sequences at once, default 4; of a shape, repeatable.")
+        list[int] | None, typer.Option(min=1, help="Sequences at once (default: 4; repeatable with --shape).")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Problems of each task.")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each output.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the lab's tasks; 0: greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the lab's tasks (0: greedy).")] = 0.0,
     host: Annotated[
         bool, typer.Option("--host", help="Measure drafters alone: time a step and memory on the host.")
     ] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="With --host: tokens that they read.")] = 1_000_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that the drafters read with --host.")] = 1_000_000,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Of a shape: fixed depths are left out after so many seconds.")
+        float, typer.Option(min=1, help="With --shape: leave out fixed depths after this many seconds.")
     ] = 300.0,
     repeats: Repeats = 3,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """Drafts: forwards, acceptance by depth and tokens per second, against the plain engine on the same prompts."""
+    """Measure drafts against the plain engine: forwards, acceptance by depth, tokens per second."""
     from kvasir.bench import drafting_host
     from kvasir.bench import speculation as command
 
@@ -371,21 +379,26 @@ def rollouts(
     model: Annotated[str, typer.Option(help="Checkpoint folder or name.")] = "base",
     problems: Annotated[int, typer.Option(min=1, help="Problems, the same every round.")] = 64,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each, at temperature 1.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
-    task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of generation.")] = 5,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", help="A task of the lab (repeatable; default: four).")
+    ] = None,
     output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each sample.")] = 512,
     checkpoint: Annotated[
-        list[str] | None, typer.Option("--checkpoint", help="Weights of a round, repeatable; default: frozen.")
+        list[str] | None,
+        typer.Option("--checkpoint", help="Checkpoint with the weights of a round (repeatable; default: frozen)."),
     ] = None,
     noise: Annotated[
         float, typer.Option(min=0, help="Stand-in for training: noise on every matrix, as a share of its spread.")
     ] = 0.0,
-    arm: Annotated[list[str] | None, typer.Option("--arm", help="Beside plain, repeatable; default: all.")] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option("--arm", help="An arm to run in addition to plain (repeatable; default: all).")
+    ] = None,
     commit: Commit = None,
     output: JSONFile = None,
     **options: Any,
 ) -> None:
-    """Rollouts of reinforcement learning over rounds: forwards and makespan, with drafts and without."""
+    """Measure rollouts of reinforcement learning over rounds: forwards and makespan, with and without drafts."""
     from kvasir.bench import rollouts as command
 
     check_output(output, make=True)
@@ -409,7 +422,7 @@ def merge(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results of one case.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The merged result.")],
 ) -> None:
-    """Several runs of one case as one result."""
+    """Merge several runs of one case into one result."""
     from kvasir.bench import merge as command
     from kvasir.bench.result import as_json
 
@@ -420,9 +433,9 @@ def merge(
 @app.command("report", cls=Command)
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json wrote them.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Results as one HTML page with tables and plots."""
+    """Write results as one HTML page with tables and plots."""
     from kvasir.bench import report as command
 
     if output.suffix not in (".html", ".htm"):
@@ -440,7 +453,7 @@ def plot(
         "docs/methods/img"
     ),
 ) -> None:
-    """The curves that results hold: decode rates over the context, answers over the size of outliers."""
+    """Draw the curves in results: decode rates over the context, answers over the size of outliers."""
     from kvasir.bench import plots
 
     for file in plots.run(files, output):

@@ -1,4 +1,5 @@
-"""A driver's side of the pipe: JSON lines in, JSON lines out. Standard library only, since a peer brings its own packages.
+"""A driver's side of the pipe: JSON lines in, JSON lines out. Standard library only, since a peer brings its own
+packages.
 
     {"op": "start", "model": FOLDER, "options": {...}}    -> {"start_s", "vocab_size", "version"}
     {"op": "prompts", "ids": [[...], ...]}                -> {}
@@ -25,8 +26,8 @@ Generate = Callable[..., dict[str, Any] | None]
 def serve(
     start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]], rest: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer commands until the input ends. ``start(model, options)`` -> the engine's generate, and facts about it; ``rest``: what its server
-    does between requests."""
+    """Answer commands until the input ends. ``start(model, options)`` -> the engine's generate, and facts about it;
+    ``rest``: what its server does between requests."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a stray print must not look like an answer
     generate: Generate | None = None

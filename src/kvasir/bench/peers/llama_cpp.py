@@ -1,8 +1,9 @@
-"""llama.cpp on a CPU as a driver, through the low-level API of llama-cpp-python: a step is one ``llama_decode`` over all sequences.
+"""llama.cpp on a CPU as a driver, through the low-level API of llama-cpp-python: a step is one ``llama_decode`` over
+all sequences.
 
-Options: ``file_type`` of the weights (``gguf.write``), ``num_threads``, ``max_num_seqs``, ``max_model_len`` (tokens of one sequence),
-``kv_type`` (f16, its default, or f32), ``extra_buffers`` (false: no weights rearranged for special instructions, AMX among them).
-Everything else is as llama.cpp has it.
+Options: ``file_type`` of the weights (``gguf.write``), ``num_threads``, ``max_num_seqs``, ``max_model_len`` (tokens of
+one sequence), ``kv_type`` (f16, its default, or f32), ``extra_buffers`` (false: no weights rearranged for special
+instructions, AMX among them). Everything else is as llama.cpp has it.
 """
 
 from __future__ import annotations
