@@ -1,4 +1,4 @@
-"""Tables of figures in the pages: what templates mean, and whether every page of this repository agrees with its results."""
+"""Tables of figures in the pages: what templates mean, and whether every page agrees with its results."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""``kvasir bench trace``: real servers: ours with the embedded model, and a stand-in for vLLM's, on a trace of a few requests."""
+"""``kvasir bench trace`` with servers: ours with the embedded model and a stand-in for vLLM's, a few requests."""
 
 import json
 

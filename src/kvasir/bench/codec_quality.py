@@ -336,7 +336,10 @@ def row_errors(
 
 
 def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any]]], None]) -> None:
-    """All jobs in order while the clock allows; ``save`` gets the arms after each. A codec that cannot run here costs its own arms only."""
+    """Run all jobs in order while the clock allows; ``save`` gets the arms after each.
+
+    A codec that cannot run here loses its own arms only.
+    """
     for job in todo:
         where = f"{job.codec}{f', outliers {job.outliers}' if job.outliers else ''}"
         began = time.monotonic()

@@ -190,7 +190,10 @@ class State:
 
 @contextlib.contextmanager
 def kept(worth: Callable[[], Any]) -> Iterator[State]:
-    """An engine that fails, or SIGTERM, does not cost what was measured before it, once ``worth`` is true. What lacks is seen by its n."""
+    """Keep what was measured when an engine fails or SIGTERM comes, once ``worth`` is true.
+
+    The ``n`` of a spread shows what is missing.
+    """
     state = State()
     try:
         yield state

@@ -31,7 +31,7 @@ from kvasir.types import Plan, Request, SamplingParams, Sequence, Span, SpanResu
 
 RIGHT, WRONG = 1, 2  # tokens: every output is ones
 KV_BYTES, BANDWIDTH = 131072.0, 4.4e12
-# Milliseconds of what a step does beside reading keys, by rows: measured plain and drafted steps less their keys and host work.
+# Milliseconds of a step without reading keys, by rows: measured plain and drafted steps less their keys and host work.
 LINEAR = {1: 4.25, 2: 4.26, 8: 4.45, 24: 4.47, 32: 4.6, 40: 4.95, 64: 5.24, 128: 5.75, 256: 8.71, 512: 13.96}
 ROW = 21.5e-3  # beyond the table
 PROMPT_ROW = 21.8e-6  # seconds
@@ -254,7 +254,7 @@ class Simulation:
             )
         )
 
-    # ------------------------------------------------------------------------------------- the engine's loop: plan, launch, read
+    # ------------------------------------------------------------------------- the engine's loop: plan, launch, read
 
     def _turn(self, running: list[Sequence]) -> None:
         drafting = self.drafting is not None and self.drafting.wanted(running)

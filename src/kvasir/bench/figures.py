@@ -35,7 +35,7 @@ class Figures:
         self._results: dict[str, dict[str, Any]] = {}
 
     def fill(self, template: str) -> str:
-        """Replace every placeholder of ``template`` by its figure. Raises ConfigError for a figure that no result holds."""
+        """Replace every placeholder of ``template`` by its figure. Raises ConfigError where no result holds it."""
         return _PLACEHOLDER.sub(lambda found: self._shown(found[1]), template)
 
     def value(self, expression: str) -> Any:

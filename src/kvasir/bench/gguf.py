@@ -87,6 +87,9 @@ def _describe(writer: Any, config: dict[str, Any], rope: RopeSpec, file_type: in
 
 
 def _interleaved(weight: Any, heads: int) -> Any:
-    """[heads x D, E] with the two halves of each head's rows in turns: llama.cpp rotates neighbours for Llama, checkpoints halves."""
+    """Rows [heads x D, E] with the two halves of each head interleaved.
+
+    llama.cpp rotates neighbours for Llama, checkpoints rotate halves.
+    """
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns).contiguous()

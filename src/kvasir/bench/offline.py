@@ -43,7 +43,10 @@ def run(
     output: Path | None,
     commit: str | None = None,
 ) -> None:
-    """Measure, show the table and write the result. Raises ConfigError for what cannot run, before anything is loaded."""
+    """Measure, show the table and write the result.
+
+    Raises ConfigError before anything is loaded where a workload cannot run.
+    """
     if peer not in (None, "transformers"):
         raise ConfigError(f"no peer named '{peer}'; there is transformers")
     if peer and importlib.util.find_spec(peer) is None:
@@ -80,7 +83,8 @@ def _compare(
     for batch in batches:
         if batch.prompt + batch.output > info.max_model_len:
             raise ConfigError(
-                f"workload {batch.name}: {batch.prompt} and {batch.output} tokens do not fit the context of {info.max_model_len}"
+                f"workload {batch.name}: {batch.prompt} and {batch.output} tokens do not fit the context of "
+                f"{info.max_model_len}"
             )
     if peer:
         started = time.perf_counter()
@@ -178,8 +182,8 @@ def _start_and_total(seconds: Timed, prompts: list[list[int]], batch: Batch) -> 
             "%s: a run of one token took %.3g s, the whole %.3g s; both are run again", batch.name, start, total
         )
     raise TooNoisy(
-        f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, or look at "
-        "what else this machine does."
+        f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, "
+        "or look at what else this machine does."
     )
 
 

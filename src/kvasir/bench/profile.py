@@ -85,7 +85,8 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
     with LLM(config=config) as llm:
         if prompt + steps + 8 > llm.info.max_model_len or batch + 3 * bool(mixed) > config.scheduler.max_num_seqs:
             raise ConfigError(
-                f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
+                f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: "
+                f"the context is {llm.info.max_model_len}, "
                 f"max_num_seqs {config.scheduler.max_num_seqs}" + " (with --mixed, three are left free)" * bool(mixed)
             )
         engine, gpu = llm.engine, choose_device(config).type == "cuda"
@@ -93,7 +94,8 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
             mixed and batch + mixed > engine.steps.full_rows
         ):  # prompts would queue up, and decodes sit out while they fill whole steps
             raise ConfigError(
-                f"{batch} decodes and a prompt of {mixed} tokens do not fit a step of {engine.steps.full_rows} rows: raise "
+                f"{batch} decodes and a prompt of {mixed} tokens do not fit a step of {engine.steps.full_rows} rows: "
+                "raise "
                 "--max-num-batched-tokens, or lower --mixed"
             )
         # The first sequences decode while the last prompts are computed: none may end before the last step is taken.

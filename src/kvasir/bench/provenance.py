@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
 
 
 def peer_version(name: str, site: str | None = None) -> dict[str, str]:
-    """Version of a peer's package in the folder ``site``, or here, as ``{"version": ...}``; empty without its metadata."""
+    """Version of a peer's package in the folder ``site``, or here, as {"version": ...}; empty without metadata."""
     package = PEERS[name]
     if site is None:
         version = _installed((package,)).get(package)

@@ -36,10 +36,14 @@ from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import checkpoint
 
-LATE_MS = 5.0  # of the client's own: beyond this the figures are its, too
-WARMUP = 8  # requests before the window
-REST = 8.0  # seconds without requests after a server's first ones: what it does then (ours captures graphs) is not yet load's business
-FULL = 600  # requests that wait at once, at least, when a capacity is measured
+# Milliseconds that the client may be late (p99); beyond this, the figures are partly the client's own.
+LATE_MS = 5.0
+# Requests before the window.
+WARMUP = 8
+# Seconds without requests after a server's first ones, so that work of its idle time (ours captures graphs) is done.
+REST = 8.0
+# Least number of requests that wait at once when a capacity is measured.
+FULL = 600
 
 
 @dataclass(slots=True)

@@ -98,7 +98,7 @@ def middle(metric: Any) -> float | None:
 
 
 def ratios_of(arms: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> dict[str, float]:
-    """Ratios "METRIC A/B" for every metric that both arms of a pair have, except times of the start and of the client."""
+    """Ratios "METRIC A/B" of every metric that both arms of a pair have, except start and client times."""
     metrics, found = {a["name"]: a["metrics"] for a in arms}, {}
     for one, other in pairs:
         for key in metrics.get(one, {}):

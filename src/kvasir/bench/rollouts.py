@@ -70,7 +70,10 @@ class Rollouts:
         self._warm(others)
 
     def _warm(self, prompts: list[list[int]]) -> None:
-        """Compile and capture: a round without drafts and two with, of other prompts. What drafters learn from them is forgotten with them."""
+        """Compile and capture: a round without drafts and two with drafts, on other prompts.
+
+        Drafters forget afterwards what they learnt from them.
+        """
         draft = dataclasses.replace(ARMS["suffix fixed"], max_draft_tokens=3)
         for speculation in (SpeculationConfig(), draft, draft):
             self.llm.engine.draft_with(speculation)

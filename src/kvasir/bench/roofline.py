@@ -24,7 +24,10 @@ from kvasir.models.spec import ModelSpec
 
 
 def machine_rates(device: str, dtype: str) -> dict[str, float]:
-    """{"copy_bytes_s": bytes read plus bytes written a second, "matmul_flop_s", "dtype_bytes", and of a CPU "cache_bytes"}."""
+    """Rates of the machine: {"copy_bytes_s", "matmul_flop_s", "dtype_bytes"}, and "cache_bytes" for a CPU.
+
+    "copy_bytes_s" counts bytes read and bytes written in a second.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "kvasir.bench.roofline", device, dtype],
         capture_output=True,
@@ -84,7 +87,7 @@ def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def measure(device: str, dtype: str) -> dict[str, float]:
-    """Best of a few rounds: a copy far larger than the caches, and a square matmul in the type that the model runs in."""
+    """Best rates of a few rounds: a copy far larger than the caches, and a square matmul in the model's type."""
     import torch
 
     if device == "auto":

@@ -150,7 +150,7 @@ def measure(
 
 
 class Sweep:
-    """One engine for all arms of a shape. ``seconds``: how long to go on at most; what is not measured by then is left out."""
+    """One engine for all arms of a shape. After ``seconds`` the arms that are left are not measured."""
 
     def __init__(
         self,
@@ -253,7 +253,10 @@ class Sweep:
         outputs: list[list[list[int]]],
         warm: int = 1,
     ) -> tuple[list[float], dict[str, Any]]:
-        """Seconds of every round but the ``warm`` first, and the drafts' figures; ``outputs`` takes the outputs of plain rounds."""
+        """Seconds of every round after the first ``warm``, and the drafts' figures.
+
+        ``outputs`` takes the outputs of plain rounds.
+        """
         drafter = self.llm.engine.draft_with(spec)
         if drafter is not None:
             drafter.load(known, 1)
@@ -309,7 +312,7 @@ def names_of(batch: int, accepts: Sequence[float]) -> list[str]:
 def earlier(
     output: Path | None, case: str, commit: str, settings: list[dict[str, Any]], accepts: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Arms of the batches of ``settings`` that an earlier call has measured whole; none of another commit, case or setting."""
+    """Arms of the batches that an earlier call measured completely with this commit, case and ``settings``."""
     try:
         found = json.loads(output.read_text()) if output is not None else {}
     except (OSError, ValueError):
@@ -363,7 +366,10 @@ def run_shape(
     output: Path | None,
     commit: str | None,
 ) -> None:
-    """All batches of a shape in one process, but for those that ``output`` holds. The result so far is written after each."""
+    """Measure all batches of a shape in one process, except those in ``output``.
+
+    The result so far is written after each batch.
+    """
     case, temperature = f"speculation-{shape}", temperature or SHAPE_TEMPERATURE
 
     def outcome(arms: list[dict[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from kvasir.models.checkpoint import resolve
 PASSAGE = 48
 TASKS = {"tasks": ("chain", "state", "schema", "template"), "edits": ("refine/chain", "aggregate/chain")}  # of the lab
 COUNTS = ("drafted", "accepted", "verified")  # tokens, and sequences times steps in which they had a draft
-WARM_ROUNDS = 2  # of other prompts, before anything counts: kernels and graphs of drafted steps, and the controller's first trials
+# Rounds on other prompts before anything counts: kernels and graphs of drafted steps, the controller's first trials.
+WARM_ROUNDS = 2
 Known = dict[tuple[str, str, int], list[list[int]]]  # (engine, workload, round) -> what its first arm put out
 
 

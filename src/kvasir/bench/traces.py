@@ -91,7 +91,10 @@ def scaled(trace: list[Recorded], scale: float, clip: int | None) -> list[Record
 
 
 def prompt_ids(request: Recorded, number: int, scale: float = 1.0) -> list[int]:
-    """Token ids of the ``number``-th request: block by block from the hash ids, or all its own. The same in every process."""
+    """Token ids of the ``number``-th request, the same in every process.
+
+    They come block by block from the hash ids, or are all its own.
+    """
     if not request.blocks:
         return _draw(number, 0, request.prompt)
     size = max(1, round(BLOCK * scale))

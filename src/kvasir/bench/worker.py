@@ -15,11 +15,14 @@ from typing import Any
 
 from kvasir.errors import ConfigError, nearest
 
-PEERS = {"vllm": "vllm", "transformers": "transformers", "llama_cpp": "llama_cpp"}  # name -> the package it needs
-INSTALLED = {"llama_cpp": "llama-cpp-python gguf"}  # what pip calls it, where that differs
-# A peer's models are local folders, and it must not look elsewhere. FlashInfer's sampler would be compiled at run time, which a
-# machine without a compiler cannot: vLLM then uses its own.
+# The package that each peer needs.
+PEERS = {"vllm": "vllm", "transformers": "transformers", "llama_cpp": "llama_cpp"}
+# Names that pip needs where they differ from the package.
+INSTALLED = {"llama_cpp": "llama-cpp-python gguf"}
+# Environment of a peer. Its models are local folders, and it must not look elsewhere. FlashInfer's sampler would be
+# compiled at run time, which a machine without a compiler cannot do: vLLM then uses its own.
 ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+# Seconds that a process has to end before it is killed.
 END_SECONDS = 60.0
 
 

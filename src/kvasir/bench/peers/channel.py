@@ -3,8 +3,8 @@ packages.
 
     {"op": "start", "model": FOLDER, "options": {...}}    -> {"start_s", "vocab_size", "version"}
     {"op": "prompts", "ids": [[...], ...]}                -> {}
-    {"op": "generate", "num_tokens": n}                   -> {"seconds", "counts"}: completing the latest prompts by n tokens each, greedy
-    {"op": "generate", "num_tokens": n, "stop": [...]}    -> {"seconds", "counts", "outputs"}: by up to n tokens, until one of these ids
+    {"op": "generate", "num_tokens": n}                   -> {"seconds", "counts"}: the latest prompts and n tokens each
+    {"op": "generate", "num_tokens": n, "stop": [...]}    -> {"seconds", "counts", "outputs"}: until one of these ids
     end of input                                          the driver ends
 
 An answer {"error": text} means that the command failed. What the engine prints goes to stderr.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# What it counted meanwhile, if anything. Given a third argument, the ids that end an answer, the answers are in it as ``outputs``.
+# The counts of a run, if any. Given a third argument, the ids that end an answer, they hold the answers as ``outputs``.
 Generate = Callable[..., dict[str, Any] | None]
 
 

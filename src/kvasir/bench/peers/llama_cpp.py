@@ -24,7 +24,7 @@ ERROR = 4  # of ggml's log levels; the ones below fill screens
 
 
 class LlamaCpp:
-    """Greedy completion of up to ``max_num_seqs`` prompts at once. The model and its memory live as long as the process."""
+    """Greedy completion of up to ``max_num_seqs`` prompts at once. Model and memory live as long as the process."""
 
     def __init__(
         self,
