@@ -12,7 +12,7 @@ from kvasir.bench.result import limit_of, middle, share_of_limit, shown, verdict
 from kvasir.errors import ConfigError
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } 
+table { border-collapse: collapse; margin: 1em 0 }
 th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right }
 th:first-child, td:first-child { text-align: left } .met { color: #17692b } .missed { color: #a11; font-weight: 600 }
 .facts { color: #666; font-size: 13px } code { font-size: 13px } svg { max-width: 100%; height: auto }"""
