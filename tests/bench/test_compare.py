@@ -109,7 +109,10 @@ def test_without_the_peer_and_one_workload(log, rated):
 
 
 def still(monkeypatch, asked=None):
-    """Engines without a process; returns the options of each life, in order. ``asked``: prompts, tokens of the first and of answers."""
+    """Replace engines by stand-ins without a process; returns the options of each life, in order.
+
+    ``asked`` holds prompts, tokens of the first prompt and tokens of the answers.
+    """
     asked = [] if asked is None else asked
     lives = []
 

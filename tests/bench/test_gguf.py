@@ -1,4 +1,4 @@
-"""Checkpoints as GGUF files: every tensor, by the right type; and rows in turns are the rotation that llama.cpp means."""
+"""Checkpoints as GGUF files: every tensor has the right type, and interleaved rows match llama.cpp's rotation."""
 
 import json
 import sys

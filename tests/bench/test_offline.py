@@ -188,7 +188,7 @@ def test_decoding_alone_computes_the_prompts_once():
 
 
 def test_a_round_that_says_nothing_is_run_again(caplog):
-    """What a first start behind cached prompts compiles does not count; where a short run is held up later, both are run again."""
+    """The first start behind cached prompts, which compiles, does not count; a delayed short run is repeated."""
     batch, took = Batch("x", 2, 8, 11), iter([9.0, 5.0, 1.0, 3.0, 4.0, 3.0, 1.0, 3.0])
     assert offline.decoding(lambda prompts, count: next(took), batch, 500, repeats=2, life=0) == {
         "x.decode_tok_s": [10.0, 10.0]

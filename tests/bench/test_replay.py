@@ -1,4 +1,4 @@
-"""``kvasir bench trace``: real servers: ours with the embedded model, and a stand-in for vLLM's, on a trace of a few requests."""
+"""``kvasir bench trace`` with servers: ours with the embedded model and a stand-in for vLLM's, a few requests."""
 
 import json
 
@@ -125,7 +125,7 @@ def test_a_load_that_the_peers_first_life_did_not_reach(data):
         "own": {"kvasir": whole},
         "after": {"vllm": whole},
     }
-    ratios = replay._result(case, case.traces, parts)["ratios"]
+    ratios = replay._result(case, case.traces, parts, None)["ratios"]
     assert ratios == {
         "one.output_tok_s kvasir/vllm": 1.333,
         "two.output_tok_s kvasir/vllm": 1.0,
@@ -217,7 +217,7 @@ def test_what_a_target_speaks_of_is_shown_and_merged(data):
         part: {name: replay.Measured({"t.ttft_ms_p90": [value], "t.e2e_ms_p50": [value]})}
         for part, name, value in (("before", "vllm", 4.0), ("own", "kvasir", 8.0))
     }
-    found = replay._result(case, case.traces, parts)
+    found = replay._result(case, case.traces, parts, None)
     assert (
         found["ratios"] == {"t.ttft_ms_p90 kvasir/vllm": 2.0}
         and merge([found, found])["targets"] == found["targets"] != {}

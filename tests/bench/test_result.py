@@ -3,20 +3,29 @@
 import datetime
 import json
 import re
+import subprocess
+import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from kvasir.bench import provenance
+from kvasir.bench.provenance import missing
 from kvasir.bench.result import arm, finish, judged, percentile, ratios_of, result, spread, without_paths
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"case", "machine", "commit", "date", "versions", "command", "arms", "ratios", "limits"}
+# Results of before their hardware was recorded; the number may only be lowered.
+LISTED = 119
 STORED = sorted((ROOT / "bench" / "results").rglob("*.json"))
 
 
 def check(found):
     """Raises AssertionError where ``found`` is not exactly of the schema."""
-    assert KEYS <= set(found) <= KEYS | {"targets", "differences", "frontier", "right", "left_out", "pool"}
+    optional = {"hardware", "peer_version_source", "targets", "differences", "frontier", "right", "left_out", "pool"}
+    assert KEYS <= set(found) <= KEYS | optional
+    assert all(v and isinstance(v, str) for v in found.get("hardware", {}).values())
     assert all(
         set(t) in ({"ratio", "at_least", "met"}, {"ratio", "at_most", "met"}) for t in found.get("targets", {}).values()
     )
@@ -48,6 +57,45 @@ def test_stored_results_are_of_the_schema(file):
 
 def test_there_are_stored_results():
     assert STORED
+
+
+def test_every_stored_result_says_where_it_comes_from():
+    """Only the results on the list, which can but shrink, lack facts, and exactly those that the list names."""
+    root = ROOT / "bench" / "results"
+    listed = tomllib.loads((root / "incomplete.toml").read_text())
+    lacking = {str(f.relative_to(root)): missing(json.loads(f.read_text())) for f in STORED}
+    assert listed == {name: facts for name, facts in lacking.items() if facts}
+    assert len(listed) <= LISTED, "a new result must be complete"
+
+
+def test_a_new_result_is_complete_and_the_check_names_each_fact_that_is_missing():
+    good = result("case", [arm("kvasir", {}, {"m": 1}), arm("vllm_fp8", {"version": "0.25.1"}, {"m": 1})])
+    good["command"], good["commit"] = "kvasir bench run", "abcdef1"
+    assert missing(good) == []
+    gpu = good | {"machine": "NVIDIA H200 x1, 16 cores", "hardware": {}}
+    assert missing(gpu) == ["cpu", "cuda", "driver"]
+    assert missing(gpu | {"hardware": {"gpu": "H200", "cpu": "Xeon", "cuda": "12.8", "driver": "570.1"}}) == []
+    assert missing(good | {"commit": "", "command": ""}) == ["command", "commit"]
+    assert missing(good | {"versions": {"python": "3.12"}}) == ["versions"]
+    assert missing(good | {"arms": [arm("vllm", {"peer": "vllm"}, {"m": 1})]}) == ["peer version"]
+
+
+def test_hardware_names_the_processor_and_the_driver(monkeypatch):
+    assert provenance.hardware()["cpu"]
+    answer = subprocess.CompletedProcess([], 0, "570.124.06\n570.124.06\n")
+    monkeypatch.setattr(provenance.subprocess, "run", lambda *a, **k: answer)
+    assert provenance._driver() == "570.124.06"
+    monkeypatch.setattr(provenance.subprocess, "run", Mock(side_effect=FileNotFoundError))
+    assert provenance._driver() == ""
+
+
+def test_the_version_of_a_peer_is_read_from_its_folder(tmp_path):
+    folder = tmp_path / "vllm-0.25.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.25.1\n")
+    assert provenance.peer_version("vllm", str(tmp_path)) == {"version": "0.25.1"}
+    assert provenance.peer_version("llama_cpp", str(tmp_path)) == {}
+    assert set(provenance.peer_version("transformers")) == {"version"}
 
 
 @pytest.mark.parametrize(

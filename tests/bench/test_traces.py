@@ -12,7 +12,8 @@ from kvasir.bench.traces import BLOCK, Recorded, prompt_ids, read, scaled, sched
 from kvasir.errors import ConfigError
 
 AZURE = (
-    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:50.9951690,396,109\r\n2023-11-16 18:15:46.6805900,374,44\r\n"
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:50.9951690,396,109\r\n"
+    "2023-11-16 18:15:46.6805900,374,44\r\n"
     "2023-11-16 18:16:00.0000000,10,0\r\n"
 )
 MOONCAKE = [

@@ -1,1 +1,1 @@
-"""Benchmarks: cases, peers, workloads and the result files that every published figure comes from."""
+"""Measurements: engines and servers compared with a peer in the same run, and the tables and plots of their results."""

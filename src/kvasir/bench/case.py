@@ -1,16 +1,16 @@
 """A case: a TOML file that says what is compared, on which workloads, how often, and which ratios are the target.
 
-title = "..."                      what the table is about, for who reads the file
-shape = "llama-8b"                 a known shape with random weights; or model = "..." (a folder or hub id; empty: the model in the package)
-repeats = 5                        rounds that count; with several arms, lives of each: they take turns
-rounds = 1                         of each life, where several arms take turns
-cached = true                      time decoding alone: a life computes its prompts once, then they come from the prefix cache
-on_disk = true                     write a shape's random weights first, for all engines to read: else each fills in its own
-settings = { max_num_seqs = 256 }  of every arm of ours
-[arms.kvasir]                      one arm of ours, with what it changes; the first is the one that targets speak of
+title = "..."                      what the table is about, for readers of the file
+shape = "llama-8b"                 a known shape with random weights; or model = "..." (a folder or hub id)
+repeats = 5                        rounds that count; with several arms, lives of each, which take turns
+rounds = 1                         rounds of each life, where several arms take turns
+cached = true                      time decoding alone: a life computes its prompts once and then has them cached
+on_disk = true                     write a shape's random weights for all engines to read; else each makes its own
+settings = { max_num_seqs = 256 }  settings of every arm of ours
+[arms.kvasir]                      one arm of ours, with its own settings; targets refer to the first arm
 [peer]
 name = "vllm"
-repeats = [3, 2]                   rounds before ours, and after it
+repeats = [3, 2]                   rounds before ours and after it
 options = { ... }                  the peer's own settings
 variants.vllm_fp8 = { ... }        optional: the peer once more by that name, with these settings changed
 [workloads.decode8]
@@ -18,11 +18,14 @@ batch = 8
 prompt = 1024                      tokens of each prompt
 output = 128                       tokens of each answer
 warmup_prompt = 1024               optional: the round that warms up may have shorter prompts
-text = "repeated"                  optional: prompts with structure, for drafts: repeated; tasks or edits (of the lab, up to ``prompt`` tokens)
-measure = ["prefill"]              optional: some of prefill, decode and total. The total alone is a load: more than runs at once
-targets = { decode = 1.10 }        least ratio to the peer, of decode, prefill or total
+text = "repeated"                  optional: prompts with structure, for drafts: repeated, tasks or edits
+measure = ["prefill"]              optional: some of prefill, decode and total; total alone is a load
+targets = { decode = 1.10 }        least ratio to the peer of decode, prefill or total
 [targets]                          or of any metric and any two arms: "METRIC ARM/ARM" = least ratio
 [traces.half]                      or a request trace through servers; see ``load.Load`` for the keys
+
+An empty or missing model is the one in the package. Prompts of tasks and edits come from the lab and have at most
+``prompt`` tokens. A load (total alone) may have more sequences than run at once.
 """
 
 from __future__ import annotations
@@ -144,7 +147,8 @@ def parse(name: str, table: dict[str, Any]) -> Case:
     cached, targets = table.get("cached", False), table.get("targets", {})
     if traces and (cached or targets or "rounds" in table or peer and peer.variants):
         raise ConfigError(
-            "traces go through servers: a case of traces has no cached prompts, no rounds, no [targets] and no variants of the peer"
+            "traces go through servers: a case of traces has no cached prompts, no rounds, no [targets] and no "
+            "variants of the peer"
         )
     if cached and (odd := [w.batch.name for w in workloads if w.kinds != ("decode",) and w.kinds != KINDS]):
         raise ConfigError(f"workload {odd[0]}: in a case with cached prompts decoding is all that is measured")
@@ -160,7 +164,8 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         measured = w.kinds if w.text == "random" and not cached else ("decode",)
         if odd := [kind for kind in w.targets if kind not in measured]:
             raise ConfigError(
-                f"workload {w.batch.name}: a target speaks of {odd[0]}, but what is measured is {' and '.join(measured)}"
+                f"workload {w.batch.name}: a target speaks of {odd[0]}, but what is measured is "
+                f"{' and '.join(measured)}"
             )
         rates += [f"{w.batch.name}.{kind}_tok_s" for kind in measured]
     for metric in targets:

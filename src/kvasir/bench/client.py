@@ -1,7 +1,7 @@
 """An open-loop client of ``/v1/completions``: requests leave when they are due, whatever the server does.
 
-It speaks HTTP itself and only counts the lines of a stream, so that tens of thousands of tokens a second leave it idle; how
-late it was with sending, and how late its event loop ran, are measured and reported beside the server's figures.
+It speaks HTTP itself and only counts the lines of a stream, so that tens of thousands of tokens a second leave it idle;
+how late it was with sending, and how late its event loop ran, are measured and reported beside the server's figures.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class Call:
 
 @dataclass(slots=True)
 class Reply:
-    """What became of a call. Times in seconds of ``time.perf_counter``. ``status`` 0: the connection failed.
+    """Outcome of a call, with times in seconds of ``time.perf_counter``.
 
-    ``events``: when each event with tokens came; ``completion`` and ``cached``: tokens by the server's own count."""
+    A ``status`` of 0 says that the connection failed. ``events`` holds the time of each event with tokens;
+    ``completion`` and ``cached`` are tokens by the server's own count.
+    """
 
     due: float
     sent: float = 0.0
@@ -106,7 +108,10 @@ class _Stream(asyncio.Protocol):
 async def replay(
     url: str, model: str, calls: list[Call], api_key: str | None = None
 ) -> tuple[list[Reply], list[float]]:
-    """Send every call when it is due and wait for all. Returns the replies in order, and how late the event loop ran, in seconds."""
+    """Send every call when it is due and wait for all.
+
+    Returns the replies in order, and how late the event loop ran, in seconds.
+    """
     place = urlsplit(url)
     requests = [_request(place, model, call, api_key) for call in calls]
     loop = asyncio.get_running_loop()
@@ -184,7 +189,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def root(url: str) -> str:
-    """Where an API's /v1 is, from an address with it or without."""
+    """Address of an API's root, from an address that ends in ``/v1`` or does not."""
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -207,11 +212,12 @@ def served_model(url: str, api_key: str | None = None) -> str:
 
 
 def summarise(replies: list[Reply], calls: list[Call], lags: list[float]) -> dict[str, Any]:
-    """Metrics of one window, from the first due time to the last. Latencies in milliseconds count from when a request was due.
+    """Metrics of one window, from the first due time to the last. Latencies in milliseconds count from when a request
+    was due.
 
-    ``itl``: gaps between events with tokens (``tokens_per_event`` says whether that is per token). ``tpot``: time from the first
-    event to the last over the other tokens. ``output_tok_s``: tokens that came within the window, over its length.
-    ``client_late``: sending after due; ``client_lag``: the event loop.
+    ``itl``: gaps between events with tokens (``tokens_per_event`` says whether that is per token). ``tpot``: time from
+    the first event to the last over the other tokens. ``output_tok_s``: tokens that came within the window, over its
+    length. ``client_late``: sending after due; ``client_lag``: the event loop.
     """
     good = [r for r in replies if r.status == 200 and r.events]
     first, last = replies[0].due, replies[-1].due
@@ -244,8 +250,11 @@ def summarise(replies: list[Reply], calls: list[Call], lags: list[float]) -> dic
 
 
 def capacity(replies: list[Reply]) -> float:
-    """Requests a second that a server gets through while it is full: from the time it took for the middle three fifths of all
-    tokens, since at first it only reads prompts, and at last it has too few requests left."""
+    """Requests a second that a server completes while it is full.
+
+    The rate is that of the middle three fifths of all tokens: at first the server only reads prompts, and at the end
+    too few requests are left.
+    """
     good = [r for r in replies if r.status == 200 and r.events]
     if len(good) < 10:
         raise ConfigError(f"the capacity needs at least 10 good replies; there were {len(good)} of {len(replies)}")

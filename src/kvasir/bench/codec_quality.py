@@ -1,10 +1,9 @@
-"""What quantised caches cost in answers: one model and its outlier twins, with every codec, on the same problems.
+"""Quality of quantised caches: one model and its outlier twins answer the same problems with every codec.
 
-One engine a codec and model; problems, prompts and dice are those of the plain cache, so that every difference is paired.
-The most important arms come first, and the clock may end the list anywhere. A twin computes the same function with outlier
-channels in its keys (``convert.converters.outlier_twin``), so the plain cache of the model itself is its baseline, too.
-
-Shape suffixes: N problems, S samples a problem.
+Each codec and model has an engine. Problems, prompts and random numbers are those of the plain cache, so that every
+difference is paired. The most important arms come first, and the list ends where the time is up. A twin computes the
+same function with outlier channels in its keys (``convert.converters.outlier_twin``), so the plain cache of the model
+itself is its baseline, too.
 """
 
 from __future__ import annotations
@@ -68,7 +67,11 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Job:
-    """One life of an engine. ``outliers``: size of the twin's outlier channels, 0 for the model itself; ``seeds``: of problems."""
+    """One life of an engine.
+
+    ``outliers`` is the size of the twin's outlier channels, 0 for the model itself; ``seeds`` are those of the
+    problems.
+    """
 
     codec: str
     outliers: int
@@ -77,7 +80,7 @@ class Job:
 
 
 def task_specs(name: str, count: int) -> dict[str, int]:
-    """A task of the table as the lab's tasks and how many problems of each: needles are spread over lengths and depths."""
+    """Tasks of the lab for a task of the table, with problem counts; needles spread over lengths and depths."""
     if name == "needle":
         cells = [f"needle:min_length={length},length={length},depth={depth}" for length in LENGTHS for depth in DEPTHS]
         return dict.fromkeys(cells, -(-count // len(cells)))
@@ -87,8 +90,8 @@ def task_specs(name: str, count: int) -> dict[str, int]:
 def jobs(
     tasks: Sequence[str], seeds: Sequence[int], outliers: Sequence[int], codecs: Sequence[str] | None = None
 ) -> list[Job]:
-    """The list, the most important first: the model with the main codecs and all seeds, the curve over the twins, other codecs, the twins
-    with other codecs, and the other codecs' remaining seeds. ``codecs``: only these and ``plain``."""
+    """The list, the most important first: the model with the main codecs and all seeds, the curve over the twins, other
+    codecs, the twins with other codecs, and the other codecs' remaining seeds. ``codecs``: only these and ``plain``."""
     tasks, seeds = tuple(tasks), tuple(seeds)
     found = [Job(codec, 0, tasks, seeds) for codec in FIRST]
     found += [Job(codec, size, tasks[:1], seeds) for size in outliers for codec in TWINS]
@@ -101,7 +104,11 @@ def jobs(
 
 @dataclass
 class Study:
-    """``outcomes``: (codec, outliers) -> task -> seed -> outcomes of the task's parts. ``limit``: seconds for everything."""
+    """A study in progress.
+
+    ``outcomes`` maps (codec, outliers) to task to seed to the outcomes of the task's parts. ``limit`` is in seconds for
+    everything.
+    """
 
     folder: Path
     tokenizer: Tokenizer
@@ -121,7 +128,10 @@ class Study:
         return self.limit - (time.monotonic() - self._started)
 
     def exams(self, task: str, seed: int) -> list[tuple[Plan, Exam]]:
-        """Drawn once: every codec gets the same. Empty, with a word in the log, for a task that has not as many problems."""
+        """Problems that are drawn once, so that every codec gets the same.
+
+        Empty, with a line in the log, where a task has too few problems.
+        """
         if (task, seed) not in self._exams:
             plans = [Plan((spec,), count=count, seed=seed) for spec, count in task_specs(task, self.count).items()]
             try:
@@ -171,7 +181,7 @@ class Study:
         ]
 
     def metrics(self, codec: str, outliers: int) -> dict[str, Any]:
-        """By task, and of a task of several parts by part, over all seeds."""
+        """Metrics over all seeds by task, and by part for a task of several parts."""
         mine, plain = self.outcomes[codec, outliers], self.outcomes.get(("plain", 0), {})
         size = sum(len(seeds) for seeds in mine.values())
         if self._figures.get((codec, outliers), (0, {}))[0] == size:
@@ -326,7 +336,10 @@ def row_errors(
 
 
 def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any]]], None]) -> None:
-    """All jobs in order while the clock allows; ``save`` gets the arms after each. A codec that cannot run here costs its own arms only."""
+    """Run all jobs in order while the clock allows; ``save`` gets the arms after each.
+
+    A codec that cannot run here loses its own arms only.
+    """
     for job in todo:
         where = f"{job.codec}{f', outliers {job.outliers}' if job.outliers else ''}"
         began = time.monotonic()
@@ -352,8 +365,8 @@ def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any
 
 
 def verdicts(arms: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Ratios and targets of a result: ``int4_bdr`` beside ``plain`` on the model itself, on the mildest twin that costs ``int4`` 20 points
-    or more, and what ScaleSearch saves of NVFP4's error on the model's own keys and values."""
+    """Ratios and targets of a result: ``int4_bdr`` beside ``plain`` on the model itself, on the mildest twin that costs
+    ``int4`` 20 points or more, and what ScaleSearch saves of NVFP4's error on the model's own keys and values."""
     by_name = {(a["name"], a["config"].get("outliers", 0)): a["metrics"] for a in arms}
     plain, main = by_name.get(("plain", 0), {}), by_name.get(("int4_bdr", 0), {})
     ratios: dict[str, float] = {}

@@ -1,9 +1,10 @@
-"""``kvasir bench run CASE``: our arms, taking turns, between two runs of a peer that needs the machine for itself (A-B-A).
+"""``kvasir bench run CASE``: run our arms in turns between two runs of a peer (A-B-A).
 
-Every engine runs in a process of its own that ends before the next one needs the device. All get the same prompts, in token
-ids. A round of the arms is one pass over every workload; when several arms are compared, each lives for one round at a time,
-so that drift of the machine meets all of them. The peer's two runs are one arm; the ratio of its medians says how much drifted.
-A peer may have variants (another cache type, say), which run whenever it does. The result is on disk after every life.
+Every engine runs in a process of its own, which ends before the next one needs the device. All get the same prompts as
+token ids. A round is one pass over every workload. Where several arms are compared, each lives for one round at a time,
+so that drift of the machine meets all of them. The peer's two runs form one arm, and the ratio of their medians says
+how much the machine drifted. A peer may have variants (another cache type, for instance), which run whenever it does.
+The result is written after every life.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def run_case(
     output: Path | None,
     commit: str | None,
 ) -> None:
-    """Measure and show. ``only``: the workloads to run, of those the case has. Raises ConfigError before anything is started."""
+    """Measure a case and show the result. ``only`` names the workloads to run.
+
+    Raises ConfigError before anything is started.
+    """
     finish(measure(case, peer=peer, site=site, repeats=repeats, only=only, keep=keeper(output, commit)), output, commit)
 
 
@@ -71,7 +75,10 @@ def measure(
     only: list[str] | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda so_far: None,
 ) -> dict[str, Any]:
-    """The case's result. ``peer=False`` leaves the peer out. ``keep`` is given the result so far after every life of ours and later ones."""
+    """Result of the case.
+
+    ``peer=False`` leaves the peer out. ``keep`` is given the result so far after every life from our first one on.
+    """
     with_peer = case.peer if peer else None
     if with_peer:
         check_peer(with_peer.name, site)
@@ -159,8 +166,10 @@ def _life(
 
 
 def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[str, float]) -> dict[str, Any]:
-    """What the machine allows, by metric; where arms keep KV in other numbers of bytes, also by "METRIC ARM". A peer's variants have
-    none: what they change is theirs."""
+    """Limits of the machine by metric, and by "METRIC ARM" where arms store KV in different numbers of bytes.
+
+    Variants of a peer have no limits, since what they change is their own.
+    """
     batches = [w.batch for w in workloads]
     plain = roofline.limits(spec, batches, rates)
     limits: dict[str, Any] = plain | {k: round(v) for k, v in rates.items()}
@@ -182,7 +191,10 @@ class State:
 
 @contextlib.contextmanager
 def kept(worth: Callable[[], Any]) -> Iterator[State]:
-    """An engine that fails, or SIGTERM, does not cost what was measured before it, once ``worth`` is true. What lacks is seen by its n."""
+    """Keep what was measured when an engine fails or SIGTERM comes, once ``worth`` is true.
+
+    The ``n`` of a spread shows what is missing.
+    """
     state = State()
     try:
         yield state
@@ -194,7 +206,7 @@ def kept(worth: Callable[[], Any]) -> Iterator[State]:
 
 
 def _peer_options(case: Case) -> dict[str, dict[str, Any]]:
-    """By arm: the peer and its variants."""
+    """Options of the peer and its variants, by arm."""
     dummy = {"load_format": "dummy"} if case.shape and not case.on_disk else {}
     caching = {"enable_prefix_caching": case.cached} if case.peer.name == "vllm" else {}
     return {name: {**dummy, **caching, **options} for name, options in case.peer.arms.items()}

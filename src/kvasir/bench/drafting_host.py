@@ -1,10 +1,11 @@
 """``kvasir bench speculation --host``: what drafters that run on the CPU cost a step, and how much memory they hold.
 
-No model runs: sequences read the lab's own documents, so many tokens a step as the proposal had right and one more, through the
-engine's own ``Drafting``, on a runner that is not there. Timed are, by the wall and by the processor (which other processes on
-the machine do not slow down), ``propose``: the drafter's proposals for all sequences of a step; ``cut``: the controller's choice
-among them, for its time only, since they are verified whole; ``around``: the rest of ``Drafting``, from asking to observing what
-was right. Memory is what the drafter says it holds, at its most, beside what the process grew by.
+No model runs: sequences read the lab's own documents, so many tokens a step as the proposal had right and one more,
+through the engine's own ``Drafting``, on a runner that is not there. Timed are, by the wall and by the processor (which
+other processes on the machine do not slow down), ``propose``: the drafter's proposals for all sequences of a step;
+``cut``: the controller's choice among them, for its time only, since they are verified whole; ``around``: the rest of
+``Drafting``, from asking to observing what was right. Memory is what the drafter says it holds, at its most, beside
+what the process grew by.
 
 A drafter with native code is measured without it, too.
 """
@@ -56,7 +57,7 @@ def documents(folder: str, tasks: list[str]) -> Iterator[tuple[list[int], list[i
 
 
 def resident_bytes() -> int:
-    """Of this process, where the system tells; else 0."""
+    """Resident memory of this process in bytes; 0 where the system does not tell."""
     file = Path("/proc/self/statm")
     return int(file.read_text().split()[1]) * 4096 if file.exists() else 0
 
@@ -82,7 +83,7 @@ class Clock:
         self.processor.setdefault(name, []).append(processor)
 
     def part(self, name: str, wholes: list[str], less: str) -> None:
-        """What the steps of ``wholes`` took beside ``less``."""
+        """Time of the steps of ``wholes``, less the part ``less``."""
         for times in (self.wall, self.processor):
             times[name] = [
                 sum(parts) - inner for *parts, inner in zip(*(times.pop(whole) for whole in wholes), times[less])
@@ -129,7 +130,7 @@ class Reader:
 
 
 def _runner(folder: str) -> SimpleNamespace:
-    """What ``Drafting`` asks of a runner, without a model."""
+    """Stand-in for the runner that ``Drafting`` asks, without a model."""
     model = SimpleNamespace(spec=build_spec(read_config(resolve(folder))), place=SimpleNamespace(dtype=torch.float32))
     pool = SimpleNamespace(page_slots=16, move_slots=lambda group, sources, targets: None)
     return SimpleNamespace(

@@ -1,10 +1,12 @@
-"""Speculation on a simulated GPU: the engine's own drafting, controller, router and step-time models on a clock that no hardware drives.
+"""Speculation on a simulated GPU: the engine's own drafting, controller, router and step-time models on a clock that no
+hardware drives.
 
-Step times are those that an H200 took at the llama-8b shape in bf16 (bench/results/h200/speculation-llama-8b.json: plain steps and one to
-eight drafts a sequence at batch 1, 8, 64 and 256; offline-llama-8b.json for longer contexts), with noise, outliers, graphs that are
-captured when they were used, kernels that compile when they are first used, host work that plain steps overlap and drafted
-ones do not, and prompts that are computed in between. Everything is drawn from seeds, so a run repeats to the bit. What it
-shows is how the controller decides, not how fast a GPU is: its figures are simulated, and named so wherever they stand.
+Step times are those that an H200 took at the llama-8b shape in bf16 (bench/results/h200/speculation-llama-8b.json:
+plain steps and one to eight drafts a sequence at batch 1, 8, 64 and 256; offline-llama-8b.json for longer contexts),
+with noise, outliers, graphs that are captured when they were used, kernels that compile when they are first used, host
+work that plain steps overlap and drafted ones do not, and prompts that are computed in between. Everything is drawn
+from seeds, so a run repeats to the bit. What it shows is how the controller decides, not how fast a GPU is: its figures
+are simulated, and named so wherever they stand.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from kvasir.types import Plan, Request, SamplingParams, Sequence, Span, SpanResu
 
 RIGHT, WRONG = 1, 2  # tokens: every output is ones
 KV_BYTES, BANDWIDTH = 131072.0, 4.4e12
-# Milliseconds of what a step does beside reading keys, by rows: measured plain and drafted steps less their keys and host work.
+# Milliseconds of a step without reading keys, by rows: measured plain and drafted steps less their keys and host work.
 LINEAR = {1: 4.25, 2: 4.26, 8: 4.45, 24: 4.47, 32: 4.6, 40: 4.95, 64: 5.24, 128: 5.75, 256: 8.71, 512: 13.96}
 ROW = 21.5e-3  # beyond the table
 PROMPT_ROW = 21.8e-6  # seconds
@@ -52,8 +54,11 @@ class Clock:
 
 
 class Graphs:
-    """What ``DraftTimes`` asks of captured steps, which hold chains alone. ``ready``: those of all buckets are there, as after an idle
-    moment."""
+    """Stand-in for captured steps, which hold chains alone.
+
+    ``ready`` says that every bucket has a graph, as after an idle moment.
+
+    """
 
     trees = False
 
@@ -67,7 +72,7 @@ class Graphs:
         return self.buckets[bisect_left(self.buckets, rows)]
 
     def takes(self, spans: list[Any]) -> bool:
-        """Of any size: what of it is captured, ``DraftTimes`` knows."""
+        """Accept steps of any size; ``DraftTimes`` knows which are captured."""
         return True
 
     def replays(self, size: int, drafted: bool = False) -> bool:
@@ -83,9 +88,9 @@ class Graphs:
 
 @dataclass
 class Machine:
-    """Step times in seconds. ``scale``: a share of the model's work, for smaller ones. ``sync``, ``per_seq``, ``per_draft``: the
-    host's part of a drafted step, which nothing overlaps; ``launch``: that of a step with prompts, until it is launched; ``jitter``: the
-    spread of a step's time; ``outliers``: how many are long."""
+    """Step times in seconds. ``scale``: a share of the model's work, for smaller ones. ``sync``, ``per_seq``,
+    ``per_draft``: the host's part of a drafted step, which nothing overlaps; ``launch``: that of a step with prompts,
+    until it is launched; ``jitter``: the spread of a step's time; ``outliers``: how many are long."""
 
     scale: float = 1.0
     sync: float = 0.37e-3
@@ -106,7 +111,10 @@ class Machine:
         return (LINEAR[low] + (LINEAR[high] - LINEAR[low]) * (rows - low) / (high - low)) * 1e-3
 
     def decodes(self, graphs: Graphs, seqs: int, context: int, drafts: int, drafted: bool) -> float:
-        """On the device. In a graph a draft is a row that reads its keys anew; else the rows of a sequence share the read."""
+        """Milliseconds of decodes on the device.
+
+        In a graph each drafted row reads its keys itself; otherwise the rows of a sequence share the read.
+        """
         rows, keys = seqs + drafts, context * KV_BYTES / BANDWIDTH
         if rows <= (graphs.most_drafted if drafted else graphs.buckets[-1]):
             return self.scale * (self.linear(graphs.bucket(rows)) + keys * (1 + 0.6 * drafts / seqs))
@@ -123,8 +131,8 @@ class Machine:
 
 
 class Coins(Drafter):
-    """Chains of which each token is right with a set probability, the same whenever it is proposed. ``boast``: what it says of
-    itself where that is not the truth; ``call``, ``each``: seconds of a call and of a sequence in it."""
+    """Chains of which each token is right with a set probability, the same whenever it is proposed. ``boast``: what it
+    says of itself where that is not the truth; ``call``, ``each``: seconds of a call and of a sequence in it."""
 
     def __init__(
         self,
@@ -166,8 +174,8 @@ class Coins(Drafter):
 
 @dataclass(frozen=True)
 class Load:
-    """``batch`` sequences at once, ``count`` in all (default: ``batch``), each of ``prompt`` tokens and one of ``outputs`` in turn.
-    ``spread``: seconds between arrivals, 0: all are there at once."""
+    """``batch`` sequences at once, ``count`` in all (default: ``batch``), each of ``prompt`` tokens and one of
+    ``outputs`` in turn. ``spread``: seconds between arrivals, 0: all are there at once."""
 
     batch: int
     count: int = 0
@@ -181,8 +189,9 @@ class _Runner(SimpleNamespace):
 
 
 class Simulation:
-    """One engine. ``drafter``: makes one for the clock; None: drafts are off. ``depth``: the most tokens drafted a sequence; ``fixed``: always
-    so many; ``shape``: what the step times start from, to go with the machine's ``scale``. Calling ``run`` again goes on with what was learnt."""
+    """One engine. ``drafter``: makes one for the clock; None: drafts are off. ``depth``: the most tokens drafted a
+    sequence; ``fixed``: always so many; ``shape``: what the step times start from, to go with the machine's ``scale``.
+    Calling ``run`` again goes on with what was learnt."""
 
     def __init__(
         self,
@@ -246,7 +255,7 @@ class Simulation:
             )
         )
 
-    # ------------------------------------------------------------------------------------- the engine's loop: plan, launch, read
+    # ------------------------------------------------------------------------- the engine's loop: plan, launch, read
 
     def _turn(self, running: list[Sequence]) -> None:
         drafting = self.drafting is not None and self.drafting.wanted(running)
@@ -351,8 +360,8 @@ def coins(accept: float | Accept, **options: Any) -> Callable[[Clock], Drafter]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Rates of output tokens over those without drafts, prompts' time taken off: ``rounds`` of one engine under control, the first of
-    which knows nothing, and ``fixed`` by depth."""
+    """Rates of output tokens over those without drafts, prompts' time taken off: ``rounds`` of one engine under
+    control, the first of which knows nothing, and ``fixed`` by depth."""
 
     rounds: list[float]
     fixed: dict[int, float]

@@ -1,6 +1,8 @@
-"""A checkpoint of ours as a GGUF file, so that llama.cpp runs on the same weights. Dense Llama- and Qwen3-shaped models.
+"""A checkpoint of ours as a GGUF file, so that llama.cpp runs on the same weights. Dense Llama- and Qwen3-shaped
+models.
 
-The file has no vocabulary: the benchmark speaks in token ids. Layout and names are those of the ``gguf`` package, which writes it.
+The file has no vocabulary: the benchmark speaks in token ids. Layout and names are those of the ``gguf`` package, which
+writes it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ SPECIAL = (
 
 
 def write(folder: Path, file: Path, file_type: str) -> None:
-    """Write ``folder``'s weights to ``file``. ``file_type``: f32 and bf16 keep the values of a bf16 checkpoint exactly; q8_0 rounds
-    matrices to 8 bits in blocks of 32. Norms are f32 in each. Raises ConfigError for what it cannot write."""
+    """Write ``folder``'s weights to ``file``. ``file_type``: f32 and bf16 keep the values of a bf16 checkpoint exactly;
+    q8_0 rounds matrices to 8 bits in blocks of 32. Norms are f32 in each. Raises ConfigError for what it cannot
+    write."""
     import gguf
     import torch
 
@@ -84,6 +87,9 @@ def _describe(writer: Any, config: dict[str, Any], rope: RopeSpec, file_type: in
 
 
 def _interleaved(weight: Any, heads: int) -> Any:
-    """[heads x D, E] with the two halves of each head's rows in turns: llama.cpp rotates neighbours for Llama, checkpoints halves."""
+    """Rows [heads x D, E] with the two halves of each head interleaved.
+
+    llama.cpp rotates neighbours for Llama, checkpoints rotate halves.
+    """
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns).contiguous()

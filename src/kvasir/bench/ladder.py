@@ -1,6 +1,7 @@
-"""``kvasir bench ladder``: what each optimisation adds to decoding. Arms from everything off to everything on, one switch a rung.
+"""``kvasir bench ladder``: measure how much each optimisation adds to decoding.
 
-Prompts are cached, or most of the time would go into computing them again.
+Arms go from everything off to everything on, one switch at a time. Prompts are cached, since computing them again would
+take most of the time.
 """
 
 from __future__ import annotations

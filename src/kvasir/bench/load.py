@@ -12,8 +12,8 @@ from kvasir.bench.client import Call
 from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
 
-# Below its capacity every server puts out what comes in, the same requests on both sides, so throughput can only be lost: 1.0x is what
-# rounds to 1.00x. Throughput in the strict sense is the capacity.
+# Bounds of a load that must be no worse than the peer's. Below its capacity a server completes whatever comes in, the
+# same requests on both sides, so throughput can only be lost: 0.995 is the least that rounds to 1.00x.
 NO_WORSE = {
     "at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0},
     "at_least": {"output_tok_s": 0.995, "capacity_requests_s": 1.0},
@@ -49,7 +49,7 @@ class Load:
 
     @classmethod
     def of(cls, name: str, table: dict[str, Any]) -> Load:
-        """From a case's table. Raises ConfigError."""
+        """Load from a case's table. Raises ConfigError."""
         keys = [f.name for f in dataclasses.fields(cls) if f.name != "name"]
         for key in table:
             if key not in keys:
@@ -76,7 +76,7 @@ class Load:
 
     @property
     def stream(self) -> tuple[Any, ...]:
-        """What a server's capacity depends on: loads that have it in common differ in their arrivals alone."""
+        """Key of the server's capacity: loads with the same key differ only in their arrivals."""
         return self.file, self.scale, self.clip
 
     def trace(self, data: Path) -> list[traces.Recorded]:

@@ -1,4 +1,4 @@
-"""``kvasir bench merge``: several runs of one case as one result, for cases that are longer than a machine can be had."""
+"""``kvasir bench merge``: join several runs of one case, for cases that take longer than a machine can be had."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arms of all, by name, with their values together; ratios and targets anew. All must be of one case, machine and commit."""
+    """Join the arms of all results by name, with all of their values, and compute ratios and targets again.
+
+    All results must have the same case, machine and commit; otherwise ConfigError is raised.
+    """
     first = results[0]
     for key in ("case", "machine", "commit"):
         if different := {r[key] for r in results} - {first[key]}:
@@ -65,12 +68,12 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(name: str) -> tuple[str, str]:
-    """Of a ratio "LOAD.METRIC PAIR": the metric and the pair."""
+    """Metric and pair of a ratio named "LOAD.METRIC PAIR"."""
     metric, _, pair = name.partition(" ")
     return metric.rsplit(".", 1)[-1], pair
 
 
 def _together(one: Any, other: Any) -> Any:
-    """Two values of a metric as one: all of both spreads' values, or a spread of two numbers; else the later."""
+    """Both values of a metric in one spread; the later one where they are no numbers."""
     values = [v for value in (one, other) for v in (value.get("values", []) if isinstance(value, dict) else [value])]
     return spread(values) if values and all(middle(v) is not None for v in values) else other

@@ -43,7 +43,10 @@ def run(
     output: Path | None,
     commit: str | None = None,
 ) -> None:
-    """Measure, show the table and write the result. Raises ConfigError for what cannot run, before anything is loaded."""
+    """Measure, show the table and write the result.
+
+    Raises ConfigError before anything is loaded where a workload cannot run.
+    """
     if peer not in (None, "transformers"):
         raise ConfigError(f"no peer named '{peer}'; there is transformers")
     if peer and importlib.util.find_spec(peer) is None:
@@ -80,7 +83,8 @@ def _compare(
     for batch in batches:
         if batch.prompt + batch.output > info.max_model_len:
             raise ConfigError(
-                f"workload {batch.name}: {batch.prompt} and {batch.output} tokens do not fit the context of {info.max_model_len}"
+                f"workload {batch.name}: {batch.prompt} and {batch.output} tokens do not fit the context of "
+                f"{info.max_model_len}"
             )
     if peer:
         started = time.perf_counter()
@@ -100,7 +104,7 @@ def _compare(
 
 
 class TooNoisy(ConfigError):
-    """What else the machine does left nothing to tell of a workload."""
+    """Other load on the machine left no usable difference for a workload."""
 
 
 def measure(arms: dict[str, Timed], batches: list[Batch], vocab_size: int, repeats: int) -> dict[str, dict[str, Any]]:
@@ -121,9 +125,11 @@ def rounds(
     first: int = 0,
     kinds: Collection[str] = ("prefill", "decode", "total"),
 ) -> Samples:
-    """``repeats`` rounds in which the arms take turns with the same prompts. Round ``first + i`` has the same prompts everywhere.
+    """Run ``repeats`` rounds in which the arms take turns with the same prompts.
 
-    ``kinds``: what is wanted; runs that nothing wanted needs are left out."""
+    Round ``first + i`` has the same prompts everywhere. ``kinds`` are the rates that are wanted; runs that none of them
+    needs are left out.
+    """
     samples: Samples = {name: {} for name in arms}
     for repeat in range(first, first + repeats):
         prompts = batch.prompts(vocab_size, random.Random(f"{batch.name} {repeat}"))
@@ -146,9 +152,12 @@ def rounds(
 
 
 def decoding(seconds: Timed, batch: Batch, vocab_size: int, repeats: int, life: int) -> dict[str, list[float]]:
-    """Decoding alone, by an engine with a prefix cache: its rates, by metric. The prompts of a ``life`` are the same in every round,
-    and a shorter prompt begins a longer one; they are computed once, in a run that does not count, and are cached from then on. Another
-    that does not count is the first to begin behind cached prompts: it compiles what only such steps need."""
+    """Decode rates by metric of an engine with a prefix cache.
+
+    The prompts of a ``life`` are the same in every round, and a shorter prompt is the beginning of a longer one. A
+    first run, which does not count, computes them; they are cached from then on. A second run that does not count
+    starts behind cached prompts and compiles what only such steps need.
+    """
     prompts = batch.beginnings(vocab_size, f"life {life}")
     seconds(prompts, batch.output)
     seconds(prompts, 1)
@@ -160,8 +169,11 @@ def decoding(seconds: Timed, batch: Batch, vocab_size: int, repeats: int, life: 
 
 
 def _start_and_total(seconds: Timed, prompts: list[list[int]], batch: Batch) -> tuple[float, float]:
-    """Seconds to the first tokens, and of the whole; both again where something held up the shorter run, so that their difference says
-    nothing. Raises TooNoisy where it goes on."""
+    """Seconds to the first tokens, and of the whole run.
+
+    Both are measured again where something delayed the shorter run, so that their difference says nothing. Raises
+    TooNoisy where this goes on.
+    """
     for _ in range(ATTEMPTS):
         start, total = seconds(prompts, 1), seconds(prompts, batch.output)
         if total > start:
@@ -170,8 +182,8 @@ def _start_and_total(seconds: Timed, prompts: list[list[int]], batch: Batch) -> 
             "%s: a run of one token took %.3g s, the whole %.3g s; both are run again", batch.name, start, total
         )
     raise TooNoisy(
-        f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, or look at "
-        "what else this machine does."
+        f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, "
+        "or look at what else this machine does."
     )
 
 
@@ -200,8 +212,11 @@ def described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
 
 
 def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, LLM]:
-    """The engine, and its ``generate``, which counts ``at_once`` (the most sequences that held memory in a step) and ``preemptions``; given
-    the ids that end an answer, also its drafts, and returns the answers as ``outputs``."""
+    """Our engine and its ``generate``.
+
+    ``generate`` counts ``at_once`` (the most sequences that held memory in a step) and ``preemptions``. Given ids that
+    end an answer, it also counts drafts, and returns the answers as ``outputs``.
+    """
     from kvasir.api.llm import LLM
 
     llm = stack.enter_context(LLM(config=config))
@@ -241,7 +256,7 @@ def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Gener
 
 
 def transformers_engine(config: EngineConfig) -> Generate:
-    """The same checkpoint, device and type through ``transformers`` generate, eager, with its own defaults."""
+    """Completion by ``transformers`` with the same checkpoint, device and type: ``generate``, eager, its defaults."""
     import torch
     import transformers
 

@@ -1,7 +1,7 @@
 """``kvasir bench serve``: a running server under open-loop load.
 
-Arrivals are Poisson and do not wait for answers, so a slow server meets a growing queue, as it would in life. Latency is
-counted from the moment a request was due, not from when a busy client got round to sending it.
+Arrivals are Poisson and do not wait for answers, so a slow server meets a growing queue, as it would in life. Latency
+is counted from the moment a request was due, not from when a busy client got round to sending it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvasir.errors import ConfigError
 
 @dataclass(slots=True)
 class Sample:
-    """Times of one request in seconds from when it was due. ``status``: of the reply, or of the error that ended its stream;
-    0 means the connection failed."""
+    """Times of one request in seconds from when it was due. ``status``: of the reply, or of the error that ended its
+    stream; 0 means the connection failed."""
 
     status: int = 0
     first: float | None = None

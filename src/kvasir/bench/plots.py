@@ -1,9 +1,14 @@
-"""``kvasir bench plot``: the curves that results hold, as PNG files for the docs: decode rates over the context, answers over outliers."""
+"""``kvasir bench plot``: draw the curves in results as PNG files: decode rates over the context, right answers over the
+size of outliers.
+
+Also the bars that ``kvasir bench pages`` draws.
+"""
 
 from __future__ import annotations
 
 import io
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +16,21 @@ from typing import Any
 from kvasir.bench.merge import load
 from kvasir.errors import ConfigError
 
-CONTEXT = re.compile(r"context(\d+)k\.decode_tok_s")  # what workloads of a case over context lengths are named
+# The decode rate of a workload named by its context, as cases over context lengths name them.
+CONTEXT = re.compile(r"context(\d+)k\.decode_tok_s")
 MARKERS = "osD^vP*X"
+# Colours of the palette of a PNG file.
 COLOURS = 128
+# The key under which a PNG file keeps the numbers that it shows.
+DATA = "kvasir-figures"
 Curve = list[tuple[float, float, float, float]]  # (x, y, least, most), by x
 
 
 def run(files: list[Path], folder: Path) -> list[Path]:
-    """Draw every curve that the results hold into ``folder``; returns the files. Raises ConfigError where there is none, or no matplotlib."""
+    """Draw every curve that the results hold into ``folder`` and return the files.
+
+    Raises ConfigError where there is no curve, or no matplotlib.
+    """
     found = [load(file) for file in files]
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
@@ -39,8 +51,8 @@ def run(files: list[Path], folder: Path) -> list[Path]:
             )
     if not drawn:
         raise ConfigError(
-            "no curve in these results: they need workloads named context8k, context16k, ..., or arms with outliers, as "
-            "tools/kv_quality.py writes them"
+            "no curve in these results: they need workloads named context8k, context16k, ..., or arms with outliers, "
+            "which tools/kv_quality.py writes"
         )
     return drawn
 
@@ -60,7 +72,7 @@ def over_context(found: dict[str, Any]) -> dict[str, Curve]:
 
 
 def over_outliers(found: dict[str, Any]) -> dict[str, Curve]:
-    """Codec -> share right in % by the size of the outliers, of codecs that twins were asked with, and the plain cache."""
+    """Codec -> share of right answers in %, by the size of the outliers. Codecs without outlier twins have no curve."""
     task, curves = _task(found), {}
     if task is None:
         return {}
@@ -74,7 +86,7 @@ def over_outliers(found: dict[str, Any]) -> dict[str, Curve]:
 
 
 def _task(found: dict[str, Any]) -> str | None:
-    """The task that the twins were given."""
+    """The task that the outlier twins were given; None without twins."""
     return next(
         (
             task
@@ -87,24 +99,47 @@ def _task(found: dict[str, Any]) -> str | None:
     )
 
 
+def draw_bars(file: Path, title: str, rows: list[list[Any]], data: str) -> None:
+    """Draw ``rows`` (a label, our rate, the peer's) as bars relative to the peer.
+
+    ``data`` is kept in the metadata of the PNG.
+    """
+    figure, axes = _figure(6.4, 0.9 + 0.42 * len(rows))
+    for i, (_, own, peer) in enumerate(reversed(rows)):
+        axes.barh(i + 0.2, own / peer, 0.38, color="#2b6cb0", label="kvasir" if i == 0 else None)
+        axes.barh(i - 0.2, 1.0, 0.38, color="#a0aec0", label="peer" if i == 0 else None)
+        axes.text(own / peer, i + 0.2, f" {own / peer:.2f}x · {own:,.0f} tokens/s", va="center", fontsize=7)
+        axes.text(1.0, i - 0.2, f" {peer:,.0f}", va="center", fontsize=7)
+    axes.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
+    axes.set_xlim(0, 1.45 * max(own / peer for _, own, peer in rows))
+    axes.set_xlabel("throughput relative to the peer in the same run", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    _save(file, figure, data)
+
+
+def stored(file: Path) -> str | None:
+    """The data that ``draw_bars`` kept in a PNG file; None where there is none. Needs no library for images."""
+    content, at, prefix = file.read_bytes(), 8, DATA.encode() + b"\0"
+    while at + 8 <= len(content):
+        length, kind = struct.unpack_from(">I4s", content, at)
+        body = content[at + 8 : at + 8 + length]
+        if kind == b"tEXt" and body.startswith(prefix):
+            return body[len(prefix) :].decode("latin-1")
+        at += length + 12
+    return None
+
+
 def _draw(
     file: Path, found: dict[str, Any], curves: dict[str, Curve], across: str, up: str, tick: Callable[[float], str]
 ) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from PIL import Image
-    except ImportError as e:
-        raise ConfigError("plots need matplotlib: pip install 'kvasir[plots]'") from e
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, axes = _figure(6.4, 3.8)
     for i, (name, points) in enumerate(curves.items()):
         x, y, low, high = (list(values) for values in zip(*points))
         spans = [[max(0.0, a - b) for a, b in zip(y, low)], [max(0.0, b - a) for a, b in zip(y, high)]]
-        axes.errorbar(
-            x, y, yerr=spans, marker=MARKERS[i % len(MARKERS)], markersize=5, linewidth=1.4, capsize=3, label=name
-        )
+        marker = MARKERS[i % len(MARKERS)]
+        axes.errorbar(x, y, yerr=spans, marker=marker, markersize=5, linewidth=1.4, capsize=3, label=name)
     places = sorted({x for points in curves.values() for x, *_ in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(places, [tick(x) for x in places])
@@ -113,11 +148,33 @@ def _draw(
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
     axes.set_title(f"{found['case']} · {found['machine']} · {found['commit'] or 'commit unknown'}", fontsize=8)
-    drawn = io.BytesIO()
+    _save(file, figure)
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure of so many inches and its axes. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ConfigError("plots need matplotlib: pip install 'kvasir[plots]'") from e
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(file: Path, figure: Any, data: str | None = None) -> None:
+    """Write a PNG with a palette, which takes a quarter of the bytes, and ``data`` in its metadata."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    drawn, notes = io.BytesIO(), PngInfo()
+    if data is not None:
+        notes.add_text(DATA, data)
     figure.savefig(drawn, dpi=130, format="png")
-    Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(
-        file, "png", optimize=True
-    )  # a quarter of the bytes
+    image = Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    image.save(file, "png", optimize=True, pnginfo=notes)

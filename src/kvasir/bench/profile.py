@@ -1,13 +1,15 @@
-"""``kvasir bench profile``: where one decode step's time goes: kernels by time, and the share of it that the GPU has nothing to do.
+"""``kvasir bench profile``: where one decode step's time goes: kernels by time, and the share of it that the GPU has
+nothing to do.
 
-With ``mixed`` every step also computes a prompt of so many tokens: attention at least is launched kernel by kernel, and the idle share says
-from how many rows on that costs nothing.
+With ``mixed`` every step also computes a prompt of so many tokens: attention at least is launched kernel by kernel, and
+the idle share says from how many rows on that costs nothing.
 
-``step_ms`` is the wall time of steps without a profiler. Busy and idle are of others, under ``torch.profiler``, and of one timeline, that of the
-GPU from the first kernel of those steps to the end of the last (``gpu_step_ms``, a step): it is busy while any kernel runs, and idle for the
-rest. What the profiler costs is by how much that exceeds ``unprofiled_step_ms``, the wall time of the rounds just before and just after, since
-steps grow with their contexts: with it a launch takes the host longer, and a kernel the GPU. Where kernels are launched one by one, the idle
-share is therefore an upper bound.
+``step_ms`` is the wall time of steps without a profiler. Busy and idle are of others, under ``torch.profiler``, and of
+one timeline, that of the GPU from the first kernel of those steps to the end of the last (``gpu_step_ms``, a step): it
+is busy while any kernel runs, and idle for the rest. What the profiler costs is by how much that exceeds
+``unprofiled_step_ms``, the wall time of the rounds just before and just after, since steps grow with their contexts:
+with it a launch takes the host longer, and a kernel the GPU. Where kernels are launched one by one, the idle share is
+therefore an upper bound.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ def run(
 
 
 def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: int = 0) -> dict[str, Any]:
-    """Metrics of a decode step of ``batch`` sequences after prompts of ``prompt`` tokens, and a new prompt of ``mixed`` tokens in each.
-    Times in milliseconds and microseconds."""
+    """Metrics of a decode step of ``batch`` sequences after prompts of ``prompt`` tokens, and a new prompt of ``mixed``
+    tokens in each. Times in milliseconds and microseconds."""
     import torch
 
     from kvasir.api.llm import LLM
@@ -83,7 +85,8 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
     with LLM(config=config) as llm:
         if prompt + steps + 8 > llm.info.max_model_len or batch + 3 * bool(mixed) > config.scheduler.max_num_seqs:
             raise ConfigError(
-                f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
+                f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: "
+                f"the context is {llm.info.max_model_len}, "
                 f"max_num_seqs {config.scheduler.max_num_seqs}" + " (with --mixed, three are left free)" * bool(mixed)
             )
         engine, gpu = llm.engine, choose_device(config).type == "cuda"
@@ -91,7 +94,8 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
             mixed and batch + mixed > engine.steps.full_rows
         ):  # prompts would queue up, and decodes sit out while they fill whole steps
             raise ConfigError(
-                f"{batch} decodes and a prompt of {mixed} tokens do not fit a step of {engine.steps.full_rows} rows: raise "
+                f"{batch} decodes and a prompt of {mixed} tokens do not fit a step of {engine.steps.full_rows} rows: "
+                "raise "
                 "--max-num-batched-tokens, or lower --mixed"
             )
         # The first sequences decode while the last prompts are computed: none may end before the last step is taken.
@@ -170,7 +174,7 @@ def _wait(gpu: bool) -> None:
 
 
 def on_the_gpu(kernels: list[tuple[float, float]]) -> dict[str, float]:
-    """What the profiled steps tell, from when each of their kernels ran, in microseconds."""
+    """Metrics of the profiled steps, from the times in microseconds at which their kernels ran."""
     if not kernels:
         raise ConfigError("the profiler saw no kernel: this machine does not let it")
     busy, idle = timeline(kernels)
@@ -183,8 +187,10 @@ def on_the_gpu(kernels: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def timeline(intervals: list[tuple[float, float]]) -> tuple[float, float]:
-    """How much of the time from the first start to the last end lies in some interval, and how much in none. Both are sums of pieces
-    that follow one another, so neither can be negative, and what overlaps counts once."""
+    """Time covered by some interval, and time covered by none, between the first start and the last end.
+
+    Both are sums of consecutive pieces: neither can be negative, and overlap counts once.
+    """
     busy = idle = 0.0
     until = min(intervals)[0]
     for start, end in sorted(intervals):

@@ -1,9 +1,12 @@
-"""``kvasir bench trace``, and cases with traces: a recorded request stream against servers, ours between two runs of the peer's.
+"""``kvasir bench trace``, and cases with traces: send a recorded request stream to servers.
 
-Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or its
-share of what the peer completes when all requests wait at once (its capacity), which is then measured first; ours, too. Loads of one
-trace share a capacity. The result is on disk after every load. Of ours it has the error of the predicted step times, by kind of step, as
-it is at the end of each load: relative, the mean over about the last 50 steps that were timed.
+Ours runs between two runs of the peer's.
+
+Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or
+its share of the peer's capacity: the rate at which the peer completes requests that all wait at once. Capacities are
+measured first, ours too, and loads of one trace share them. The result is written after every load. Our arms also
+report the relative error of predicted step times by kind of step, the mean over about the last 50 timed steps of each
+load.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from kvasir.bench.case import Case, Peer
 from kvasir.bench.client import Call
 from kvasir.bench.compare import keeper, kept
 from kvasir.bench.load import Load
+from kvasir.bench.provenance import peer_version
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
 from kvasir.bench.servers import SHARED, flags_of, serving
 from kvasir.bench.startup import random_checkpoint
@@ -32,10 +36,14 @@ from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import checkpoint
 
-LATE_MS = 5.0  # of the client's own: beyond this the figures are its, too
-WARMUP = 8  # requests before the window
-REST = 8.0  # seconds without requests after a server's first ones: what it does then (ours captures graphs) is not yet load's business
-FULL = 600  # requests that wait at once, at least, when a capacity is measured
+# Milliseconds that the client may be late (p99); beyond this, the figures are partly the client's own.
+LATE_MS = 5.0
+# Requests before the window.
+WARMUP = 8
+# Seconds without requests after a server's first ones, so that work of its idle time (ours captures graphs) is done.
+REST = 8.0
+# Least number of requests that wait at once when a capacity is measured.
+FULL = 600
 
 
 @dataclass(slots=True)
@@ -58,7 +66,10 @@ def run_case(
     data: Path = Path("."),
     capacity: float | None = None,
 ) -> None:
-    """``data``: the folder that the case's files are in. ``capacity``: the peer's, where an earlier run measured it."""
+    """Measure a case of traces and show the result.
+
+    ``data`` is the folder of the case's files. ``capacity`` is the peer's, where an earlier run measured it.
+    """
     keep = keeper(output, commit)
     finish(
         measure(case, data, with_peer=peer, site=site, repeats=repeats, only=only, capacity=capacity, keep=keep),
@@ -181,7 +192,7 @@ def measure(
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
                     for kind, error in running.gauges("step_time_relative_error").items() if server == "kvasir" else ():
                         arm_so_far.values.setdefault(f"{n}.step_time_error_{kind}", []).append(error)
-                    keep(_result(case, loads, measured))
+                    keep(_result(case, loads, measured, site))
 
         plans = [(name, "kvasir", settings, "own", repeats or case.repeats) for name, settings in case.arms.items()]
         if peer:
@@ -193,7 +204,7 @@ def measure(
                 visit(*plan)
             if state.told_to_end:
                 break
-    return _result(case, loads, measured)
+    return _result(case, loads, measured, site)
 
 
 def windows(
@@ -239,13 +250,15 @@ def _shifted(prompt: list[int], number: int) -> list[int]:
 
 
 def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
-    """Requests a second that the server completes when ``num_requests`` of the load, and at least FULL, wait at once."""
+    """Requests a second that the server completes when ``num_requests`` (at least FULL) wait at once."""
     calls = dataclasses.replace(load, num_requests=max(load.num_requests, FULL)).calls(trace, float("inf"))
     replies, _ = asyncio.run(client.replay(url, client.served_model(url), calls))
     return client.capacity(replies)
 
 
-def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]]) -> dict[str, Any]:
+def _result(
+    case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]], site: str | None
+) -> dict[str, Any]:
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
         if measured.get("own", {}).get(name, Measured()).values:
@@ -258,7 +271,7 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
         parts = [
             measured[part][peer] for part in ("before", "after") if part in measured and measured[part][peer].values
         ]
-        entries.append(_entry(peer, {"peer": peer, **case.peer.options}, parts))
+        entries.append(_entry(peer, {"peer": peer, **case.peer.options, **peer_version(peer, site)}, parts))
         pairs += [(name, peer) for name in case.arms]
         if len(parts) == 2:
             for key, values in parts[1].values.items():

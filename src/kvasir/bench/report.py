@@ -1,4 +1,4 @@
-"""``kvasir bench report``: results as one HTML page that needs nothing else: tables, verdicts and plots from the JSON files."""
+"""``kvasir bench report``: write results as one self-contained HTML page with tables, verdicts and plots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvasir.bench.result import limit_of, middle, share_of_limit, shown, verdict
 from kvasir.errors import ConfigError
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right }
+table { border-collapse: collapse; margin: 1em 0 }
+th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right }
 th:first-child, td:first-child { text-align: left } .met { color: #17692b } .missed { color: #a11; font-weight: 600 }
 .facts { color: #666; font-size: 13px } code { font-size: 13px } svg { max-width: 100%; height: auto }"""
 WORDS = {
@@ -92,7 +93,10 @@ def _metrics(found: dict[str, Any]) -> str:
 
 
 def plots(found: dict[str, Any]) -> str:
-    """One bar chart a kind of metric that several workloads or arms have: medians, with the range as a whisker and limits as a tick."""
+    """One bar chart for each kind of metric that several workloads or arms have.
+
+    Bars are medians, whiskers the range, and dashed lines the limits.
+    """
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for a in found["arms"] for name in a["metrics"]):
         group, _, kind = name.rpartition(".")

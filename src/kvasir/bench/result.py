@@ -1,84 +1,44 @@
-"""One result schema for everything that is measured, and the facts about where it was measured.
+"""One result schema for everything that is measured.
 
-{"case", "machine", "commit", "date", "versions", "command", "arms": [{"name", "config", "metrics": {}}], "ratios": {}, "limits": {},
- "targets": {}}
+    {"case", "machine", "hardware", "commit", "date", "versions", "command", "arms": [{"name", "config", "metrics":
+    {}}], "ratios": {}, "limits": {}, "targets": {}}
 
-Where all arms have the same settings, they stand in the first one's ``config`` alone. A metric is a number, a number per part, or a ``spread``
-with its values. ``ratios``: "METRIC ARM/ARM" -> number.
-``limits``: what the machine could do at most, by metric or "METRIC ARM" (and the rates that follow from). ``targets``, only where a case sets
-some: "METRIC ARM/ARM" -> {"ratio", "at_least" or "at_most", "met"}. Runs of ``kvasir solve`` also have ``frontier`` (the points of
-accuracy against each cost), ``differences`` (paired, with intervals), ``right`` (which problems each arm solved, as a row of 0 and 1),
-``left_out`` (arms that time did not reach) and ``pool`` (what the shared replies hold, by model). No path of a machine is in a result: one
-is cut to its last part.
+``hardware`` holds the model of the CPU and, on a GPU, its name, its driver and the version of CUDA; results from before
+it was recorded lack it (``bench/results/incomplete.toml`` lists them). Settings that all arms share stand in the
+``config`` of the first arm alone; a peer's ``config`` names its version. A metric is a number, a number for each part,
+or a ``spread`` with its values.
+
+``ratios`` maps "METRIC ARM/ARM" to a number. ``limits`` holds the most that the machine could do, by metric or "METRIC
+ARM", and the rates from which this follows. ``targets`` exists only where a case sets some: "METRIC ARM/ARM" ->
+{"ratio", "at_least" or "at_most", "met"}. Results of ``kvasir solve`` also have ``frontier`` (points of accuracy
+against each cost), ``differences`` (paired, with intervals), ``right`` (which problems each arm solved, as a row of 0
+and 1), ``left_out`` (arms that time did not reach) and ``pool`` (what the shared replies hold, by model).
+``peer_version_source`` says where a peer's version is known from, if it was added later. A result holds no path of a
+machine: each is cut to its last part.
 """
 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
-WIDTH = 130  # of a table that goes to a file
-LINE = 400  # of its JSON: an arm of a few metrics
-_PATH = re.compile(
-    r"(?<![\w.:/~-])~?/(?:[\w.@+-]+/)+([\w.@+-]*)"
-)  # absolute, of at least two parts; not the path of a URL
+from kvasir.bench.provenance import commit, hardware, machine, versions
 
-
-def machine() -> str:
-    """The device that did the work, in words: the GPU if torch sees one, else the CPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name(0)} x{torch.cuda.device_count()}, {os.cpu_count()} cores"
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        model = next(
-            (
-                line.split(":", 1)[1].strip()
-                for line in cpuinfo.read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            model,
-        )
-    return f"{model}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    """The commit of the working tree, with ``+`` when it has changes; empty outside a repository."""
-
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    head = git("rev-parse", "--short=12", "HEAD")
-    return head + ("+" if head and git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def versions() -> dict[str, str]:
-    from kvasir import __version__
-
-    found = {"kvasir": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+# Columns of a table that is not shown in a terminal.
+WIDTH = 130
+# Most characters of a line of JSON, which holds an arm of a few metrics.
+LINE = 400
+# An absolute path of at least two parts, but not the path of a URL.
+_PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[\w.@+-]+/)+([\w.@+-]*)")
 
 
 def without_paths(value: Any) -> Any:
-    """``value`` with every absolute path in its strings cut to the last part."""
+    """Cut every absolute path in the strings of ``value`` to its last part."""
     if isinstance(value, str):
         return _PATH.sub(r"\1", value)
     if isinstance(value, dict):
@@ -94,6 +54,7 @@ def result(
     limits: dict[str, Any] | None = None,
     targets: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """A result with the facts about this machine and this commit."""
     command = (
         "kvasir " + " ".join(sys.argv[1:])
         if Path(sys.argv[0]).stem in ("kvasir", "main", "__main__")
@@ -102,6 +63,7 @@ def result(
     found = {
         "case": case,
         "machine": machine(),
+        "hardware": hardware(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
@@ -114,6 +76,7 @@ def result(
 
 
 def arm(name: str, config: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
+    """One arm of a result."""
     return {"name": name, "config": config, "metrics": metrics}
 
 
@@ -135,7 +98,7 @@ def middle(metric: Any) -> float | None:
 
 
 def ratios_of(arms: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> dict[str, float]:
-    """ "METRIC A/B" for every metric that both arms of a pair have; times of the start are compared nowhere."""
+    """Ratios "METRIC A/B" of every metric that both arms of a pair have, except start and client times."""
     metrics, found = {a["name"]: a["metrics"] for a in arms}, {}
     for one, other in pairs:
         for key in metrics.get(one, {}):
@@ -146,7 +109,10 @@ def ratios_of(arms: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> dict[
 
 
 def judged(targets: dict[str, dict[str, float]], ratios: dict[str, float], pair: str) -> dict[str, Any]:
-    """Whether each target is met. ``targets``: metric -> {"at_least": ratio} or {"at_most": ratio}; ``pair``: "ARM/ARM"."""
+    """Judge whether each target is met.
+
+    ``targets`` maps a metric to {"at_least": ratio} or {"at_most": ratio}; ``pair`` is "ARM/ARM".
+    """
     found = {}
     for metric, bound in targets.items():
         name = f"{metric} {pair}"
@@ -166,7 +132,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def shown(value: Any) -> str:
-    """Four digits are enough for people; the JSON has them all."""
+    """A value with four digits, for people; the JSON has all digits."""
     if isinstance(value, dict) and {"median", "min", "max", "n"} <= set(value):
         return shown(value["median"]) + (f" ({shown(value['min'])} to {shown(value['max'])})" if value["n"] > 1 else "")
     if isinstance(value, dict):
@@ -181,22 +147,24 @@ def shown(value: Any) -> str:
 
 
 def share_of_limit(metric: Any, limit: Any) -> str:
+    """The share of ``limit`` that a metric reaches, in words; empty where either is no single number."""
     value = middle(metric)
     return f"{value / limit:.0%}" if value is not None and isinstance(limit, (int, float)) and limit > 0 else ""
 
 
 def limit_of(limits: dict[str, Any], metric: str, arm: str) -> Any:
-    """The limit of one arm's metric: its own, else that of all; None where there is none."""
+    """The limit of one arm's metric: its own, else the one for all arms; None where there is none."""
     return limits.get(f"{metric} {arm}", limits.get(metric))
 
 
 def verdict(target: dict[str, Any]) -> str:
+    """Whether a target is met, and its bound, in words."""
     bounds = [f"{kind.replace('_', ' ')} {target[kind]:g}" for kind in ("at_least", "at_most") if kind in target]
     return f"{'met' if target['met'] else 'MISSED'}: {' and '.join(bounds)}"
 
 
 def as_json(value: Any) -> str:
-    """JSON for a file that people read and a repository keeps: what fits into a line is one."""
+    """JSON for a file that people read: whatever fits into a line stays on one."""
     return _lines(value, LINE, "") + "\n"
 
 
@@ -216,9 +184,9 @@ def _lines(value: Any, width: int, pad: str) -> str:
 
 
 def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
-    """Show a short table, write the JSON when asked to, and end with it as one line for machines.
+    """Show a short table, write the JSON to ``output`` if given, and print it as one line for machines.
 
-    ``commit``: which commit is measured, for a machine that has no repository to ask.
+    ``commit`` names the measured commit on a machine without the repository.
     """
     from rich.console import Console
     from rich.table import Table

@@ -1,10 +1,10 @@
 """``kvasir bench rollouts``: the generation phase of reinforcement learning, over rounds, with and without drafts.
 
-The same problems every round, ``samples`` of each at temperature 1, with new noise streams every round. What changes between
-rounds are the weights: those of successive checkpoints (``--checkpoint``, one a round), none (*frozen*), or a stand-in, labelled
-so: noise on every matrix, a little more each round (*perturbed*), which moves the policy without teaching it anything.
-Printed are forwards, the makespan of each round, the lengths' percentiles, and what was accepted. Streams are the same in every
-arm, so outputs are, up to ties on devices whose bits depend on the batch.
+The same problems every round, ``samples`` of each at temperature 1, with new noise streams every round. What changes
+between rounds are the weights: those of successive checkpoints (``--checkpoint``, one a round), none (*frozen*), or a
+stand-in, labelled so: noise on every matrix, a little more each round (*perturbed*), which moves the policy without
+teaching it anything. Printed are forwards, the makespan of each round, the lengths' percentiles, and what was accepted.
+Streams are the same in every arm, so outputs are, up to ties on devices whose bits depend on the batch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ ARMS = {
 
 
 class Rollouts:
-    """``prompts``: token ids of each problem; ``others``: of problems that are not asked, to warm up with; ``checkpoints``: a folder a
-    round, or none; ``noise``: standard deviation added to every matrix each round, as a share of its own."""
+    """``prompts``: token ids of each problem; ``others``: of problems that are not asked, to warm up with;
+    ``checkpoints``: a folder a round, or none; ``noise``: standard deviation added to every matrix each round, as a
+    share of its own."""
 
     def __init__(
         self,
@@ -69,7 +70,10 @@ class Rollouts:
         self._warm(others)
 
     def _warm(self, prompts: list[list[int]]) -> None:
-        """Compile and capture: a round without drafts and two with, of other prompts. What drafters learn from them is forgotten with them."""
+        """Compile and capture: a round without drafts and two with drafts, on other prompts.
+
+        Drafters forget afterwards what they learnt from them.
+        """
         draft = dataclasses.replace(ARMS["suffix fixed"], max_draft_tokens=3)
         for speculation in (SpeculationConfig(), draft, draft):
             self.llm.engine.draft_with(speculation)

@@ -1,8 +1,8 @@
 """What the machine could do at most: measured rates, and from them and the model's shape a limit for each workload.
 
 The rates are measured in a process of their own (``python -m kvasir.bench.roofline [cpu|cuda] DTYPE``), which gives the
-device's memory back when it ends. A figure above its limit is a fault of the benchmark. What a CPU's caches can hold need not come
-from memory; where that is all of a decode step, memory is no limit of it, and none is given.
+device's memory back when it ends. A figure above its limit is a fault of the benchmark. What a CPU's caches can hold
+need not come from memory; where that is all of a decode step, memory is no limit of it, and none is given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from kvasir.models.spec import ModelSpec
 
 
 def machine_rates(device: str, dtype: str) -> dict[str, float]:
-    """{"copy_bytes_s": bytes read plus bytes written a second, "matmul_flop_s", "dtype_bytes", and of a CPU "cache_bytes"}."""
+    """Rates of the machine: {"copy_bytes_s", "matmul_flop_s", "dtype_bytes"}, and "cache_bytes" for a CPU.
+
+    "copy_bytes_s" counts bytes read and bytes written in a second.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "kvasir.bench.roofline", device, dtype],
         capture_output=True,
@@ -37,7 +40,8 @@ def machine_rates(device: str, dtype: str) -> dict[str, float]:
 
 
 def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_share: float = 1.0) -> dict[str, float]:
-    """Tokens a second that no engine can exceed, as metric -> limit: bytes moved and operations done, whichever takes longer.
+    """Tokens a second that no engine can exceed, as metric -> limit: bytes moved and operations done, whichever takes
+    longer.
 
     ``kv_share``: bytes of keys and values over those of a plain cache."""
     width = int(rates["dtype_bytes"])
@@ -74,7 +78,7 @@ def kv_share(spec: ModelSpec, codec: str, width: int) -> float:
 
 
 def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Of the CPU's last caches together; 0 where the system does not tell."""
+    """Bytes of the CPU's last-level caches together; 0 where the system does not tell."""
     found: dict[int, dict[str, int]] = {}  # by level, then by whose they are
     for size in cpus.glob("cpu[0-9]*/cache/index*/size"):  # some systems list caches and not their sizes
         level, whose = (size.with_name(name).read_text().strip() for name in ("level", "shared_cpu_list"))
@@ -83,7 +87,7 @@ def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def measure(device: str, dtype: str) -> dict[str, float]:
-    """Best of a few rounds: a copy far larger than the caches, and a square matmul in the type that the model runs in."""
+    """Best rates of a few rounds: a copy far larger than the caches, and a square matmul in the model's type."""
     import torch
 
     if device == "auto":

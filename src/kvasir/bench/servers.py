@@ -1,4 +1,4 @@
-"""OpenAI servers as child processes: ours and a peer's, started the same way, waited for, and ended with all they started."""
+"""OpenAI servers as child processes, ours and a peer's: start them, wait for them, end them with their children."""
 
 from __future__ import annotations
 

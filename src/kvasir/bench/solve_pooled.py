@@ -1,6 +1,7 @@
 """``kvasir solve report --together``: runs of one task over several seeds, or of several strategies, as one result.
 
-Marks of a strategy stand seed after seed, ``.`` where it did not run, so that pairs are still pairs: same seed, same problem.
+Marks of a strategy stand seed after seed, ``.`` where it did not run, so that pairs are still pairs: same seed, same
+problem.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ TIMES = ("seconds", "device_seconds")  # currencies that machines do not share
 
 
 def pooled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One result of all; of several machines, without times. Raises ConfigError where they are of different tasks, or hold one strategy twice
-    with one seed."""
+    """One result of all; of several machines, without times. Raises ConfigError where they are of different tasks, or
+    hold one strategy twice with one seed."""
     first = results[0]["arms"][0]["config"]
     machines = list(dict.fromkeys(found["machine"] for found in results))
     runs: dict[str, dict[int, tuple[dict[str, Any], str]]] = {}

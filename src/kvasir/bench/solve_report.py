@@ -1,5 +1,5 @@
-"""``kvasir solve report``: one page from the JSON of solve runs: tables with intervals, frontiers as pictures, controls, bounds, and what did
-not pay. Everything is read from the files; what they do not hold is left out."""
+"""``kvasir solve report``: one page from the JSON of solve runs: tables with intervals, frontiers as pictures,
+controls, bounds, and what did not pay. Everything is read from the files; what they do not hold is left out."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CHANCE = 0.55  # a signal that ranks no better than this says next to nothing
 
 
 def run(files: Sequence[Path], page: Path, together: bool = False) -> None:
-    """Write ``page`` (Markdown) and a PNG a file beside it. ``together``: all files as one result, seeds pooled (`solve_pooled`).
-    Raises ConfigError for a file that is no result of solve, or without matplotlib."""
+    """Write ``page`` (Markdown) and a PNG a file beside it. ``together``: all files as one result, seeds pooled
+    (`solve_pooled`). Raises ConfigError for a file that is no result of solve, or without matplotlib."""
     if not files:
         raise ConfigError("kvasir solve report: name the JSON files that kvasir solve --json wrote")
     plots.check()
@@ -55,8 +55,10 @@ def section(found: dict[str, Any], name: str, picture: str) -> list[str]:
     """A file's part of the page, as paragraphs."""
     config = found["arms"][0]["config"]
     facts = (
-        f"{config['n']} problems of `{config['task']}`, seed {config['seed']}, split {config['split']}, temperature {config['temperature']:g}, "
-        f"models {', '.join(config['models'])}; {found['machine']}, commit {found['commit'] or 'unknown'}, {found['date']}."
+        f"{config['n']} problems of `{config['task']}`, seed {config['seed']}, split {config['split']}, "
+        f"temperature {config['temperature']:g}, "
+        f"models {', '.join(config['models'])}; {found['machine']}, "
+        f"commit {found['commit'] or 'unknown'}, {found['date']}."
     )
     parts = [f"## {name}", facts, f"![accuracy against cost]({picture})", _table(found)]
     for title, lines in (
@@ -87,7 +89,8 @@ def _metrics(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _table(found: dict[str, Any]) -> str:
     metrics = _metrics(found)
     rows = [
-        "| # | strategy | exact % (95 %) | output tokens | wasted % | all tokens | GFLOP | $ | problems/s | output by model |",
+        "| # | strategy | exact % (95 %) | output tokens | wasted % | all tokens | GFLOP | $ | problems/s | "
+        "output by model |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for number, point in enumerate(_order(found), start=1):
@@ -139,7 +142,8 @@ def bought(found: dict[str, Any]) -> list[str]:
     for point in _order(found):
         if best and (change := difference(found, best["arm"], point["arm"])):
             lines.append(
-                f"- `{point['arm']}` minus `{best['arm']}`: {_shown(change)} for {point['cost'] / max(best['cost'], 1e-9):.2f}x the cost"
+                f"- `{point['arm']}` minus `{best['arm']}`: {_shown(change)} for "
+                f"{point['cost'] / max(best['cost'], 1e-9):.2f}x the cost"
             )
         if best is None or point["exact"] > best["exact"]:
             best = point
@@ -185,10 +189,11 @@ def _option(spec: str, name: str, default: float) -> float:
 
 
 def bounds(found: dict[str, Any]) -> list[str]:
-    """Mixed evolution against the same evolution by the strongest model: cost ratios, and the bound that its share of the work sets.
+    """Mixed evolution against the same evolution by the strongest model: cost ratios, and the bound that its share of
+    the work sets.
 
-    The bound is 1 / (phi + (1 - phi) r2 / r1) with phi the large model's share of the calls; r1 / r2 is the ratio of output tokens a
-    second of the two models alone where the file has both, else that of their active parameters.
+    The bound is 1 / (phi + (1 - phi) r2 / r1) with phi the large model's share of the calls; r1 / r2 is the ratio of
+    output tokens a second of the two models alone where the file has both, else that of their active parameters.
     """
     metrics, config = _metrics(found), found["arms"][0]["config"]
     models = list(config["models"])
@@ -236,7 +241,8 @@ def bounds(found: dict[str, Any]) -> list[str]:
         change = difference(found, large, name)
         source = "measured" if measured else "by parameters"
         bound = (
-            f"at most {1 / (phi + (1 - phi) / ratio):.2f}x by phi = {phi:.2f} and a cheap model {ratio:.1f}x as fast ({source})"
+            f"at most {1 / (phi + (1 - phi) / ratio):.2f}x by phi = {phi:.2f} and "
+            f"a cheap model {ratio:.1f}x as fast ({source})"
             if ratio
             else ""
         )
@@ -249,7 +255,7 @@ def bounds(found: dict[str, Any]) -> list[str]:
 
 
 def features(found: dict[str, Any]) -> list[str]:
-    """Of ``kvasir solve --ablate``: what an arm without a feature costs, in shares of the whole engine."""
+    """Lines about ``kvasir solve --ablate``: the cost of leaving a feature out, as a share of the whole engine."""
     lines = []
     for name, m in _metrics(found).items():
         ratios = {
@@ -267,7 +273,8 @@ def features(found: dict[str, Any]) -> list[str]:
 
 def _loops(found: dict[str, Any]) -> list[str]:
     rows = [
-        f"| `{a['name']}` | {loop['loop']} | {100 * loop['mean']:.1f} | {100 * loop['any']:.1f} | {loop['answers']:.2f} |"
+        f"| `{a['name']}` | {loop['loop']} | {100 * loop['mean']:.1f} | "
+        f"{100 * loop['any']:.1f} | {loop['answers']:.2f} |"
         for a in found["arms"]
         for loop in a["metrics"].get("loops", [])
     ]
@@ -284,14 +291,16 @@ def _pool(found: dict[str, Any]) -> list[str]:
         ceiling = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in told["pass_at"].items())
         auc = ", ".join(f"{name} {value:.3f}" for name, value in told["auc"].items())
         lines.append(
-            f"- {model}: {told['replies']:,} replies; {ceiling}. Chance that a right reply ranks above a wrong one of its problem: {auc}. "
+            f"- {model}: {told['replies']:,} replies; {ceiling}. "
+            f"Chance that a right reply ranks above a wrong one of its problem: "
+            f"{auc}. "
             f"Mean tokens: right {told['tokens']['right']:.1f}, wrong {told['tokens']['wrong']:.1f}."
         )
     return lines
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What the figures speak against."""
+    """Lines about claims that the figures do not support."""
     metrics, lines = _metrics(found), []
     for point in _order(found):
         name = point["arm"]
@@ -307,7 +316,8 @@ def failures(found: dict[str, Any]) -> list[str]:
             lines.append(f"- The signal of `{plain}` is not shown to beat its control `{name}`: {_shown(change)}.")
     for model, told in found.get("pool", {}).items():
         lines += [
-            f"- {model}: `{name}` does not tell right replies from wrong ones of the same problem ({value:.3f}; a coin: 0.5)."
+            f"- {model}: `{name}` does not tell right replies from wrong ones of the same problem "
+            f"({value:.3f}; a coin: 0.5)."
             for name, value in told["auc"].items()
             if value < CHANCE
         ]

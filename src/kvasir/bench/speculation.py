@@ -1,15 +1,16 @@
 """``kvasir bench speculation``: forwards and tokens a second with and without drafts, on the same prompts.
 
-On tasks of the lab acceptance is that of the model's own outputs; how much of them repeats itself is printed beside, since
-drafters that copy live on that. On random prompts (a shape) outputs mean nothing, so acceptance is *set*: the drafter
-``replay`` proposes the plain run's tokens, each spoiled with probability 1 - accept; and the temperature is high, where the
-noise of a position, which is the same in every run, outweighs what the batch's size changes in the last bits. Whatever a drafter does, tokens should
-be those of the plain run; on devices whose bits depend on the batch a tie may fall the other way, so the share is printed.
+On tasks of the lab acceptance is that of the model's own outputs; how much of them repeats itself is printed beside,
+since drafters that copy live on that. On random prompts (a shape) outputs mean nothing, so acceptance is *set*: the
+drafter ``replay`` proposes the plain run's tokens, each spoiled with probability 1 - accept; and the temperature is
+high, where the noise of a position, which is the same in every run, outweighs what the batch's size changes in the last
+bits. Whatever a drafter does, tokens should be those of the plain run; on devices whose bits depend on the batch a tie
+may fall the other way, so the share is printed.
 
-A shape is measured in one process, weights loaded once, at every batch in turn: plain rounds, then the controller at every
-acceptance, and fixed depths beside it, then the plain rounds again. Of both the prompts' cost, measured alone, is taken off.
-A call goes on from the JSON that an earlier one of the same commit and settings has written: batches that are there whole are not
-measured again, one that time cut short is.
+A shape is measured in one process, weights loaded once, at every batch in turn: plain rounds, then the controller at
+every acceptance, and fixed depths beside it, then the plain rounds again. Of both the prompts' cost, measured alone, is
+taken off. A call goes on from the JSON that an earlier one of the same commit and settings has written: batches that
+are there whole are not measured again, one that time cut short is.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench.offline import described
+from kvasir.bench.provenance import commit as commit_here
 from kvasir.bench.result import arm, as_json, finish, ratios_of, result, spread, without_paths
-from kvasir.bench.result import commit as commit_here
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError
@@ -53,7 +54,10 @@ class Load:
 def task_loads(
     folder: str, tasks: Sequence[str], count: int, rounds: int, max_tokens: int, temperature: float
 ) -> list[Load]:
-    """``count`` unseen problems of each task a round, none twice: a drafter that remembers must not meet what it remembers."""
+    """Problems for each round: ``count`` unseen ones of each task, none twice.
+
+    A drafter that remembers must not meet a problem again.
+    """
     from kvasir.lab import tokenizer as lab_tokenizer
     from kvasir.lab.lookup import load_task
 
@@ -107,8 +111,8 @@ def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
 def measure(
     config: EngineConfig, loads: list[Load], plain: list[list[int]] | None
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Metrics of one configuration over all rounds but the first, which warms up (kernels, graphs, the controller), and the
-    outputs of all rounds."""
+    """Metrics of one configuration over all rounds but the first, which warms up (kernels, graphs, the controller), and
+    the outputs of all rounds."""
     from kvasir.api.llm import LLM
 
     rates: list[float] = []
@@ -146,7 +150,7 @@ def measure(
 
 
 class Sweep:
-    """One engine for all arms of a shape. ``seconds``: how long to go on at most; what is not measured by then is left out."""
+    """One engine for all arms of a shape. After ``seconds`` the arms that are left are not measured."""
 
     def __init__(
         self,
@@ -222,8 +226,8 @@ class Sweep:
         self._save(self.arms)
 
     def _compare(self, batch: int, accepts: Sequence[float]) -> None:
-        """The controller against the best that was measured beside it, the best fixed depth or none: in the first round, which is
-        the one that fixed depths run, since other tokens are spoiled in another one."""
+        """The controller against the best that was measured beside it, the best fixed depth or none: in the first
+        round, which is the one that fixed depths run, since other tokens are spoiled in another one."""
         found = {a["name"]: a["metrics"] for a in self.arms}
         for accept in accepts:
             beside = [
@@ -249,7 +253,10 @@ class Sweep:
         outputs: list[list[list[int]]],
         warm: int = 1,
     ) -> tuple[list[float], dict[str, Any]]:
-        """Seconds of every round but the ``warm`` first, and the drafts' figures; ``outputs`` takes the outputs of plain rounds."""
+        """Seconds of every round after the first ``warm``, and the drafts' figures.
+
+        ``outputs`` takes the outputs of plain rounds.
+        """
         drafter = self.llm.engine.draft_with(spec)
         if drafter is not None:
             drafter.load(known, 1)
@@ -305,7 +312,7 @@ def names_of(batch: int, accepts: Sequence[float]) -> list[str]:
 def earlier(
     output: Path | None, case: str, commit: str, settings: list[dict[str, Any]], accepts: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Arms of the batches of ``settings`` that an earlier call has measured whole; none of another commit, case or setting."""
+    """Arms of the batches that an earlier call measured completely with this commit, case and ``settings``."""
     try:
         found = json.loads(output.read_text()) if output is not None else {}
     except (OSError, ValueError):
@@ -340,7 +347,7 @@ def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
 
 
 def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:
-    """What there is so far, for a run that is cut short."""
+    """Write the result so far, for a run that is cut short."""
     if output is not None:
         output.write_text(as_json(so_far | ({"commit": commit} if commit else {})))
 
@@ -359,7 +366,10 @@ def run_shape(
     output: Path | None,
     commit: str | None,
 ) -> None:
-    """All batches of a shape in one process, but for those that ``output`` holds. The result so far is written after each."""
+    """Measure all batches of a shape in one process, except those in ``output``.
+
+    The result so far is written after each batch.
+    """
     case, temperature = f"speculation-{shape}", temperature or SHAPE_TEMPERATURE
 
     def outcome(arms: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""``kvasir bench startup``: from exec of the server to the first token of a streamed answer, with a breakdown; a peer's beside it.
+"""``kvasir bench startup``: measure from exec of the server to the first token of a streamed answer, with a breakdown.
 
-The first start is the coldest (compile caches may be empty); later ones find files and kernels cached. With a peer the two
-take turns, each alone on the machine, on the same weights.
+The first start is the coldest, since compile caches may be empty; later ones find files and kernels cached. With a peer
+the two take turns, each alone on the machine, on the same weights.
 
-Weights are read beside other phases, so the wait for them (``engine.weights_s``) may be nothing: ``engine.fill_s`` is how long filling them
-took, from the first read to the last copy, ``engine.weight_bytes`` how much that was, and ``engine.fill_gb_s`` the rate. Files just written,
-as those of ``on_disk`` are, lie in the page cache, and those of a second start in any case: the rate is then not the disk's.
+Weights are read while other phases run, so the wait for them (``engine.weights_s``) may be zero. ``engine.fill_s`` is
+the time from the first read to the last copy, ``engine.weight_bytes`` the size, and ``engine.fill_gb_s`` the rate.
+Files that were just written (``on_disk``), and those of a second start, lie in the page cache: the rate is then not the
+disk's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvasir.bench.provenance import peer_version
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
 from kvasir.bench.servers import LIVE, SHARED, Server, flags_of, serving
 from kvasir.bench.worker import check_peer
@@ -40,7 +42,11 @@ def run(
     site: str | None = None,
     commit: str | None = None,
 ) -> None:
-    """``on_disk``: write the shape's random weights as a checkpoint first and load that, instead of filling memory with random numbers."""
+    """Start the servers in turns and show the result.
+
+    ``on_disk`` writes the shape's random weights as a checkpoint and loads that, instead of filling memory with random
+    numbers.
+    """
     if peer:
         check_peer(peer, site)
     if on_disk and not shape:
@@ -62,10 +68,10 @@ def run(
         for _ in range(repeats):
             for name in ("kvasir", peer) if peer else ("kvasir",):
                 starts.setdefault(name, []).append(start_once(model, own if name == "kvasir" else theirs, name, site))
-    entries = [
-        arm(name, {"flags": own if name == "kvasir" else theirs, "shape": shape}, _metrics(found))
-        for name, found in starts.items()
-    ]
+    entries = []
+    for name, found in starts.items():
+        settings = {"flags": own} if name == "kvasir" else {"flags": theirs, **peer_version(name, site)}
+        entries.append(arm(name, settings | {"shape": shape}, _metrics(found)))
     ratios = ratios_of(entries, [("kvasir", peer)] if peer else [])
     finish(result(f"startup-{shape or config.model.model or 'embedded'}", entries, ratios=ratios), output, commit)
 

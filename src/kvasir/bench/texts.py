@@ -1,10 +1,11 @@
-"""Prompts with structure, for engines that draft: how fast they are on them, and how much of what they proposed was right.
+"""Prompts with structure, for engines that draft: how fast they are on them, and how much of what they proposed was
+right.
 
-``repeated``: a passage of ``PASSAGE`` random tokens again and again, after which random weights soon repeat themselves, too. ``tasks``:
-problems of the lab, for its models, which end where the model ends them; ``edits``: solutions to be repaired or combined, which copies most
-of them. Everything is greedy, so every engine should put out what
-it puts out without drafts, up to near-ties; the share that is the same is measured. Rates are of decoding: the tokens after the first
-ones, over the time beyond what the prompts and one token take alone.
+``repeated``: a passage of ``PASSAGE`` random tokens again and again, after which random weights soon repeat themselves,
+too. ``tasks``: problems of the lab, for its models, which end where the model ends them; ``edits``: solutions to be
+repaired or combined, which copies most of them. Everything is greedy, so every engine should put out what it puts out
+without drafts, up to near-ties; the share that is the same is measured. Rates are of decoding: the tokens after the
+first ones, over the time beyond what the prompts and one token take alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from kvasir.models.checkpoint import resolve
 PASSAGE = 48
 TASKS = {"tasks": ("chain", "state", "schema", "template"), "edits": ("refine/chain", "aggregate/chain")}  # of the lab
 COUNTS = ("drafted", "accepted", "verified")  # tokens, and sequences times steps in which they had a draft
-WARM_ROUNDS = 2  # of other prompts, before anything counts: kernels and graphs of drafted steps, and the controller's first trials
+# Rounds on other prompts before anything counts: kernels and graphs of drafted steps, the controller's first trials.
+WARM_ROUNDS = 2
 Known = dict[tuple[str, str, int], list[list[int]]]  # (engine, workload, round) -> what its first arm put out
 
 
@@ -39,7 +41,7 @@ class Texts:
         return lab_tokenizer.load(resolve(self._model))
 
     def prompts(self, kind: str, batch: Batch, number: int) -> tuple[list[list[int]], list[int]]:
-        """Those of round ``number``, the same for every engine, and the tokens that end an answer. Raises ConfigError."""
+        """Prompts of round ``number``, the same for all engines, and the tokens that end an answer."""
         if kind == "repeated":
             rng, found = random.Random(f"{batch.name} {number}"), []
             for _ in range(batch.batch):
@@ -63,7 +65,7 @@ class Texts:
 def life(
     worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, first: int, known: Known
 ) -> dict[str, list[Any]]:
-    """Of one life of an engine, a value a round for every metric: the rate, and ``drafts``, what was proposed and accepted."""
+    """Metrics of one life of an engine, a value a round: the rate, and the counts of drafts."""
     found: dict[str, list[Any]] = {}
     for number in (*range(-WARM_ROUNDS, 0), *range(first, first + count)):
         prompts, stop = texts.prompts(kind, batch, number)
@@ -86,7 +88,7 @@ def _drafts(outputs: list[list[int]], expected: list[list[int]], counts: dict[st
 
 
 def mean(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of the figures of all rounds; where there were drafts, with what was accepted of them, and the tokens that a verified one yielded."""
+    """Mean over all rounds; with drafts also their acceptance and the tokens of a verification."""
     found = {name: sum(figures[name] for figures in rounds) / len(rounds) for name in rounds[0]}
     drafted, accepted, verified = (found[name] for name in COUNTS)
     found |= (

@@ -1,8 +1,10 @@
-"""Request traces: lengths and arrival times of real services, without text. Azure's csv files and Mooncake's JSON lines.
+"""Request traces: lengths and arrival times of real services, without text. Azure's csv files and Mooncake's JSON
+lines.
 
-A trace gives when each request came and how long its prompt and answer were; prompts are random token ids of that length.
-Mooncake also names every block of 512 prompt tokens by a hash id, and equal ids are equal tokens: so prefixes are shared as
-they were. ``bench/traces`` holds the beginning of each (Azure/AzurePublicDataset, CC-BY-4.0; kvcache-ai/Mooncake, Apache-2.0).
+A trace gives when each request came and how long its prompt and answer were; prompts are random token ids of that
+length. Mooncake also names every block of 512 prompt tokens by a hash id, and equal ids are equal tokens: so prefixes
+are shared as they were. ``bench/traces`` holds the beginning of each (Azure/AzurePublicDataset, CC-BY-4.0;
+kvcache-ai/Mooncake, Apache-2.0).
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ IDS = (
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One request of a trace. ``at``: seconds since the trace began; ``blocks``: hash ids of its prompt, where known."""
+    """One request of a trace.
+
+    ``at`` is in seconds since the trace began; ``blocks`` are hash ids of its prompt, where known.
+
+    """
 
     at: float
     prompt: int
@@ -85,7 +91,10 @@ def scaled(trace: list[Recorded], scale: float, clip: int | None) -> list[Record
 
 
 def prompt_ids(request: Recorded, number: int, scale: float = 1.0) -> list[int]:
-    """Token ids of the ``number``-th request: block by block from the hash ids, or all its own. The same in every process."""
+    """Token ids of the ``number``-th request, the same in every process.
+
+    They come block by block from the hash ids, or are all its own.
+    """
     if not request.blocks:
         return _draw(number, 0, request.prompt)
     size = max(1, round(BLOCK * scale))
@@ -102,10 +111,11 @@ def _draw(number: int, kind: int, count: int) -> list[int]:
 def schedule(
     trace: list[Recorded], *, arrivals: str, rate: float | None, num_requests: int, seconds: float
 ) -> list[float]:
-    """When each of the first requests is due, in seconds: as many as make ``num_requests``, the last not before ``seconds``.
+    """When each of the first requests is due, in seconds: as many as make ``num_requests``, the last not before
+    ``seconds``.
 
-    ``poisson``: ``rate`` requests a second at exponential distances, in the trace's order. ``recorded``: the trace's own
-    times, compressed or stretched as a whole to a mean of ``rate`` if one is given, which keeps its bursts.
+    ``poisson``: ``rate`` requests a second at exponential distances, in the trace's order. ``recorded``: the trace's
+    own times, compressed or stretched as a whole to a mean of ``rate`` if one is given, which keeps its bursts.
     ``rate`` infinite: all at once, ``num_requests`` of them.
     """
     if rate == float("inf"):

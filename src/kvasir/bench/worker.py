@@ -15,11 +15,14 @@ from typing import Any
 
 from kvasir.errors import ConfigError, nearest
 
-PEERS = {"vllm": "vllm", "transformers": "transformers", "llama_cpp": "llama_cpp"}  # name -> the package it needs
-INSTALLED = {"llama_cpp": "llama-cpp-python gguf"}  # what pip calls it, where that differs
-# A peer's models are local folders, and it must not look elsewhere. FlashInfer's sampler would be compiled at run time, which a
-# machine without a compiler cannot: vLLM then uses its own.
+# The package that each peer needs.
+PEERS = {"vllm": "vllm", "transformers": "transformers", "llama_cpp": "llama_cpp"}
+# Names that pip needs where they differ from the package.
+INSTALLED = {"llama_cpp": "llama-cpp-python gguf"}
+# Environment of a peer. Its models are local folders, and it must not look elsewhere. FlashInfer's sampler would be
+# compiled at run time, which a machine without a compiler cannot do: vLLM then uses its own.
 ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+# Seconds that a process has to end before it is killed.
 END_SECONDS = 60.0
 
 
@@ -37,7 +40,7 @@ def check_peer(name: str, site: str | None) -> None:
 
 
 def environment(site: str | None = None) -> dict[str, str]:
-    """Of a child: the peer's packages first, then ours, then what this process was given."""
+    """Environment of a child: the peer's packages first, then ours, then those of this process."""
     paths = [site, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
     return (
         os.environ
@@ -47,8 +50,8 @@ def environment(site: str | None = None) -> dict[str, str]:
 
 
 class Worker:
-    """One running driver. ``facts``: its answer to ``start``. ``counts``: of the latest run, by name, if it counts. Leaving the
-    context ends the process and all it started."""
+    """One running driver. ``facts``: its answer to ``start``. ``counts``: of the latest run, by name, if it counts.
+    Leaving the context ends the process and all it started."""
 
     def __init__(self, name: str, model: str, options: dict[str, Any], site: str | None = None) -> None:
         self.name = name
@@ -77,7 +80,7 @@ class Worker:
         self.close()
 
     def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """``offline.Timed``, by the driver's own clock. The prompts travel before it runs."""
+        """Seconds of a run by the driver's own clock, as ``offline.Timed``. Prompts are sent before it starts."""
         if prompts is not self._sent:
             self._ask(op="prompts", ids=prompts)
             self._sent = prompts
@@ -86,8 +89,10 @@ class Worker:
         return answer["seconds"]
 
     def complete(self, prompts: list[list[int]], num_tokens: int, stop: list[int]) -> tuple[float, list[list[int]]]:
-        """The same up to one of the ids ``stop``, with the answers. ``counts`` then has ``drafted``, ``accepted`` and ``verified``, where
-        the engine drafts."""
+        """Seconds and answers of a run that ends at one of the ids ``stop``.
+
+        ``counts`` then has ``drafted``, ``accepted`` and ``verified``, where the engine drafts.
+        """
         self._ask(op="prompts", ids=prompts)
         answer = self._ask(op="generate", num_tokens=num_tokens, stop=stop)
         self.counts = answer["counts"]

@@ -112,7 +112,7 @@ def shape_folder(name: str, *, tokenizer: bool = False) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``batch`` prompts of ``prompt`` random tokens, ``output`` tokens each."""
+    """A batch of ``batch`` prompts of ``prompt`` random tokens, with ``output`` tokens each."""
 
     name: str
     batch: int
@@ -133,7 +133,10 @@ class Batch:
         return cls(name, batch, prompt, output)
 
     def beginnings(self, vocab_size: int, seed: str) -> list[list[int]]:
-        """Prompts by row and ``seed`` alone: those of a smaller batch are the first of a larger one's, and shorter ones begin longer ones."""
+        """Prompts that depend on row and ``seed`` alone.
+
+        Those of a smaller batch are the first of a larger batch, and shorter prompts begin longer ones.
+        """
         low, high = vocab_size // 64, vocab_size - vocab_size // 64
         rows = [random.Random(f"{seed} {row}") for row in range(self.batch)]
         return [[rng.randrange(low, high) for _ in range(self.prompt)] for rng in rows]

@@ -40,7 +40,7 @@ Peer = Annotated[
 ]
 Site = Annotated[
     str | None,
-    typer.Option("--peer-python-path", help="Folder with the peer's packages, if they are not installed here."),
+    typer.Option("--peer-python-path", help="Folder of the peer's packages, if they are not installed here."),
 ]
 ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
 Workloads = Annotated[
@@ -470,3 +470,20 @@ def plot(
 
     for file in plots.run(files, output):
         typer.echo(file)
+
+
+@app.command("pages", cls=Command)
+def pages(
+    root: Annotated[Path, typer.Option(help="The root of the repository.")] = Path("."),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; fail where a page and its results differ.")
+    ] = False,
+) -> None:
+    """Write the tables of figures in README and docs from the results in bench/results."""
+    from kvasir.bench import pages as command
+
+    changed = command.run(root, check=check)
+    for file in changed:
+        typer.echo(file)
+    if check and changed:
+        raise ConfigError("these pages differ from their results: run 'kvasir bench pages'")

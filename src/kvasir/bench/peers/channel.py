@@ -1,9 +1,10 @@
-"""A driver's side of the pipe: JSON lines in, JSON lines out. Standard library only, since a peer brings its own packages.
+"""A driver's side of the pipe: JSON lines in, JSON lines out. Standard library only, since a peer brings its own
+packages.
 
     {"op": "start", "model": FOLDER, "options": {...}}    -> {"start_s", "vocab_size", "version"}
     {"op": "prompts", "ids": [[...], ...]}                -> {}
-    {"op": "generate", "num_tokens": n}                   -> {"seconds", "counts"}: completing the latest prompts by n tokens each, greedy
-    {"op": "generate", "num_tokens": n, "stop": [...]}    -> {"seconds", "counts", "outputs"}: by up to n tokens, until one of these ids
+    {"op": "generate", "num_tokens": n}                   -> {"seconds", "counts"}: the latest prompts and n tokens each
+    {"op": "generate", "num_tokens": n, "stop": [...]}    -> {"seconds", "counts", "outputs"}: until one of these ids
     end of input                                          the driver ends
 
 An answer {"error": text} means that the command failed. What the engine prints goes to stderr.
@@ -18,15 +19,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# What it counted meanwhile, if anything. Given a third argument, the ids that end an answer, the answers are in it as ``outputs``.
+# The counts of a run, if any. Given a third argument, the ids that end an answer, they hold the answers as ``outputs``.
 Generate = Callable[..., dict[str, Any] | None]
 
 
 def serve(
     start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]], rest: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer commands until the input ends. ``start(model, options)`` -> the engine's generate, and facts about it; ``rest``: what its server
-    does between requests."""
+    """Answer commands until the input ends. ``start(model, options)`` -> the engine's generate, and facts about it;
+    ``rest``: what its server does between requests."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a stray print must not look like an answer
     generate: Generate | None = None

@@ -1,8 +1,9 @@
-"""llama.cpp on a CPU as a driver, through the low-level API of llama-cpp-python: a step is one ``llama_decode`` over all sequences.
+"""llama.cpp on a CPU as a driver, through the low-level API of llama-cpp-python: a step is one ``llama_decode`` over
+all sequences.
 
-Options: ``file_type`` of the weights (``gguf.write``), ``num_threads``, ``max_num_seqs``, ``max_model_len`` (tokens of one sequence),
-``kv_type`` (f16, its default, or f32), ``extra_buffers`` (false: no weights rearranged for special instructions, AMX among them).
-Everything else is as llama.cpp has it.
+Options: ``file_type`` of the weights (``gguf.write``), ``num_threads``, ``max_num_seqs``, ``max_model_len`` (tokens of
+one sequence), ``kv_type`` (f16, its default, or f32), ``extra_buffers`` (false: no weights rearranged for special
+instructions, AMX among them). Everything else is as llama.cpp has it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ERROR = 4  # of ggml's log levels; the ones below fill screens
 
 
 class LlamaCpp:
-    """Greedy completion of up to ``max_num_seqs`` prompts at once. The model and its memory live as long as the process."""
+    """Greedy completion of up to ``max_num_seqs`` prompts at once. Model and memory live as long as the process."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The ``transformers`` library as a driver: the same checkpoint through its own ``generate``, eager, with its defaults."""
+"""The ``transformers`` library as a driver: the same checkpoint through ``generate``, eager, with its defaults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """vLLM's API server as a process: ``python -m kvasir.bench.peers.vllm_server`` with its own flags.
 
-It imports uvloop and has no way to do without. Where that is not installed it gets the standard library's loop under the same name,
-and says so: its figures are then a little worse than they could be. Its engine process imports this module again, and finds it, too.
+It imports uvloop and has no way to do without. Where that is not installed it gets the standard library's loop under
+the same name, and says so: its figures are then a little worse than they could be. Its engine process imports this
+module again, and finds it, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's offline API: the benchmark's driver of it is tested without a GPU. It writes down what it is asked."""
+"""Stand-in for vLLM's offline API, which records its calls: the benchmark's driver is tested without a GPU."""
 
 import hashlib
 import json
