@@ -333,14 +333,13 @@ def test_those_that_are_refused_leave_no_trace_in_the_order():
 
 
 def test_a_cached_prompt_is_not_counted():
-    d = Driver(max_num_batched_tokens=64)
+    d = Driver(max_num_batched_tokens=64, max_ttft=100.0)
     prompt = list(range(300, 700))
     d.run([d.request("first", prompt, max_tokens=2, ignore_eos=True)])
     d.engine.pace.model = MODEL
     asked = []
     first_token = d.engine.pace.first_token
     d.engine.pace.first_token = lambda *a: asked.append(a[1:3]) or first_token(*a)
-    d.engine.config = d.engine.config.replace(max_ttft=100.0)
     d.submit(d.request("again", prompt, n=8, max_tokens=2, ignore_eos=True))
     d.submit(replace(d.request("later", prompt, max_tokens=2, ignore_eos=True), arrival=d.steps + 1.0))
     assert asked == [(0, 16), (16 + 7, 16)], "the last page is computed again, and of each further branch the last row"

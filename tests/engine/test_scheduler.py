@@ -79,12 +79,14 @@ def test_advance_refuses_more_tokens_than_rows():
         d.scheduler.advance(plan.spans[0], [1, 2])
 
 
-def test_advance_of_what_ended_meanwhile_keeps_nothing():
+def test_advance_refuses_a_span_whose_sequence_ended_meanwhile():
     d = driver()
     seq = d.add(unique(5, "a"))
     plan = d.scheduler.plan(0.0)
     d.scheduler.finish(seq, "cancelled")
-    d.scheduler.advance(plan.spans[0], [3])
+    assert not plan.spans[0].valid
+    with pytest.raises(AssertionError):
+        d.scheduler.advance(plan.spans[0], [3])
     assert seq.num_output == 0 and seq.finish_reason == "cancelled"
     d.scheduler.complete(plan)
     d.scheduler.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
 from kvasir.engine.room import CAUTION_STEPS, MAX_PREEMPTIONS
@@ -172,7 +174,7 @@ def test_nobody_waits_for_pages_of_another_group():
         d.add(unique(3 + i % 2, f"s{i}", arrival=float(i), max_tokens=14))
     while s.has_work(0.0) or d.unread:
         first = next(iter(s.running.ordered(0.0)), None)
-        waits = first is None or first.num_drawn and s._awaits_result(first)
+        waits = first is None or first not in chain(*s._split(0.0))
         coming = bool(s.pages.pools[0].limbo)
         plan = d.step(late=True)
         assert waits or coming or plan.preempted or first in [span.seq for span in plan.spans]

@@ -1,11 +1,11 @@
 """The step loop: plan, launch, read, commit. One model, one thread, no HTTP, no text.
 
-Requests come in as token ids and leave as events. The engine knows seams, never techniques. A step either commits as a
-whole or, if it raises, not at all: then its halves are tried until the culprit is alone, and only that one fails.
+Requests come in as token ids and leave as events. The engine knows seams, never techniques. A step commits as a whole.
+If it raises, nothing is committed: its halves are tried until the culprit is alone, and only that request fails.
 
-With overlap, a step is read only after the next one has been launched, so that the device never waits for the host. Where
-what a sequence may draw depends on the tokens before (penalties, bad words, grammars, drafts), there is no next step to
-launch without them: while such a sequence runs, every step is read first.
+With overlap, a step is read only after the next one has been launched, so that the device never waits for the host.
+Some draws depend on the tokens before them (penalties, bad words, grammars, drafts). While a sequence that needs them
+runs, every step is read before the next is launched.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
+from kvasir.engine.gate import Gate
+from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
 from kvasir.engine.groups import Groups
 from kvasir.engine.pace import Pace, StepClock, mixed_rows
 from kvasir.engine.pages import PageManager
@@ -29,17 +30,16 @@ from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.scores import prompt_logprobs, prompt_score
 from kvasir.engine.second_model import EngineHost
-from kvasir.engine.spans import ONE_SAMPLE, rows_left
-from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
+from kvasir.engine.step_time import StepTimeModel
 from kvasir.engine.steps import StepRunner
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError
 from kvasir.kernels.compile_ahead import helping
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.loader import load_again
 from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.router import load_drafter
-from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status
+from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult
 
 USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
 
@@ -51,11 +51,11 @@ class Live:
     request: Request
     branches: dict[int, Sequence] = field(default_factory=dict)
     compiling: Future | None = None
-    accepted: bool = False  # it was told so
+    accepted: bool = False  # the accepted event was sent
 
 
 def start(config: EngineConfig) -> Engine:
-    """In a process of its own: others that it forks compile its kernels."""
+    """Build the engine in a process of its own. Processes that it forks compile its kernels."""
     with nullcontext() if config.model.device == "cpu" else helping():
         return Engine(config)
 
@@ -87,7 +87,7 @@ class Engine:
         )
         self.steps = StepRunner(built.runner, built.max_rows, self.clock)
         self._overlap = built.device.type == "cuda" if config.runner.overlap is None else config.runner.overlap
-        self._plans: deque[tuple[Plan, float]] = deque()  # in flight, and when they were launched
+        self._plans: deque[tuple[Plan, float, int]] = deque()  # in flight: when they were launched, and their rows
         self._resolved = 0.0  # when the last step was
         poison = built.runner.pool.poison if config.runner.poison else None
         self.pages = PageManager(
@@ -112,22 +112,16 @@ class Engine:
             if drafter is None
             else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
         )
-        self._tokenizer_file = built.tokenizer_file
-        self._grammars: Any = None  # built on the first grammar: most processes never need the library
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._grammars = Grammars(built.tokenizer_file, self.info.vocab_size, self.info.eos_ids)
         self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
         self._groups = Groups()
         self._compiling = 0  # requests whose grammar is being compiled
         self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
         self._seen_kinds: set[tuple] = set()
-        self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(
-            self.info.kv_capacity_tokens, self.info.max_model_len
-        )
-        self.info.max_queued_requests, self.info.max_queued_tokens = (
-            config.scheduler.max_queued_requests,
-            self._max_queued_tokens,
-        )
+        self._gate = Gate(config.scheduler, self.info, self.scheduler, self.pace)
+        self.info.max_queued_requests = config.scheduler.max_queued_requests
+        self.info.max_queued_tokens = self._gate.max_queued_tokens
         self._num_generated = self._num_forwards = 0
         self._failed: Counter[str] = Counter()
         self._stats = EngineStats(
@@ -141,7 +135,8 @@ class Engine:
             self._failed[refusal.code or "refused"] += 1
             return [refusal]
         live = self._live[request.id] = Live(request)
-        # What cannot be compiled is refused, so a grammar is accepted when it is, unless the request ran in an earlier process.
+        # A grammar that cannot be compiled is refused, so its request is accepted once it is compiled, unless the
+        # request already ran in an earlier process.
         events = self._accept(live) if request.params.grammar is None or any(request.emitted) else []
         for branch in range(request.params.n):
             seq = Sequence(request, branch)
@@ -163,81 +158,24 @@ class Engine:
         return events
 
     def _accept(self, live: Live) -> list[Event]:
-        """The first event of a request, unless it was sent."""
+        """Return the first event of a request, unless it was sent."""
         if live.accepted:
             return []
         live.accepted = True
         return [Event(kind="accepted", request_id=live.request.id, epoch=live.request.epoch)]
 
     def _refusal(self, request: Request) -> Event | None:
-        """The queue is bounded: an unbounded one is a memory leak with a latency graph."""
-
-        def refuse(status: int, code: str, message: str, retry_after: float | None = None) -> Event:
+        """Return the error that refuses ``request``, or None to take it."""
+        if request.id in self._live:
             return Event(
                 kind="error",
                 request_id=request.id,
                 epoch=request.epoch,
-                status=status,
-                code=code,
-                message=message,
-                retry_after=retry_after,
+                status=409,
+                code="duplicate_request_id",
+                message=f"request id {request.id!r} is in use",
             )
-
-        if request.id in self._live:
-            return refuse(409, "duplicate_request_id", f"request id {request.id!r} is in use")
-        needed = len(request.prompt_ids) + max(0, request.max_tokens - 1)  # the last token is never computed
-        if not self.pages.fits(needed, self.scheduler.max_rows):
-            return refuse(
-                400,
-                "context_length_exceeded",
-                f"prompt and max_tokens need {needed} tokens of KV; the pool holds {self.info.kv_capacity_tokens}",
-            )
-        if request.epoch > 0:  # it was accepted before the engine restarted
-            return None
-        if request.params.lease and self.pages.index is None:
-            return refuse(400, "no_prefix_cache", "a lease keeps pages for the prefix cache, which is off here")
-        config = self.config.scheduler
-        if request.params.n > config.max_queued_requests:
-            return refuse(
-                400,
-                "too_many_branches",
-                f"n={request.params.n} is more than this server queues at all ({config.max_queued_requests})",
-            )
-        if self.scheduler.num_waiting + self.scheduler.num_blocked + request.params.n > config.max_queued_requests:
-            return refuse(
-                429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds()
-            )
-        if self.scheduler.backlog.prompt_tokens + len(request.prompt_ids) > self._max_queued_tokens:
-            return refuse(
-                429, "queue_full", f"{self._max_queued_tokens} prompt tokens are queued already", self._drain_seconds()
-            )
-        if config.max_ttft is not None:
-            seq = Sequence(request)
-            seq.status = Status.FINISHED  # policies are only asked where it would stand
-            seconds = self._first_token_in(len(request.prompt_ids) - self.pages.match(seq), seq)
-            if wait := retry_after(seconds, config.max_ttft):
-                return refuse(
-                    429,
-                    "overloaded",
-                    f"the first token would take about {seconds:.1f} s; max_ttft is {config.max_ttft:g} s",
-                    wait,
-                )
-        return None
-
-    def _first_token_in(self, num_tokens: int, seq: Sequence | None = None) -> float:
-        """Predicted seconds to the first token of a prompt of which ``num_tokens`` must be computed, if it came now: where ``seq`` stands
-        in the queue, by default last. Who waited too long and goes first is not looked for."""
-        waiting = self.scheduler.backlog.waiting
-        rows = [(seq.num_computed, rows_left(seq)) for seq in self.scheduler.running]
-        running = StepShape.of((start, 1) for start, left in rows if left <= 1)
-        ahead = (waiting.rows if seq is None else waiting.rows_before(seq, time.monotonic())) + sum(
-            left for _, left in rows if left > 1
-        )
-        return self.pace.first_token(running, ahead, num_tokens, self.steps.max_rows)
-
-    def _drain_seconds(self) -> float:
-        """When to come back: when what is queued will have been computed, between 1 and 60 s."""
-        return min(60.0, max(1.0, round(self._first_token_in(0), 1)))
+        return self._gate.refusal(request, self.steps.max_rows)
 
     def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
         live = self._live.get(request_id)
@@ -247,7 +185,7 @@ class Engine:
         return (self._accept(live) if chosen else []) + [self._finish(seq, "cancelled") for seq in chosen]
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> Event:
-        """End one branch in any state: memory, row and sampler state go back; returns its last event."""
+        """End one branch in any state and return its last event. Its pages, seat and sampler state become free."""
         self._drop(seq, reason)
         return Event(
             kind="tokens",
@@ -276,7 +214,7 @@ class Engine:
             del self._live[seq.request.id]
 
     def _fail(self, request_id: str, *, status: int, code: str, message: str, param: str | None = None) -> Event:
-        """One terminal error for the whole request."""
+        """End a whole request with one terminal error."""
         live = self._live[request_id]
         self._failed[code] += 1
         for seq in list(live.branches.values()):
@@ -297,22 +235,11 @@ class Engine:
         until = time.monotonic() + self.config.service.grammar_timeout
         for seq in live.branches.values():
             self.scheduler.block(seq, until)
-        live.compiling = self._workers.submit(self._compile, live.request)
+        live.compiling = self._grammars.compile(live.request)
         self._compiling += 1
 
-    def _compile(self, request: Request) -> Any:
-        if self._grammars is None:
-            from kvasir.decoding.grammar import GrammarCompiler
-
-            if self._tokenizer_file is None:
-                raise RequestError(
-                    "structured output needs the model's tokenizer; this engine runs without one", param="grammar"
-                )
-            self._grammars = GrammarCompiler(self._tokenizer_file, self.info.vocab_size, self.info.eos_ids)
-        return self._grammars.compile(request.params.grammar)
-
     def _poll_compiling(self, now: float) -> list[Event]:
-        """Hand finished matchers to their branches; fail what could not be compiled, or not in time."""
+        """Hand finished matchers to their branches. Requests whose grammar fails or takes too long fail."""
         events = []
         for live in [live for live in self._live.values() if live.compiling is not None]:
             future, first = live.compiling, next(iter(live.branches.values()))
@@ -320,7 +247,7 @@ class Engine:
                 live.compiling = None
                 self._compiling -= 1
                 if (error := future.exception()) is not None:
-                    events.append(self._not_compiled(live.request.id, error))
+                    events.append(self._fail(live.request.id, **failure(live.request.id, error)))
                     continue
                 for seq in live.branches.values():
                     seq.state["grammar"] = future.result().copy()
@@ -328,39 +255,8 @@ class Engine:
                 events += self._accept(live)
             elif now > first.blocked_until:
                 future.cancel()
-                events.append(
-                    self._fail(
-                        live.request.id,
-                        status=400,
-                        code="grammar_timeout",
-                        param="grammar",
-                        message=f"the grammar did not compile within {self.config.service.grammar_timeout:g} s",
-                    )
-                )
+                events.append(self._fail(live.request.id, **timeout(self.config.service.grammar_timeout)))
         return events
-
-    def _not_compiled(self, request_id: str, error: BaseException) -> Event:
-        """What went wrong in the other thread, even in the library, is one request's."""
-        if isinstance(error, RequestError):
-            return self._fail(
-                request_id,
-                status=error.status,
-                code=error.code or "invalid_grammar",
-                message=error.message,
-                param=error.param,
-            )
-        if isinstance(
-            error, ConfigError
-        ):  # the tokenizer is none that the library reads: a fault of the server's, met by this request
-            return self._fail(request_id, status=400, code="no_grammars", message=str(error), param="grammar")
-        log.error("the grammar of request %s cannot be compiled", request_id, exc_info=error)
-        return self._fail(
-            request_id,
-            status=500,
-            code="internal_error",
-            param="grammar",
-            message=f"internal_error: {type(error).__name__} while compiling the grammar",
-        )
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -373,7 +269,8 @@ class Engine:
         began = time.perf_counter()
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
         verifying = self._drafting is not None and bool(self._plans) and holds_draft(self._plans[0][0])
-        # Where the next plan, draft or draw depends on the tokens in flight, they are read before anything is launched behind them.
+        # Where the next plan, draft or draw depends on the tokens in flight, they are read before anything is launched
+        # behind them.
         if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or verifying):
             self._resolve(events)
         if drafting:
@@ -384,7 +281,7 @@ class Engine:
         if plan.spans:
             self._launch(plan, began if drafting else time.perf_counter())  # drafting is part of the step that verifies
         elif not self._plans:
-            self._wait_for_compiling()
+            wait_for_one(live.compiling for live in self._live.values() if live.compiling is not None)
         depth = 1 if plan.spans and self._overlap else 0
         while len(self._plans) > depth or self.steps.stalled:
             self._resolve(events)
@@ -403,28 +300,27 @@ class Engine:
         if self._compiling:
             at_work.update(i for i, live in self._live.items() if live.compiling is not None)
         # What a step's kernels depend on, roughly. One of a kind that was not seen before may compile some.
-        kind = plan.num_rows.bit_length(), plan.num_rows == len(plan.spans), bool(self.runner.sampler.num_bound)
+        rows = plan.num_rows
+        kind = rows.bit_length(), rows == len(plan.spans), bool(self.runner.sampler.num_bound)
         slow = kind not in self._seen_kinds
         self.on_launch(at_work, slow)
         self._seen_kinds.add(kind)
         self._stats.step += 1
-        self._plans.append((plan, began))
+        self._plans.append((plan, began, rows))
         self.steps.launch(plan, timed=not slow)
         if self._drafting is not None:
             self._drafting.launched(plan)
 
     def _resolve(self, events: list[Event]) -> None:
         """Wait for the oldest plan in flight and commit it."""
-        plan, launched = self._plans.popleft()
+        plan, launched, rows = self._plans.popleft()
         for part, results in self.steps.resolve():
             for span, result in zip(part, results):
-                seq = span.seq
-                if seq.seat != span.seat or seq.status is not Status.RUNNING or result is None:
-                    continue  # it ended or was preempted meanwhile, or an earlier span failed its whole request
-                event = None
-                if (span.want is ONE_SAMPLE or result.path) and result.error is None:
-                    event = self._append(span, result)
-                event = event or self._commit(span, result)
+                # Void: it ended or was preempted meanwhile, or an earlier span failed its whole request. No seat is
+                # given to another while a step that used it is in flight, so that comparing seats is enough.
+                if span.seq.seat != span.seat or result is None:
+                    continue
+                event = self._commit(span, result)
                 if result.hidden is not None and not result.path:
                     self._drafting.ingest(span, result)
                 if event is not None:
@@ -434,43 +330,49 @@ class Engine:
             events += [self._finish(seq, "cancelled") for seq in self._groups.beaten(live.branches.values())]
         self.scheduler.complete(plan)
         now = time.perf_counter()
-        self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows
+        self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), rows
         self._stats.busy_seconds += self._stats.step_seconds
         self._resolved = now
         if self._drafting is not None:
             self._drafting.completed(plan)
 
     def idle(self) -> bool:
-        """A bit of work for a moment without requests; False: there is none left."""
+        """Do a bit of work while there are no requests. False: none is left."""
         return self._num_generated > 0 and not self._plans and self.runner.capture_next()
-
-    def _wait_for_compiling(self) -> None:
-        """Nothing can run until a grammar is ready: sleep on it for a moment instead of spinning."""
-        pending = [live.compiling for live in self._live.values() if live.compiling is not None]
-        if pending:
-            wait(pending, timeout=0.005, return_when="FIRST_COMPLETED")
 
     def _close_seat(self, seq: Sequence) -> None:
         if seq.open_seat >= 0:
             self.runner.close(seq.open_seat)
             seq.open_seat = -1
 
-    def _append(self, span: Span, result: SpanResult) -> Event | None:
-        """``_commit`` in the common case, the hot path: a decode has more tokens, and no reason to stop. None: it is not that case."""
+    def _commit(self, span: Span, result: SpanResult) -> Event | None:
+        """Commit one span in one transaction: counters, pages, prefix index, stop rules; return the event that
+        tells."""
         seq, tokens = span.seq, result.tokens
-        index = len(seq.tokens) - seq.num_prompt
-        if not 0 < index < seq.max_output - len(tokens) or not seq.stop_ids.isdisjoint(tokens):
-            return None
-        request = seq.request
+        if result.error is not None:
+            return self._fail_span(seq, result.error)
+        if result.scores:
+            seq.state.setdefault("scores", []).extend(result.scores)
+            seq.state["num_scored"] = span.start + span.want["score"].stop
+        index, reason, stop = len(seq.tokens) - seq.num_prompt, None, None
+        if index + len(tokens) >= seq.max_output or not seq.stop_ids.isdisjoint(tokens):  # most spans cannot end here
+            tokens, reason, stop = self._until_stop(seq, tokens)
+            if result.logprobs:
+                result.logprobs = result.logprobs[: len(tokens)]
         if result.path:
             self._drafting.commit(span, result, tokens)
-        self.scheduler.append(span, tokens)
+        self.scheduler.advance(span, tokens)
         if result.path:
             self._drafting.observe(span, result)
-        self.runner.sampler.accepted(seq, tokens)
-        self._num_generated += len(tokens)
-        self._num_forwards += 1
-        return Event(
+        if tokens:
+            self._num_generated += len(tokens)
+            self._num_forwards += 1
+            if self.runner.sampler.num_bound:
+                self.runner.sampler.accepted(seq, tokens)
+        elif reason is None:
+            return None
+        request = seq.request
+        event = Event(
             kind="tokens",
             request_id=request.id,
             epoch=request.epoch,
@@ -480,51 +382,23 @@ class Engine:
             logprobs=result.logprobs,
             num_cached=seq.num_cached,
         )
-
-    def _commit(self, span: Span, result: SpanResult) -> Event | None:
-        """The transaction for one span: counters, pages, prefix index, stop rules, events."""
-        seq, params = span.seq, span.seq.request.params
-        if result.error is not None:
-            log.warning("request %s failed: %s", seq.request.id, result.error)
-            code = result.error.split(":")[0]
-            status = 400 if code in USER_FAULTS else 500
-            return self._fail(seq.request.id, status=status, code=code, message=result.error)
-        if result.scores:
-            seq.state.setdefault("scores", []).extend(result.scores)
-            seq.state["num_scored"] = span.start + span.want["score"].stop
-        tokens, reason, stop = self._until_stop(seq, result.tokens)
-        index = seq.num_output
-        if result.path:
-            self._drafting.commit(span, result, tokens)
-        self.scheduler.advance(span, tokens)
-        if result.path:
-            self._drafting.observe(span, result)
-        if not tokens and reason is None:
-            return None
-        self.runner.sampler.accepted(seq, tokens)
-        self._num_generated += len(tokens)
-        self._num_forwards += bool(tokens)
-        event = Event(
-            kind="tokens",
-            request_id=seq.request.id,
-            epoch=seq.request.epoch,
-            branch=seq.branch,
-            index=index,
-            token_ids=tokens,
-            logprobs=result.logprobs[: len(tokens)] if params.logprobs is not None and result.logprobs else None,
-            num_cached=seq.num_cached,
-            finish_reason=reason,
-            stop_reason=stop,
-            prompt_logprobs=prompt_logprobs(seq) if index == 0 else None,
-            score=prompt_score(seq) if index == 0 else None,
-            queued=seq.first_scheduled - seq.request.arrival if index == 0 and not seq.branch else None,
-        )
+        if index == 0:
+            event.prompt_logprobs, event.score = prompt_logprobs(seq), prompt_score(seq)
+            event.queued = None if seq.branch else seq.first_scheduled - request.arrival
         if reason is not None:
+            event.finish_reason, event.stop_reason = reason, stop
             self._drop(seq, reason)
         return event
 
+    def _fail_span(self, seq: Sequence, error: str) -> Event:
+        """Fail the request whose span has failed: the word before the colon of ``error`` is the code."""
+        log.warning("request %s failed: %s", seq.request.id, error)
+        code = error.split(":")[0]
+        return self._fail(seq.request.id, status=400 if code in USER_FAULTS else 500, code=code, message=error)
+
     def _until_stop(self, seq: Sequence, sampled: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
-        """The sampled tokens up to the first stop rule that holds: (tokens, why it ends, the stop id or None for EOS)."""
+        """Return the sampled tokens up to the first stop rule that holds, why it ends, and the stop id (None for
+        EOS)."""
         request, params = seq.request, seq.request.params
         if sampled and request.max_tokens == 0:  # echo: the prompt was wanted, not a token
             return [], "length", None
@@ -537,17 +411,15 @@ class Engine:
                 return sampled[: i + 1], "length", None
         return sampled, None, None
 
-    # ------------------------------------------------------------------------------------------ while nothing is running
+    # ----------------------------------------------------------------------------------------- while nothing is running
 
     def draft_with(self, speculation: SpeculationConfig) -> Drafter | None:
-        """Go on with another drafter, or none, that needs nothing of the device: to measure several with one set of weights.
-        Nothing may be running. Raises ConfigError for a drafter that is a model."""
+        """Replace the drafter by another CPU drafter, or none, to measure several with one set of weights.
+
+        No request may be running. Raises ConfigError for a drafter that is a model."""
         assert not self._live, "requests are running"
         self._drafting = None
-        self.runner.sampler.num_top, self.runner.sampler.by_blocks = (
-            0,
-            False,
-        )  # what the one before has asked of every step
+        self.runner.sampler.num_top, self.runner.sampler.by_blocks = 0, False  # the previous drafter may have set them
         if not speculation.drafter:
             return None
         drafter = load_drafter(speculation.drafter)
@@ -557,14 +429,15 @@ class Engine:
         return drafter
 
     def update_weights(self, model: str) -> None:
-        """The weights of another checkpoint of the same model, in place. Nothing may be running; prefixes are forgotten,
-        drafters keep what they know. Raises ConfigError."""
+        """Load the weights of another checkpoint of the same model in place.
+
+        No request may be running. Prefixes are forgotten, drafters keep what they know. Raises ConfigError."""
         assert not self._live, "requests are running"
         load_again(self.runner.model, checkpoint.resolve(model))
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """To call after weights were written to: copies of them are made anew and prefixes forgotten. Nothing may be running."""
+        """Refresh copies of weights and forget prefixes after weights were written to. No request may be running."""
         self.runner.weights_changed()
         self.pages.forget_prefixes()
 
@@ -589,4 +462,4 @@ class Engine:
         return s
 
     def close(self) -> None:
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()

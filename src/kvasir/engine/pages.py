@@ -1,9 +1,9 @@
 """Page tables and their accounting: who holds which page of which cache group, and which pages may be taken.
 
 A page is in exactly one place: *free*; *cached* (nobody holds it, the prefix index knows it, it may be taken, least
-recently used first); *held* by the tables of one or more sequences; or in *limbo* (nobody holds it, but a launched step
-may still read or write it; it becomes free or cached when that step retires). Page 0 of every group is a dummy that pads
-tables and is never handed out.
+recently used first); *in use* by the tables of one or more sequences; or in *limbo* (nobody holds it, but a launched
+step may still read or write it; it becomes free or cached when that step retires). Page 0 of every group is a dummy
+that pads tables and is never handed out.
 
 Nothing here knows tensors. Bytes move only where ``grow`` says so, by appending a ``PageCopy``.
 """
@@ -41,7 +41,7 @@ class _Pool:
         return len(self.free) + len(self.cached)
 
     def wanted(self, table: list[int], first: int, end: int) -> tuple[list[int], int]:
-        """To write to pages ``first`` to ``end`` of ``table``: where it holds one that others hold, too, and how many it lacks."""
+        """Return which of the pages ``first`` to ``end`` of ``table`` are shared, and how many pages it lacks."""
         return [i for i in range(first, min(end, len(table))) if self.refs[table[i]] > 1], max(0, end - len(table))
 
     def take(self, count: int) -> list[int]:
@@ -173,8 +173,8 @@ class PageManager:
     # ------------------------------------------------------------------------------------------------ prefix and fork
 
     def match(self, seq: Sequence, limit: int | None = None) -> int:
-        """The longest cached prefix of ``seq`` in tokens: whole pages, at most ``num_tokens - 1`` and ``limit`` tokens, of
-        which every group holds all that the next row sees. Changes nothing."""
+        """The longest cached prefix of ``seq`` in tokens: whole pages, at most ``num_tokens - 1`` and ``limit`` tokens,
+        of which every group holds all that the next row sees. Changes nothing."""
         if self.index is None:
             return 0
         size = self.page_slots
@@ -221,8 +221,9 @@ class PageManager:
         promised: abc.Sequence[int] | None = None,
         parent: Sequence | None = None,
     ) -> list[int]:
-        """How many pages each group is short of to compute ``num_tokens`` tokens of ``seq`` from ``num_hit`` on, in spans of
-        at most ``max_span`` rows. ``promised``: pages per group that are spoken for. ``parent``: the hit is a fork's."""
+        """How many pages each group is short of to compute ``num_tokens`` tokens of ``seq`` from ``num_hit`` on, in
+        spans of at most ``max_span`` rows. ``promised``: pages per group that are spoken for. ``parent``: the hit is a
+        fork's."""
         pages = -(-num_tokens // self.page_slots)
         short = []
         for g, (pool, hit) in enumerate(zip(self.pools, self._hit_pages(seq, num_hit, parent))):
@@ -244,7 +245,8 @@ class PageManager:
             self._tail(seq, len(nodes), nodes[-1] if nodes else self.index.tenant(seq))
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """``child`` starts with the first ``num_tokens`` positions of ``parent``, in the same pages (see ``can_fork``)."""
+        """``child`` starts with the first ``num_tokens`` positions of ``parent``, in the same pages (see
+        ``can_fork``)."""
         assert self.can_fork(parent, num_tokens), f"{parent} no longer holds {num_tokens} positions"
         self._adopt(child, self._hit_pages(child, num_tokens, parent), num_tokens)
         if self.index is not None:
@@ -255,7 +257,7 @@ class PageManager:
             self._tail(child, shared, tail)
 
     def resume(self, holder: Sequence, seq: Sequence, num_tokens: int) -> None:
-        """``fork`` for a request that goes on from a lease; counted as ``admit`` counts a prefix hit, once for all its branches."""
+        """Fork from a lease. Counted as ``admit`` counts a prefix hit, once for all branches of a request."""
         self.fork(holder, seq, num_tokens)
         self._count_hit(seq, num_tokens)
 
@@ -267,14 +269,15 @@ class PageManager:
     # ------------------------------------------------------------------------------------------------ slots and pages
 
     def grow(self, seq: Sequence, num_tokens: int, copies: list[PageCopy]) -> bool:
-        """Make the slots from the next span's first position to ``num_tokens - 1`` exist and writable. Takes free pages, then
-        cached ones; a page that others hold, too, is replaced by a copy (appended to ``copies``, which run in order before
-        the forward). All or nothing: False leaves everything as it was."""
+        """Make the slots from the next span's first position to ``num_tokens - 1`` exist and writable. Takes free
+        pages, then cached ones; a page that others hold, too, is replaced by a copy (appended to ``copies``, which run
+        in order before the forward). All or nothing: False leaves everything as it was."""
         first, end = (seq.num_computed + seq.num_ahead) // self.page_slots, -(-num_tokens // self.page_slots)
         wanted = []  # per group that lacks something; nothing is taken before all of them are known to have it
         for pool, table in zip(self.pools, seq.tables):
-            if end == first + 1 <= len(table) and pool.refs[table[first]] == 1 and pool.nodes[table[first]] is None:
-                continue  # the common case: one more token in a page of its own
+            # The common case: one more token in a page of its own.
+            if end == first + 1 <= len(table) and pool.refs[page := table[first]] == 1 and pool.nodes[page] is None:
+                continue
             shared, fresh = pool.wanted(table, first, end)
             if fresh + len(shared) > pool.num_available:
                 return False
@@ -348,19 +351,20 @@ class PageManager:
 
     def freed_by(self, seqs: Iterable[Sequence]) -> list[int]:
         """Per group, how many pages would become available if all of ``seqs`` were released."""
-        held: list[Counter] = [Counter() for _ in self.pools]
+        counts: list[Counter] = [Counter() for _ in self.pools]
         for seq in seqs:
-            for counter, table in zip(held, seq.tables):
+            for counter, table in zip(counts, seq.tables):
                 counter.update(table)
         return [
             sum(1 for page, n in counter.items() if page and pool.refs[page] == n)
-            for pool, counter in zip(self.pools, held)
+            for pool, counter in zip(self.pools, counts)
         ]
 
     # -------------------------------------------------------------------------------------------------------- private
 
     def _first(self, pool: _Pool, num_tokens: int) -> int:
-        """The first page that the row at position ``num_tokens`` sees: it sees ``window`` positions, itself included."""
+        """The first page that the row at position ``num_tokens`` sees: it sees ``window`` positions, itself
+        included."""
         if pool.window is None:
             return 0
         return max(0, num_tokens - pool.window + 1) // self.page_slots
@@ -387,8 +391,8 @@ class PageManager:
         return tables
 
     def _count_hit(self, seq: Sequence, num_hit: int) -> None:
-        """What the prompt of a new request found, for its reply and for the statistics. Its first branch tells: what a later one
-        finds may be what that one has computed."""
+        """What the prompt of a new request found, for its reply and for the statistics. Its first branch tells: what a
+        later one finds may be what that one has computed."""
         if not seq.num_preempted and not seq.branch:
             seq.num_cached = min(num_hit, seq.num_prompt)
             self.queried_tokens += seq.num_prompt if self.index else 0
@@ -440,11 +444,11 @@ class PageManager:
             self._check_index(sequences)
 
     def _check_pool(self, pool: _Pool, sequences: list[Sequence]) -> None:
-        held = Counter(page for seq in sequences for page in seq.tables[pool.group] if page)
-        assert all(pool.refs[page] == held[page] for page in range(pool.num_pages)), (
+        in_use = Counter(page for seq in sequences for page in seq.tables[pool.group] if page)
+        assert all(pool.refs[page] == in_use[page] for page in range(pool.num_pages)), (
             f"group {pool.group}: references and tables differ"
         )
-        places = Counter([*pool.free, *pool.cached, *pool.limbo, *held])
+        places = Counter([*pool.free, *pool.cached, *pool.limbo, *in_use])
         assert places == Counter(range(1, pool.num_pages)), f"group {pool.group}: a page is in no place or in two"
         for page, node in enumerate(pool.nodes):
             assert node is None or (node.pages[pool.group] == page and self.index.nodes.get(node.key) is node), (

@@ -1,11 +1,11 @@
 """The scheduler policy seam: who goes first, and who gives way when pages run out.
 
-A policy only ranks. The scheduler keeps what every policy must keep: budgets, the prompt quota, ageing (below), and that a
-sequence only ever gives way to one of higher rank.
+A policy only ranks. The scheduler keeps what every policy must keep: budgets, the prompt quota, ageing (below), and
+that a sequence only ever gives way to one of higher rank.
 
-Starvation bound, of every policy: the oldest in the queue is passed by later arrivals in at most ``MAX_SKIPS`` steps. Then
-nothing is admitted before it, so it starts once the work that is already running has made room. A sequence with k older ones
-in the queue is thus passed in at most ``(k + 1) * MAX_SKIPS`` steps.
+Starvation bound, of every policy: the oldest in the queue is passed by later arrivals in at most ``MAX_SKIPS`` steps.
+Then nothing is admitted before it, so it starts once the work that is already running has made room. A sequence with k
+older ones in the queue is thus passed in at most ``(k + 1) * MAX_SKIPS`` steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ MAX_SKIPS = 64
 
 
 class SchedulerPolicy(Technique):
-    """``static``: the order of two sequences never changes while they live, so the scheduler sorts only what is new; say False where it
-    depends on ``now`` or on what a sequence has done: all are then sorted each step. ``priorities``: it looks at ``Request.priority``.
+    """``static``: the order of two sequences never changes while they live, so the scheduler sorts only what is new;
+    say False where it depends on ``now`` or on what a sequence has done: all are then sorted each step. ``priorities``:
+    it looks at ``Request.priority``.
 
-    What there is to rank by: ``request`` (``arrival`` on the clock of ``now``, ``priority``, ``affinity``, ``tenant``), ``num_prompt``,
-    ``max_output``, ``tokens``. It is not told when a sequence ends. A rank that is found once is kept in ``Sequence.state``. One that raises
-    is off from then on (``Guarded``)."""
+    What there is to rank by: ``request`` (``arrival`` on the clock of ``now``, ``priority``, ``affinity``, ``tenant``),
+    ``num_prompt``, ``max_output``, ``tokens``. It is not told when a sequence ends. A rank that is found once is kept
+    in ``Sequence.state``. One that raises is off from then on (``Guarded``)."""
 
     exact = True
     affects_kv = False
@@ -37,9 +38,9 @@ class SchedulerPolicy(Technique):
 
     @abstractmethod
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
-        """The queue, first to admit first. Must be a stable sort of ``seqs``, the same for any two whoever else is there (it is asked about
-        two alone, to place what is new), and change none of them. ``now``: monotonic seconds. One that is FINISHED has not come
-        yet, and may be refused: who remembers sequences leaves it out."""
+        """The queue, first to admit first. Must be a stable sort of ``seqs``, the same for any two whoever else is
+        there (it is asked about two alone, to place what is new), and change none of them. ``now``: monotonic seconds.
+        One that is FINISHED has not come yet, and may be refused: who remembers sequences leaves it out."""
         raise NotImplementedError
 
     def order_running(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
@@ -63,8 +64,9 @@ class ByArrival(SchedulerPolicy):
 
 
 class Guarded(SchedulerPolicy):
-    """A policy in the step loop, where what it does wrong would end every request, and again after each restart: it is asked no more, and
-    they go by arrival. Of one that is not ours, answers are checked: a sequence lost or doubled would show later, as another fault."""
+    """A policy in the step loop, where what it does wrong would end every request, and again after each restart: it is
+    asked no more, and they go by arrival. Of one that is not ours, answers are checked: a sequence lost or doubled
+    would show later, as another fault."""
 
     def __init__(self, policy: SchedulerPolicy) -> None:
         super().__init__()
@@ -95,8 +97,8 @@ class Guarded(SchedulerPolicy):
             if isinstance(self._policy, ByArrival):
                 raise
             log.exception(
-                "scheduling policy '%s' failed and is off until a restart; requests go by arrival. Repair its %s, or choose another "
-                "--scheduling-policy",
+                "scheduling policy '%s' failed and is off until a restart; requests go by arrival. Repair its %s, or "
+                "choose another --scheduling-policy",
                 self._policy.name,
                 method,
             )

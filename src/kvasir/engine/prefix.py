@@ -1,12 +1,12 @@
 """The prefix index: which full pages of committed tokens are in the pools, found by their whole prefix.
 
-A page's key is a chained hash: ``key[i] = blake2b(key[i - 1] + tokens of page i)``, 128 bits, keyed with bytes drawn when
-the process starts, so that nobody can construct a collision. The chain starts from everything that changes KV (the
-engine's ``prefix_root``) and the tenant. A hash is only the way to an entry: a walk also compares the tokens, and that the
-entry hangs below the entry it just left, so even a collision never gives a wrong page.
+A page's key is a chained hash: ``key[i] = blake2b(key[i - 1] + tokens of page i)``, 128 bits, keyed with bytes drawn
+when the process starts, so that nobody can construct a collision. The chain starts from everything that changes KV (the
+engine's ``prefix_root``) and the tenant. A hash is only the way to an entry: a walk also compares the tokens, and that
+the entry hangs below the entry it just left, so even a collision never gives a wrong page.
 
-An entry is a ``Node``: one run of ``page_slots`` tokens after one exact prefix, and the page each cache group holds for it
-(0: none; a window group keeps few). Nodes form a tree; a node lives as long as it has a page, a child, or a sequence
+An entry is a ``Node``: one run of ``page_slots`` tokens after one exact prefix, and the page each cache group holds for
+it (0: none; a window group keeps few). Nodes form a tree; a node lives as long as it has a page, a child, or a sequence
 that will add a child.
 """
 
@@ -37,7 +37,8 @@ class Node:
 
 
 class PrefixIndex:
-    """Nodes by key. It knows page ids but owns no page: ``pages.PageManager`` tells it what is held and what is gone."""
+    """Nodes by key. It knows page ids but owns no page: ``pages.PageManager`` tells it what is held and what is
+    gone."""
 
     def __init__(self, root: bytes, page_slots: int, num_groups: int) -> None:
         self.root = root
@@ -50,8 +51,8 @@ class PrefixIndex:
         return blake2b(data, key=self._secret, digest_size=16).digest()
 
     def key(self, seq: Sequence, page: int) -> bytes:
-        """The key of a full page of ``seq.tokens`` (-1: of no page, the tenant's root); keys up to it are computed once and kept in
-        ``seq.page_keys``."""
+        """The key of a full page of ``seq.tokens`` (-1: of no page, the tenant's root); keys up to it are computed once
+        and kept in ``seq.page_keys``."""
         if page < 0:
             return self._root_key(seq.request.tenant)
         keys, size = seq.page_keys, self.page_slots

@@ -9,8 +9,8 @@ from kvasir.types import Sequence
 
 
 class Queue:
-    """Sequences in policy order. Sorted when something new does not belong at the end; what left is filtered lazily. ``rows``: that all of them
-    are to compute, as known when they came."""
+    """Sequences in policy order. The order is sorted only when a new sequence does not belong at the end; sequences
+    that left are filtered out on the next read. ``rows``: sum of the rows to compute, as known when each was added."""
 
     def __init__(self, order: Callable[[list[Sequence], float], list[Sequence]], static: bool) -> None:
         self._sort = order
@@ -34,7 +34,7 @@ class Queue:
         return self._members[seq]
 
     def rows_before(self, seq: Sequence, now: float) -> int:
-        """Of those that would stand before ``seq``, which is not here. Looks first whether it would be the last: most that come are."""
+        """Sum of the rows of those that would stand before ``seq``, which is not in the queue: mostly all of them."""
         ordered = self.ordered(now)
         low, high, at = 0, len(ordered), len(ordered) - 1
         while low < high:
@@ -56,7 +56,7 @@ class Queue:
             self._gone = True
 
     def ordered(self, now: float) -> list[Sequence]:
-        """By policy. The list stays as it is while sequences come and go."""
+        """Return the sequences by policy. The list is not changed while sequences come and go."""
         if self._dirty or not self._static:
             self._order = self._sort(list(self._members), now)
         elif self._gone:

@@ -1,15 +1,15 @@
 """Making room when pages run out: who gives way, and how many may run for a while.
 
-Leases go first, the oldest of them; then drafts; then the lowest in rank gives up its pages, to be computed again later (it
-keeps its place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them). Nobody gives
-way to a lower rank, so the highest always gets on; and alone it always fits (admission control sees to it:
+Leases go first, the oldest of them; then drafts; then the lowest in rank gives up its pages, to be computed again later
+(it keeps its place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them).
+Nobody gives way to a lower rank, so the highest always gets on; and alone it always fits (admission control sees to it:
 ``PageManager.fits``).
 
-A *lease* keeps the pages of a sequence that has ended, for one that goes on from it: a paused sequence is a request that ended and
-another whose prompt is what it had come to, cut or not. That one starts as a fork of the lease (`resumed`): its last token is the only
-row it computes, as if it had never paused, and the page in part, which no prefix hit could give it, is copied. Leases hold a half of
-the pages at most; who runs takes them before anyone gives way; who waits takes them only when nothing runs, for else memory will
-come back anyway.
+A *lease* keeps the pages of a sequence that has ended, for one that goes on from it: a paused sequence is a request
+that ended and another whose prompt is what it had come to, cut or not. That one starts as a fork of the lease
+(`resumed`): its last token is the only row it computes, as if it had never paused, and the page in part, which no
+prefix hit could give it, is copied. Leases hold a half of the pages at most; who runs takes them before anyone gives
+way; who waits takes them only when nothing runs, for else memory will come back anyway.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from kvasir.engine.queue import Queue
 from kvasir.engine.spans import Step
 from kvasir.types import Sequence, Status
 
-CAUTION_STEPS = 32  # steps with fewer sequences after pages ran out
-LEASED_SHARE = 0.5  # of the pages, at most
-MAX_PREEMPTIONS = 4  # then others are preferred as victims
+CAUTION_STEPS = 32  # number of steps with fewer sequences after pages ran out
+LEASED_SHARE = 0.5  # the largest share of the pages that leases may keep
+MAX_PREEMPTIONS = 4  # preemptions of a sequence after which others are preferred as victims
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """``holder`` keeps pages ``until`` then (monotonic seconds). ``places``: the prefix keys of the full pages before those positions at
-    which one that goes on from it may start: in its last page or, where the end was told late, in the one before."""
+    """``holder`` keeps pages ``until`` then (monotonic seconds). ``places``: the prefix keys of the full pages before
+    those positions at which one that goes on from it may start: in its last page or, where the end was told late, in
+    the one before."""
 
     until: float
     holder: Sequence
@@ -41,8 +42,9 @@ class Lease:
 
 
 class Room:
-    """``give_up(seq)``: take everything from a running sequence and queue it again. ``in_flight()``: the last launched step, if it has
-    not ended. ``preemptions`` and ``revoked`` (leases that had to go before their time) count since the start."""
+    """``give_up(seq)``: take everything from a running sequence and queue it again. ``in_flight()``: the last launched
+    step, if it has not ended. ``preemptions`` and ``revoked`` (leases that had to go before their time) count since the
+    start."""
 
     def __init__(
         self,
@@ -61,16 +63,16 @@ class Room:
         self._limit = float(max_num_seqs)
         self._steps_to_care = 0
         self._leases: deque[Lease] = deque()  # the oldest first
-        self._held: Counter[int] = Counter()  # leased pages of the first group
+        self._leased_pages: Counter[int] = Counter()  # leased pages of the first group
         self._by_place: dict[bytes, list[Sequence]] = {}  # holders by the places of their leases
 
     @property
     def max_running(self) -> int:
-        """How many sequences may run."""
+        """Number of sequences that may run."""
         return int(self._limit)
 
     def begin(self, now: float) -> None:
-        """A step begins: caution wears off, and leases end."""
+        """Begin a step: let caution wear off and end leases whose time is over."""
         if self._steps_to_care:
             self._steps_to_care -= 1
         elif self._limit < self.max_num_seqs:
@@ -83,7 +85,8 @@ class Room:
     # ---------------------------------------------------------------------------------------------------- preemption
 
     def make(self, step: Step, seq: Sequence, end: int) -> bool:
-        """Grow ``seq`` to ``end`` positions at the cost of leases, then drafts, then lower ranks, then itself (False)."""
+        """Grow ``seq`` to ``end`` positions at the cost of leases, then drafts, then lower ranks, then itself
+        (False)."""
         seq.drop_draft()
         lower: list[Sequence] | None = None
         while not self.pages.grow(seq, end, step.copies):
@@ -104,8 +107,8 @@ class Room:
         return True
 
     def displace(self, step: Step, incoming: Sequence, lacking: list[int], seats: int) -> bool:
-        """Preempt running sequences for a waiting one where the policy says so and it helps. It starts next step. ``seats``: how many
-        more may run."""
+        """Preempt running sequences for a waiting one where the policy says so and it helps. It starts next step.
+        ``seats``: how many more may run."""
         lower = [s for s in self.running.ordered(step.now) if s.num_preempted < MAX_PREEMPTIONS]
         victims: list[Sequence] = []
         while victim := self.policy.victim(lower, incoming):
@@ -149,7 +152,7 @@ class Room:
     # --------------------------------------------------------------------------------------------------------- leases
 
     def lease(self, seq: Sequence, now: float) -> None:
-        """``seq`` is about to let go of its pages: keep those of what it has computed, where its request asked for a lease."""
+        """Lease the computed pages of ``seq``, which is about to end, where its request asks for it."""
         seconds, end = seq.request.params.lease, seq.num_computed
         if not seconds or not end or self.pages.index is None or not self.pages.can_fork(seq, end):
             return
@@ -159,14 +162,14 @@ class Room:
         self.pages.fork(seq, holder, end)
         places = frozenset(self.pages.place_key(holder, at) for at in (end, max(0, end - self.pages.page_slots)))
         self._leases.append(Lease(now + seconds, holder, places))
-        self._held.update(holder.tables[0])
+        self._leased_pages.update(holder.tables[0])
         for place in places:
             self._by_place.setdefault(place, []).append(holder)
-        while len(self._held) > LEASED_SHARE * self.pages.pools[0].num_pages and self._revoke():
+        while len(self._leased_pages) > LEASED_SHARE * self.pages.pools[0].num_pages and self._revoke():
             pass
 
     def resumed(self, seq: Sequence) -> Sequence | None:
-        """Who holds a lease of all that waiting ``seq`` knows but its last token; None: nobody."""
+        """Return the holder of a lease on all known tokens of waiting ``seq`` but the last, or None."""
         if not self._by_place:
             return None
         known = seq.num_tokens - 1
@@ -180,8 +183,21 @@ class Room:
         )
 
     def leased(self) -> Iterable[Sequence]:
-        """Who holds leased pages: for the checks of invariants."""
+        """Return the holders of leased pages, for checks of invariants."""
         return [lease.holder for lease in self._leases]
+
+    @property
+    def num_leased_pages(self) -> int:
+        """Number of pages of the first group that leases keep."""
+        return len(self._leased_pages)
+
+    def check(self) -> None:
+        """Assert that pages and places of leases are counted right."""
+        pages = Counter(page for lease in self._leases for page in lease.holder.tables[0])
+        assert self._leased_pages == pages, "leased pages are miscounted"
+        places = [(place, lease.holder) for lease in self._leases for place in lease.places]
+        listed = [(place, holder) for place, holders in self._by_place.items() for holder in holders]
+        assert sorted(places, key=_by_place) == sorted(listed, key=_by_place), "the places of leases are listed wrong"
 
     def lacking(
         self,
@@ -193,7 +209,7 @@ class Room:
         promised: Many[int],
         parent: Sequence | None,
     ) -> list[int]:
-        """``PageManager.lacking``; where nothing runs, once as many leases have ended as it takes."""
+        """Return ``PageManager.lacking``. Where nothing runs, leases are ended until nothing is lacking."""
         while True:
             short = self.pages.lacking(seq, num_hit, num_tokens, max_span=max_span, promised=promised, parent=parent)
             if not any(short) or len(self.running) or self.pages.num_limbo or not self._revoke():
@@ -211,10 +227,14 @@ class Room:
 
     def _release(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
-            self._held.subtract(lease.holder.tables[0])
+            self._leased_pages.subtract(lease.holder.tables[0])
             for place in lease.places:
                 self._by_place[place].remove(lease.holder)
                 if not self._by_place[place]:
                     del self._by_place[place]
             self.pages.release(lease.holder, self._in_flight())
-        self._held = +self._held
+        self._leased_pages = +self._leased_pages
+
+
+def _by_place(entry: tuple[bytes, Sequence]) -> tuple[bytes, int]:
+    return entry[0], id(entry[1])

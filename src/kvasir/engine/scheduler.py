@@ -1,15 +1,16 @@
 """The scheduler: which sequences get how many rows in the next step.
 
-There are no phases. A running sequence needs ``rows_left`` rows and those of its draft; one that needs a single row beside
-its draft is called a *decode* below, one that needs more has a *prompt* to compute (also after a preemption). A plan takes,
-within the row budget: decodes with their drafts, then prompts that hold pages, then admissions from the queue.
+There are no phases. A running sequence needs ``rows_left`` rows and those of its draft. Below, a *decode* is a sequence
+that needs a single row in addition to its draft; one that needs more has a *prompt* to compute (also after a
+preemption). Within the row budget a plan takes decodes with their drafts, then running prompts, then admissions from
+the queue.
 
-Where nobody reads a token before its sequence ends (``prompts_first``), decodes sit out while prompts fill whole steps: all of them
-then run together in captured steps, instead of ending one after the other.
+Where nobody reads a token before its sequence ends (``prompts_first``), decodes sit out while prompts fill whole steps.
+All of them then run together in captured steps, instead of ending one after the other.
 
-A plan may be made while the one before it is in flight. It counts on that one's rows (``num_ahead``) and a token a sampled
-row (``num_drawn``). A sequence that is certain to end with the token in flight, or whose draft is being verified, sits out.
-Everything else, the prefix index above all, knows committed rows only.
+A plan may be made while the previous step is in flight. It counts on that step's rows (``num_ahead``) and on one token
+for each sampled row (``num_drawn``). A sequence sits out that is certain to end with the token in flight, or whose
+draft is being verified. Everything else, the prefix index above all, knows committed rows only.
 
 Who waits is in ``backlog.py``; when pages run out somebody gives way: see ``room.py``.
 """
@@ -31,7 +32,6 @@ from kvasir.engine.spans import (
     ONE_SAMPLE,
     ROW_TILE,
     Step,
-    next_span,
     page_aligned,
     room_to_start,
     round_down,
@@ -47,10 +47,10 @@ PROMPT_PATIENCE = 1.0  # seconds after which the oldest prompt has a claim to ro
 
 
 class Scheduler:
-    """Queue, running sequences and their rows of sampler state. ``max_rows``: rows a step.
+    """The queue, the running sequences and their seats. ``max_rows``: the row budget of a step.
 
-    Plan, launch, ``advance`` every span once its result is read, then ``complete`` the plan (also one that failed, never one
-    without spans): what was given up meanwhile may be used again. The next may be launched in between.
+    Plan, launch, ``advance`` every valid span once its result is read, then ``complete`` the plan, also one that
+    failed, but never one without spans. The next plan may be launched in between.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Scheduler:
         self._launched = 0
         self._completed = 0
         self._free_seats = list(range(config.max_num_seqs - 1, -1, -1))
-        self._limbo_seats: list[tuple[int, int]] = []  # (step that may still use it, row)
+        self._limbo_seats: list[tuple[int, int]] = []  # (step that may still use it, seat)
         self._deferred: list[Sequence] = []  # decodes for which no row was left; they come first next time
         self.room = Room(
             pages, policy, self.running, config.max_num_seqs, give_up=self._give_up, in_flight=self._in_flight
@@ -107,14 +107,14 @@ class Scheduler:
         self.backlog.block(seq, until)
 
     def unblock(self, seq: Sequence) -> None:
-        """Back to the queue. Of a sequence that is not blocked (any more), nothing."""
+        """Return a blocked sequence to the queue. Does nothing for others."""
         if seq.status is Status.BLOCKED:
             self.backlog.remove(seq)
             self._enqueue(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence in whatever state; pages and row return when the last launched step has ended. Idempotent: the first
-        reason stays."""
+        """End a sequence in whatever state; pages and row return when the last launched step has ended. Idempotent: the
+        first reason stays."""
         if seq.status is Status.FINISHED:
             return
         if seq.status is Status.RUNNING:
@@ -140,9 +140,6 @@ class Scheduler:
         self._step += 1
         self.room.begin(now)
         step = Step(now, left=min(self.max_rows, max_rows or self.max_rows))
-        if not len(self.backlog.waiting) and not self._deferred and (spans := self._only_decodes(step)):
-            self._launched = self._step
-            return Plan(self._step, spans, step.copies)
         self._fill(step)
         if step.spans:
             self._launched = self._step
@@ -153,9 +150,12 @@ class Scheduler:
         return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
     def _fill(self, step: Step) -> None:
-        """Give the rows away: to decodes, but for what is kept for the oldest prompt; to prompts that hold pages; to the queue, unless somebody
-        just gave way; what is left, to decodes that found none."""
+        """Distribute the row budget: to decodes, less the claim of the oldest prompt; to running prompts; to the queue,
+        unless somebody was just preempted; and the rest to decodes that found no row."""
         decodes, prompts = self._split(step.now)
+        if not prompts and not len(self.backlog.waiting):  # most steps: nobody else wants rows
+            self._prompts_filled, self._deferred = True, self._plan_decodes(step, decodes)
+            return
         if not self.prompts_first:
             ahead = self.backlog.waiting.rows + sum(rows_left(seq) for seq in prompts)
             step.left = self.pace.most(len(decodes), sum(1 + seq.num_look_ahead for seq in decodes), step.left, ahead)
@@ -169,75 +169,31 @@ class Scheduler:
         self._plan_prompts(step, prompts, claimant, claim)
         if not step.preempted:
             self._admit(step, claimant, claim)
-        self._prompts_filled = (
-            not sit_out or step.left <= budget // 2
-        )  # else there were no pages: decodes take part next time
+        # False: prompts found no pages, so decodes take part next time.
+        self._prompts_filled = not sit_out or step.left <= budget // 2
         if sit_out and not step.spans:
             deferred = self._plan_decodes(step, decodes)
         self._deferred = self._use_leftover(step, deferred)
         if not claim and self.pace.target is None:  # a pace counts in whole tiles itself
             round_down(step, budget, self.pages.page_slots)
 
-    def _only_decodes(self, step: Step) -> list[Span] | None:
-        """The plan, the hot path: all that run decode, with a draft or without, and there are rows and pages for it. None: this is another
-        kind of step."""
-        ordered, spans = self.running.ordered(step.now), []
-        spare = step.left - len(ordered)  # rows for drafts
-        if spare < 0:
-            return None
-        for seq in ordered:
-            start, num_tokens = seq.num_computed + seq.num_ahead, len(seq.tokens) + seq.num_drawn
-            if num_tokens - start != 1 or seq.guests:
-                return None
-            if seq.num_drawn and self._awaits_result(seq):
-                continue
-            if seq.draft:
-                if len(seq.draft) > spare:
-                    return None
-                trim_draft(seq, spare, self.max_model_len)
-                spare -= len(seq.draft)
-            if not self.pages.grow(seq, num_tokens + len(seq.draft), step.copies):
-                return None  # the pages that others got meanwhile are found in their tables
-            spans.append(
-                next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, ONE_SAMPLE, seat=seq.seat)
-            )
-        for span in spans:
-            span.seq.num_ahead += span.length
-            span.seq.num_drawn += 1
-        return spans
-
     def advance(self, span: Span, emitted: list[int]) -> None:
-        """Commit one span: ``emitted`` are the sampled tokens along the accepted draft. Of a void span nothing is kept."""
-        seq = span.seq
-        if not span.valid:
-            return
+        """Commit one valid span: ``emitted`` are the tokens sampled along the accepted draft."""
+        seq, start, num_known = span.seq, span.start, len(span.seq.tokens)
+        assert span.seat == seq.seat and start == seq.num_computed, (span, "is not the next one")
         self._land(span)
-        end = span.start + span.length - len(span.guests)  # what guests wrote is nobody's
-        drafted = end - seq.num_tokens
-        assert span.start == seq.num_computed, (span, "is not the next one")
-        assert len(emitted) <= max(0, drafted + 1), (span, "has no rows for what it emits")
         seq.tokens += emitted
+        end, last = start + span.length, len(seq.tokens) - 1
+        if span.guests:
+            end -= len(span.guests)  # what guests wrote is nobody's
+        assert end >= last or not emitted, (span, "has no rows for what it emits")
         # Rejected draft rows lie beyond the last known token, and that one still has to predict the next.
-        seq.num_computed = min(end, seq.num_tokens - 1)
-        seq.drop_draft()
-        in_flight = self._in_flight()
-        self.pages.commit(seq, in_flight)
-        if drafted > 0 or span.guests:
-            self.pages.truncate(seq, seq.num_tokens, in_flight)
-
-    def append(self, span: Span, emitted: list[int]) -> None:
-        """``advance`` for a valid span of a decode, the hot path."""
-        seq = span.seq
-        before = seq.num_computed
-        span.landed = True
-        seq.tokens += emitted
-        seq.num_computed = len(seq.tokens) - 1
-        seq.num_ahead -= span.length
-        seq.num_drawn -= 1
-        if self.pages.commits_between(before, seq.num_computed):
-            self.pages.commit(seq, self._in_flight())
-        if span.length > 1:
+        seq.num_computed = end if end < last else last
+        if seq.draft or seq.guests:
             seq.drop_draft()
+        if self.pages.commits_between(start, seq.num_computed):
+            self.pages.commit(seq, self._in_flight())
+        if span.length > 1 and (end > num_known or span.guests):
             self.pages.truncate(seq, len(seq.tokens), self._in_flight())
 
     def _land(self, span: Span) -> None:
@@ -246,33 +202,42 @@ class Scheduler:
         span.seq.num_drawn -= "sample" in span.want
 
     def complete(self, plan: Plan) -> None:
-        """A plan has ended; nothing launched up to it uses a page or row any more. What was not advanced is planned again."""
+        """A plan has ended; nothing launched up to it uses a page or row any more. What was not advanced is planned
+        again."""
         for span in plan.spans:
             if not span.landed and span.valid:
                 self._land(span)
         self._completed = max(self._completed, plan.step)
         self.pages.retire(plan.step)
         if self._limbo_seats:
-            self._free_seats += [row for step, row in self._limbo_seats if step <= plan.step]
+            self._free_seats += [seat for step, seat in self._limbo_seats if step <= plan.step]
             self._limbo_seats = [entry for entry in self._limbo_seats if entry[0] > plan.step]
 
     # -------------------------------------------------------------------------------------------------------- running
 
     def _split(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences by rank: decodes (those that waited for a row first) and prompts."""
+        """Return the running sequences that may have rows, by rank: decodes (deferred ones first) and prompts."""
         decodes, prompts = [seq for seq in self._deferred if seq.status is Status.RUNNING], []
-        waited = set(decodes)
+        waited, longest = set(decodes), self.max_model_len
         for seq in self.running.ordered(now):
-            if len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead > 1:  # rows_left, the hot path
+            num_tokens = len(seq.tokens) + seq.num_drawn
+            if num_tokens - seq.num_computed - seq.num_ahead > 1:
                 seq.drop_draft()
                 prompts.append(seq)
-            elif not (seq.num_drawn and self._awaits_result(seq)) and seq not in waited:
+                continue
+            # A token is being drawn. Is a draft being verified, so that nobody knows what follows, or is it the last
+            # one?
+            if seq.num_drawn and (
+                num_tokens >= seq.num_prompt + seq.max_output or num_tokens >= longest or seq.draft or seq.guests
+            ):
+                continue
+            if not (waited and seq in waited):
                 decodes.append(seq)
         return decodes, prompts
 
     def _prompts_fill(self, prompts: list[Sequence], budget: int) -> bool:
-        """Whether the prompts that run, and those in the queue that find a seat, have a whole step's rows to compute. What the cache has is looked
-        up for the first of those."""
+        """Whether running prompts, and queued ones that find a seat, have a whole step's rows to compute. The cache is
+        looked up for the first LOOK_AHEAD of the queue."""
         rows = sum(rows_left(seq) for seq in prompts)
         for i, seq in enumerate(islice(self.backlog.waiting, max(0, self._seats()))):
             if rows >= budget:
@@ -282,12 +247,6 @@ class Scheduler:
                     seq.num_tokens - self._start_point(seq)[1] if i < LOOK_AHEAD else self.backlog.waiting.rows_of(seq)
                 )
         return rows >= budget and self.pace.target is None
-
-    def _awaits_result(self, seq: Sequence) -> bool:
-        """Whether what comes after the tokens in flight is open (a draft is being verified), or certain to be nothing."""
-        return bool(seq.draft or seq.guests) or len(seq.tokens) + seq.num_drawn >= min(
-            self.max_model_len, seq.num_prompt + seq.max_output
-        )
 
     def _claim(self, prompts: list[Sequence], now: float, budget: int) -> tuple[Sequence | None, int]:
         """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
@@ -302,9 +261,9 @@ class Scheduler:
         return seq, min(max(least, budget // 10), rows_left(seq), budget // 2)
 
     def _plan_decodes(self, step: Step, decodes: list[Sequence]) -> list[Sequence]:
-        """Returns those for which no row was left."""
+        """Plan decodes and return those for which no row was left."""
         spare = step.left - len(decodes)  # rows for drafts: every decode gets its one row first
-        grow = self.pages.grow
+        grow, spans, copies = self.pages.grow, step.spans, step.copies
         for i, seq in enumerate(decodes):
             if seq.status is not Status.RUNNING:
                 continue
@@ -314,8 +273,11 @@ class Scheduler:
             if seq.draft or seq.guests:
                 trim_draft(seq, spare, self.max_model_len)
                 spare -= seq.num_look_ahead
-            if grow(seq, num_tokens + seq.num_look_ahead, step.copies) or self.room.make(step, seq, num_tokens):
-                step.add(seq, 1 + len(seq.draft))
+                if grow(seq, num_tokens + seq.num_look_ahead, copies) or self.room.make(step, seq, num_tokens):
+                    step.add(seq, 1 + len(seq.draft))
+            elif grow(seq, num_tokens, copies) or self.room.make(step, seq, num_tokens):
+                spans[seq] = Span(seq, num_tokens - 1, 1, ONE_SAMPLE, seat=seq.seat)
+                step.left -= 1
         return []
 
     def _plan_prompts(self, step: Step, prompts: list[Sequence], claimant: Sequence | None, claim: int) -> None:
@@ -335,8 +297,10 @@ class Scheduler:
                 step.add(seq, length)
 
     def _rows_for(self, step: Step, seq: Sequence, start: int, claim: int, kept: int = 0) -> int:
-        """Rows for a chunk from position ``start``; ``kept``: of them for another. Behind another prompt, what would not end a page of one
-        that goes on is left, but for who has a claim: a few rows more cost a step another launch in every layer."""
+        """Row budget for a chunk from position ``start``, less the rows ``kept`` for another prompt.
+
+        A chunk that follows another prompt and would not fill a page is postponed, unless it holds the claim: a few
+        rows more cost a step another launch in every layer."""
         rows, size = self.pace.room(step, start, claim) - kept, self.pages.page_slots
         few = self.max_rows >= size and rows < size - start % size and seq.num_tokens - start > rows
         last = next(reversed(step.spans), None)  # decodes come first
@@ -395,7 +359,7 @@ class Scheduler:
                 parent=source,
             )
             if source is not None and not source.tables:
-                continue  # it took the lease of its own beginning for memory; next step it finds those pages in the index
+                continue  # it revoked the lease it would start from; next step it finds those pages in the index
             if self._seats() <= 0 or any(lacking):
                 if not passed and not admitted and self.room.displace(step, seq, lacking, self._seats()):
                     break
@@ -420,10 +384,11 @@ class Scheduler:
         return total
 
     def _start_point(self, seq: Sequence) -> tuple[Sequence | None, int]:
-        """In whose pages a sequence starts (None: in those of the prefix index), and at which position: the latest there is.
+        """Return the sequence to fork from (None: the prefix cache) and the first position left to compute: the longest
+        reuse wins.
 
-        A lease comes first: a branch of a request that goes on from one must not copy the copy its parent has just begun with.
-        A sequence whose prompt is to be scored must compute the rows that still have no score.
+        A lease comes first: a branch of a request that goes on from one must not copy the copy its parent has just
+        begun with. A sequence whose prompt is to be scored must compute the rows that still have no score.
         """
         unscored = unscored_from(seq)
         if unscored is None and (holder := self.room.resumed(seq)) is not None:
@@ -468,7 +433,7 @@ class Scheduler:
         return self._launched if self._launched > self._completed else None
 
     def _stop(self, seq: Sequence) -> None:
-        """RUNNING -> none: pages and row go back as soon as no launched step uses them."""
+        """Stop a running sequence. Its pages and seat become free as soon as no launched step uses them."""
         after_step = self._in_flight()
         self.running.discard(seq)
         self.pages.release(seq, after_step)
@@ -485,9 +450,8 @@ class Scheduler:
         self._enqueue(seq)
 
     def _enqueue(self, seq: Sequence) -> None:
-        known = (
-            self._start_point(seq)[1] if seq.parent is None else seq.num_prompt - 1
-        )  # a branch starts from its parent's prompt
+        # A branch starts from its parent's prompt.
+        known = self._start_point(seq)[1] if seq.parent is None else seq.num_prompt - 1
         self.backlog.add(seq, self._now, seq.num_tokens - known)
 
     def check(self) -> None:
@@ -507,7 +471,8 @@ class Scheduler:
                 assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), (
                     f"{seq} counts on a step that has ended"
                 )
-        rows = [seq.seat for seq in self.running] + self._free_seats + [row for _, row in self._limbo_seats]
-        assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
+        seats = [seq.seat for seq in self.running] + self._free_seats + [seat for _, seat in self._limbo_seats]
+        assert sorted(seats) == list(range(self.config.max_num_seqs)), "a seat is in no place or in two"
         self.backlog.check()
+        self.room.check()
         self.pages.check(chain(self.running, self.room.leased()))

@@ -1,4 +1,4 @@
-"""How the next rows of a sequence become a span, and a step in the making."""
+"""Turn the next rows of a sequence into a span, and collect spans into a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONE_SAMPLE: dict[Want, range] = {"sample": range(1)}
 
 @dataclass(slots=True)
 class Step:
-    """A plan in the making. ``left``: rows not yet given away."""
+    """A plan in the making. ``left``: rows of the budget that are still free."""
 
     now: float
     left: int
@@ -30,7 +30,7 @@ class Step:
 
 
 def unscored_from(seq: Sequence) -> int | None:
-    """The first prompt row whose log-probability is asked for and not known yet; None: there is none."""
+    """Return the first prompt row whose log-probability is wanted and not known yet, or None."""
     params = seq.request.params
     first = params.score_from if params.prompt_logprobs is None else 1
     if first is None or seq.branch:
@@ -40,7 +40,8 @@ def unscored_from(seq: Sequence) -> int | None:
 
 
 def next_span(seq: Sequence, length: int) -> Span:
-    """The next ``length`` rows of a sequence, and its guests behind them: rows from the last known token on are sampled."""
+    """Return a span of the next ``length`` rows of a sequence and its guests. Rows from the last known token on are
+    sampled."""
     start = seq.num_computed + seq.num_ahead
     first = len(seq.tokens) + seq.num_drawn - 1 - start  # the row of the last token, known or being drawn
     if length == 1 and not first and not seq.guests:
@@ -67,12 +68,12 @@ def next_span(seq: Sequence, length: int) -> Span:
 
 
 def rows_left(seq: Sequence) -> int:
-    """Rows a sequence still needs to have a next token, beside its draft: one for a decode, more for a prompt."""
+    """Number of rows until the next token, the draft not counted: one for a decode, more for a prompt."""
     return len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead
 
 
 def trim_draft(seq: Sequence, spare: int, max_model_len: int) -> None:
-    """Drop a draft that has no rows, or that goes further than the sequence may; and guests for which nothing is left."""
+    """Drop a draft that exceeds the ``spare`` rows or the sequence's last position, and guests that do not fit."""
     limit = min(max_model_len, seq.num_prompt + seq.request.max_tokens) - 1
     if len(seq.draft) > min(spare, limit - len(seq.tokens)):
         seq.drop_draft()
@@ -81,18 +82,18 @@ def trim_draft(seq: Sequence, spare: int, max_model_len: int) -> None:
 
 
 def room_to_start(seq: Sequence, page_slots: int) -> int:
-    """Tokens there must be room for at admission: all that are known and a page to go on with, or all there will ever be
-    (the last one is never computed)."""
+    """Number of tokens that must fit at admission: the known ones and a page more, or all there will ever be if fewer.
+    The last token is never computed."""
     return max(seq.num_tokens, min(seq.num_tokens + page_slots, seq.num_prompt + seq.request.max_tokens - 1))
 
 
 def page_aligned(start: int, length: int, page_slots: int) -> int:
-    """The longest span of at most ``length`` rows that ends at the end of a page; 0: there is none."""
+    """Length of the longest span of at most ``length`` rows that ends at the end of a page; 0: there is none."""
     return max(0, (start + length) // page_slots * page_slots - start)
 
 
 def round_down(step: Step, budget: int, page_slots: int) -> None:
-    """Where decodes and prompts mix, drop the part of the last row tile that a prompt can as well compute next step."""
+    """Where decodes and prompts mix, cut the last chunk so that the step ends with a whole row tile."""
     extra = (budget - step.left) % ROW_TILE
     if budget % ROW_TILE or not extra:
         return

@@ -1,12 +1,13 @@
-"""How long a step takes, learnt while serving, and what follows: the largest chunk within a time, the wait for a first token.
+"""How long a step takes, learnt while serving, and what follows: the largest chunk within a time, the wait for a first
+token.
 
     T = c0 + c1 rows + c2 sum over chunks of q (context + q / 2) + c3 sum over decode rows of context + c4 sequences
 
-c0 is the weights' read (of a mixture of experts, of those that so many rows fall on) and the launch, c1 the matmuls, c2 and
-c3 attention by arithmetic and by bytes, c4 what is done once a sequence. Steps replayed from CUDA graphs have coefficients
-of their own. The fit starts from a roofline, is recursive least squares with forgetting on *relative* errors (a step of 0.3
-ms counts as much as one of 300 ms), bounds what one outlier can do, and keeps every coefficient at or above zero. Times are
-in seconds. Pure numpy; one update costs some 20 us.
+c0 is the weights' read (of a mixture of experts, of those that so many rows fall on) and the launch, c1 the matmuls, c2
+and c3 attention by arithmetic and by bytes, c4 what is done once a sequence. Steps replayed from CUDA graphs have
+coefficients of their own. The fit starts from a roofline, is recursive least squares with forgetting on *relative*
+errors (a step of 0.3 ms counts as much as one of 300 ms), bounds what one outlier can do, and keeps every coefficient
+at or above zero. Times are in seconds. Pure numpy; one update costs some 20 us.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What the device and the model allow at best: bytes a second, FLOP a second; per step, row, pair and context token."""
+    """What the device and the model allow at best: bytes a second, FLOP a second; per step, row, pair and context
+    token."""
 
     bandwidth: float
     flops: float
@@ -137,10 +139,12 @@ class _Fit:
         gain = spread / (FORGETTING + float(z @ spread))
         freely = self.factors + gain * max(-bound, min(bound, residual))
         factors = np.maximum(freely, 0.0)
-        # What is cut off at zero would stay in the prediction of this very step, which then grows whatever was measured.
+        # What is cut off at zero would stay in the prediction of this very step, which then grows whatever was
+        # measured.
         self.factors = factors * (float(z @ freely) / max(float(z @ factors), 1e-30))
         covariance = (self._covariance - np.outer(gain, spread)) / FORGETTING
-        # Where no step tells anything, forgetting would grow without end: no term is ever less certain than at the start.
+        # Where no step tells anything, forgetting would grow without end: no term is ever less certain than at the
+        # start.
         scale = np.minimum(1.0, np.sqrt(self._most / np.maximum(np.diag(covariance), 1e-30)))
         self._covariance = (covariance + covariance.T) / 2 * np.outer(scale, scale)
 
@@ -158,20 +162,22 @@ class StepTimeModel:
             self._fits[graph].observe(self.roofline.vector(shape), seconds)
 
     def start_from(self, known: StepTimeModel, *, graph: bool, other: bool) -> None:
-        """Before the first observation of ``graph``: begin with what ``known`` has learnt of its steps of ``other``. What differs is
-        believed to be the launch and what is done once a sequence, rather than what a row and a key cost."""
+        """Before the first observation of ``graph``: begin with what ``known`` has learnt of its steps of ``other``.
+        What differs is believed to be the launch and what is done once a sequence, rather than what a row and a key
+        cost."""
         self._fits[graph].start_from(known._fits[other].factors)
 
     def predict(self, shape: StepShape, *, graph: bool = False) -> float:
         return max(float(self.roofline.vector(shape) @ self._fits[graph].coefficients), self.roofline.bound(shape))
 
     def relative_error(self, *, graph: bool = False) -> float | None:
-        """Mean of |predicted - measured| / measured over about the last 50 steps, each predicted before it was learnt from."""
+        """Mean of |predicted - measured| / measured over about the last 50 steps, each predicted before it was learnt
+        from."""
         return self._fits[graph].relative_error
 
     def chunk_for(self, budget: float, running: StepShape, start: int, most: int) -> int:
-        """Rows of the largest chunk from position ``start`` that may join ``running`` within ``budget`` seconds, at most
-        ``most``; 0 when none may. Where rows remain after it, the step's rows are rounded down to a whole tile."""
+        """Rows of the largest chunk from position ``start`` that may join ``running`` within ``budget`` seconds, at
+        most ``most``; 0 when none may. Where rows remain after it, the step's rows are rounded down to a whole tile."""
         if most < 1 or self.predict(running.plus(start, 1)) > budget:
             return 0
         low, high = 1, most + 1  # low fits, high does not
@@ -184,8 +190,9 @@ class StepTimeModel:
         return whole if whole > 0 else low
 
     def time_to_first_token(self, tokens_ahead: int, prompt_tokens: int, running: StepShape, step_rows: int) -> float:
-        """Seconds until a prompt that arrives now has its first token: ``tokens_ahead`` uncached prompt tokens are computed
-        before it, then its own, in steps of ``step_rows`` rows that also carry the decode rows of ``running``."""
+        """Seconds until a prompt that arrives now has its first token: ``tokens_ahead`` uncached prompt tokens are
+        computed before it, then its own, in steps of ``step_rows`` rows that also carry the decode rows of
+        ``running``."""
         chunk = max(1, step_rows - running.rows)
         whole, rest = divmod(max(0, tokens_ahead), chunk)
         # Of what waits ahead only the count is known: chunks without context.
@@ -196,12 +203,12 @@ class StepTimeModel:
 
 
 def step_budget(limit: float, waited: Iterable[float]) -> float:
-    """Seconds the next step may take so that no running request exceeds ``limit`` between tokens. ``waited``: seconds since
-    each one's last token."""
+    """Seconds the next step may take so that no running request exceeds ``limit`` between tokens. ``waited``: seconds
+    since each one's last token."""
     return SLACK_SHARE * max(0.0, limit - max(waited, default=0.0))
 
 
 def retry_after(predicted: float, deadline: float) -> int | None:
-    """None: a request with this predicted time to its first token is admitted. Else whole seconds (1 or more) after which it
-    may come again, for a 429's ``Retry-After``."""
+    """None: a request with this predicted time to its first token is admitted. Else whole seconds (1 or more) after
+    which it may come again, for a 429's ``Retry-After``."""
     return None if predicted <= deadline else max(1, math.ceil(predicted - deadline))

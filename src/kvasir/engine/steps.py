@@ -19,13 +19,14 @@ from kvasir.engine.runner import Runner
 from kvasir.logs import log
 from kvasir.types import Handle, PageCopy, Plan, Span, SpanResult
 
-RECOVERY_STEPS = 32  # steps at half the row budget after memory ran out
+RECOVERY_STEPS = 32  # number of steps at half the row budget after memory ran out
 Outcome = tuple[list[Span], list[SpanResult | None]]
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched plan. ``handle`` is None where it must be run again: ``error`` says why (None: the step before it failed)."""
+    """A launched plan. ``handle`` is None where it must run again; ``error`` says why (None: the step before
+    failed)."""
 
     plan: Plan
     handle: Handle | None
@@ -35,7 +36,7 @@ class _Flight:
 
 
 class StepRunner:
-    """Keeps the row budget and turns exceptions of a step into results of single spans."""
+    """Keep the row budget and turn exceptions of a step into results of single spans."""
 
     def __init__(self, runner: Runner, max_rows: int, clock: StepClock | None = None) -> None:
         self.runner = runner
@@ -51,7 +52,7 @@ class StepRunner:
         return bool(self._flying) and self._flying[0].handle is None
 
     def launch(self, plan: Plan, timed: bool = False) -> None:
-        """Copy pages and launch. Raises only when the device is lost. ``timed``: the model of step times learns from it."""
+        """Copy pages and launch. Raises only when the device is lost. ``timed``: the step-time model learns from it."""
         if self._recover_in:
             self._recover_in -= 1
             if not self._recover_in:
@@ -71,8 +72,8 @@ class StepRunner:
         self._flying.append(_Flight(plan, handle, error, lost, lap))
 
     def resolve(self) -> Iterator[Outcome]:
-        """Wait for the oldest plan in flight and yield (spans, results) for parts of it, together covering every span that
-        is still valid. The result of a span that could not run for want of memory is None: it is planned again, smaller."""
+        """Wait for the oldest plan in flight and yield (spans, results) for parts of it, together covering every span
+        that is still valid. A span that lacked memory has None for a result: it is planned again, smaller."""
         flight = self._flying.popleft()
         plan, error = flight.plan, flight.error
         if flight.handle is not None:

@@ -1,5 +1,6 @@
-"""By problem: requests of one ``Request.affinity`` stand together, where the first of them came, so that they find the prompt they share
-while it is still in the cache, and a problem that was begun is ended before the next one takes its pages. Others by arrival.
+"""Order by problem: requests of one ``Request.affinity`` stand together, where the first of them came, so that they
+find the prompt they share while it is still in the cache, and a problem that was begun is ended before the next one
+takes its pages. Others by arrival.
 
 Ordinary requests on the same engine are passed by calls of older problems; ageing bounds for how long (``policy.py``).
 """

@@ -1,4 +1,4 @@
-"""First come, first served: by arrival, the branches of a request in turn."""
+"""First come, first served: order by arrival, the branches of a request in turn."""
 
 from __future__ import annotations
 

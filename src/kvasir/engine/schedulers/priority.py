@@ -1,4 +1,5 @@
-"""By ``Request.priority``, lower first, then by arrival; a much more urgent arrival takes the place of a running request."""
+"""Order by ``Request.priority``, lower first, then by arrival; a much more urgent arrival takes the place of a running
+request."""
 
 from __future__ import annotations
 

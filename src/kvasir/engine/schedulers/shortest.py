@@ -1,9 +1,10 @@
 """Short prompts first, as far as there is a queue, and nobody long after his time.
 
-Where prompts wait for rows, the mean wait is least when the shortest go first; but then the long ones wait for ever, and where nothing
-waits there is nothing to win. Here a prompt stands as if it had come later by ``WEIGHT`` x (mean wait x its length / mean length) of the
-requests before it. One of mean length lets pass what came within twice the mean wait behind it, and nothing later; without a queue the
-order is that of arrival. Ranks are given once. The simulation of traces that chose the weight: ``tools/simulate_serving.py``.
+Where prompts wait for rows, the mean wait is least when the shortest go first; but then the long ones wait for ever,
+and where nothing waits there is nothing to win. Here a prompt stands as if it had come later by ``WEIGHT`` x (mean wait
+x its length / mean length) of the requests before it. One of mean length lets pass what came within twice the mean wait
+behind it, and nothing later; without a queue the order is that of arrival. Ranks are given once. The simulation of
+traces that chose the weight: ``tools/simulate_serving.py``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,103 @@
+"""The gate: refuses requests that cannot run here, and those that would wait too long.
+
+The queue is bounded. An unbounded one is a memory leak with a latency graph.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvasir.config import SchedulerConfig
+from kvasir.engine.pace import Pace
+from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.spans import rows_left
+from kvasir.engine.step_time import StepShape, retry_after
+from kvasir.types import Event, ModelInfo, Request, Sequence, Status
+
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # bounds of the ``Retry-After`` of a full queue
+
+
+class Gate:
+    """Checks a new request against the pages, the queue and the promised time to its first token.
+
+    ``max_queued_tokens``: prompt tokens that may wait at once. By default four times what the cache or the context
+    holds, whichever is more.
+    """
+
+    def __init__(self, config: SchedulerConfig, info: ModelInfo, scheduler: Scheduler, pace: Pace) -> None:
+        self._config = config
+        self._info = info
+        self._scheduler = scheduler
+        self._pages = scheduler.pages
+        self._pace = pace
+        self.max_queued_tokens = config.max_queued_tokens or 4 * max(info.kv_capacity_tokens, info.max_model_len)
+
+    def refusal(self, request: Request, max_rows: int) -> Event | None:
+        """Return the error that refuses ``request``, or None to take it. ``max_rows``: the row budget of a step now."""
+
+        def refuse(status: int, code: str, message: str, retry_after: float | None = None) -> Event:
+            return Event(
+                kind="error",
+                request_id=request.id,
+                epoch=request.epoch,
+                status=status,
+                code=code,
+                message=message,
+                retry_after=retry_after,
+            )
+
+        num_prompt, config, backlog = len(request.prompt_ids), self._config, self._scheduler.backlog
+        needed = num_prompt + max(0, request.max_tokens - 1)  # the last token is never computed
+        if not self._pages.fits(needed, self._scheduler.max_rows):
+            return refuse(
+                400,
+                "context_length_exceeded",
+                f"prompt and max_tokens need {needed} tokens of KV; the pool holds {self._info.kv_capacity_tokens}",
+            )
+        if request.epoch > 0:  # it was accepted before the engine restarted
+            return None
+        if request.params.lease and self._pages.index is None:
+            return refuse(400, "no_prefix_cache", "a lease keeps pages for the prefix cache, which is off here")
+        if request.params.n > config.max_queued_requests:
+            return refuse(
+                400,
+                "too_many_branches",
+                f"n={request.params.n} is more than this server queues at all ({config.max_queued_requests})",
+            )
+        queued = len(backlog.waiting) + len(backlog.blocked)
+        if queued + request.params.n > config.max_queued_requests:
+            message = f"{config.max_queued_requests} requests are queued already"
+            return refuse(429, "queue_full", message, self._retry_seconds(max_rows))
+        if backlog.prompt_tokens + num_prompt > self.max_queued_tokens:
+            message = f"{self.max_queued_tokens} prompt tokens are queued already"
+            return refuse(429, "queue_full", message, self._retry_seconds(max_rows))
+        if config.max_ttft is not None:
+            seq = Sequence(request)
+            seq.status = Status.FINISHED  # policies are only asked where it would stand
+            seconds = self._first_token_in(num_prompt - self._pages.match(seq), max_rows, seq)
+            if wait := retry_after(seconds, config.max_ttft):
+                return refuse(
+                    429,
+                    "overloaded",
+                    f"the first token would take about {seconds:.1f} s; max_ttft is {config.max_ttft:g} s",
+                    wait,
+                )
+        return None
+
+    def _first_token_in(self, num_tokens: int, max_rows: int, seq: Sequence | None = None) -> float:
+        """Predict the seconds to the first token of a prompt that arrives now.
+
+        ``num_tokens`` of it must be computed. It stands in the queue where ``seq`` would, by default last. Overdue
+        requests, which would go first, are not counted in.
+        """
+        waiting = self._scheduler.backlog.waiting
+        rows = [(seq.num_computed, rows_left(seq)) for seq in self._scheduler.running]
+        running = StepShape.of((start, 1) for start, left in rows if left <= 1)
+        ahead = waiting.rows if seq is None else waiting.rows_before(seq, time.monotonic())
+        ahead += sum(left for _, left in rows if left > 1)
+        return self._pace.first_token(running, ahead, num_tokens, max_rows)
+
+    def _retry_seconds(self, max_rows: int) -> float:
+        """Seconds after which what is queued now will have been computed, within the bounds."""
+        seconds = round(self._first_token_in(0, max_rows), 1)
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))
