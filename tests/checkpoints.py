@@ -1,7 +1,7 @@
 """Tiny random HF checkpoints of every family, written by transformers, with every quirk turned on somewhere.
 
-``write(folder, "gemma3_text")`` makes one; ``VARIANTS`` are the names. Weights are far larger than an initialiser's, so that
-a wrong bias, norm or window shows in the logits.
+``write(folder, "gemma3_text")`` makes one; ``VARIANTS`` are the names. Weights are far larger than an initialiser's, so
+that a wrong bias, norm or window shows in the logits.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def write(
     shards: bool = False,
     **changes: Any,
 ) -> Path:
-    """Write a checkpoint of ``variant`` into ``folder``; ``changes`` go to its config, ``edit`` to the config.json written."""
+    """Write a checkpoint of ``variant`` into ``folder``; ``changes`` go to its config, ``edit`` to the config.json
+    written."""
     import torch
     import transformers
 

@@ -1,4 +1,5 @@
-"""Compare the host time of a decode step between two checkouts: ``python tools/host_time.py --other SRC --batch 1,16,64 OUT.json``.
+"""Compare the host time of a decode step between two checkouts: ``python tools/host_time.py --other SRC --batch 1,16,64
+OUT.json``.
 
 Host time is what Python does in a step: plan, pack, launch, commit and events. It is the wall time of ``Engine.step``
 minus the time spent in the step handle's ``read`` (the wait for the device) and, on a CPU, in the native decode call.
@@ -60,6 +61,7 @@ def work(options: argparse.Namespace) -> None:
     """The worker: build an engine with ``--batch`` sequences that decode, then time a round for every line of stdin."""
     from kvasir import LLM, SamplingParams
     from kvasir.bench.workloads import shape_folder
+
     try:
         from kvasir.client import admission
     except ImportError:  # checkouts of before the client had a folder of its own
@@ -80,13 +82,15 @@ def work(options: argparse.Namespace) -> None:
         engine = llm.engine
         launch = engine.runner.launch
         engine.runner.launch = lambda plan: Handle(launch(plan), watch)
-        params = SamplingParams(temperature=0.0, max_tokens=llm.info.max_model_len - 16, ignore_eos=True, detokenize=False)
+        longest = llm.info.max_model_len - 16
+        params = SamplingParams(temperature=0.0, max_tokens=longest, ignore_eos=True, detokenize=False)
         draw = random.Random(0)
 
         def refill() -> None:
             for i in range(batch):
                 ids = [draw.randrange(3, llm.info.tokenizer_size) for _ in range(8)]
-                engine.submit(admission.admit(ids, params, llm.info, id=f"{time.monotonic()}-{i}", arrival=time.monotonic()))
+                now = time.monotonic()
+                engine.submit(admission.admit(ids, params, llm.info, id=f"{now}-{i}", arrival=now))
             for _ in range(WARM_STEPS):
                 engine.step()
             while engine.idle():

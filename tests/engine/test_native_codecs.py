@@ -1,7 +1,8 @@
 """Quantised caches through the native step of a CPU: the round-trip rule bit by bit, and the tokens of the plain path.
 
-A row's bits depend on itself and on the way its products are made. With one way for all steps (no matrix tiles) chunks, batches,
-prefix hits, preemption, drafts and restarts change nothing, not one bit, as in exact mode. Poison and invariant checks are on.
+A row's bits depend on itself and on the way its products are made. With one way for all steps (no matrix tiles) chunks,
+batches, prefix hits, preemption, drafts and restarts change nothing, not one bit, as in exact mode. Poison and
+invariant checks are on.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def test_same_tokens_full_product(case, reference, one_way):
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4_bdr:rotate_v=true"])
 def test_draft_trees(codec, one_way):
-    """Decoys before, beside and below the right tokens: accepted slots move, codes and scales, within a page and across."""
+    """Decoys before, beside and below the right tokens: accepted slots move, codes and scales, within a page and
+    across."""
     native_steps = dict(batch_invariant=False, kv_codec=codec, page_slots=None, num_pages=24)
     alone = helpers.driver(max_num_batched_tokens=512, enable_prefix_caching=False, **native_steps)
     for request in helpers.requests(alone, 1.0, 2, max_tokens=24):
@@ -72,7 +74,8 @@ def test_draft_trees(codec, one_way):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_loads_under_pressure(seed, one_way):
-    """Requests of random lengths at random times, with tokens for a third of them: every output is that of the request alone."""
+    """Requests of random lengths at random times, with tokens for a third of them: every output is that of the request
+    alone."""
     rng = random.Random(seed)
     codec, rows = rng.choice(CODECS), rng.choice([5, 24, 200])
     given = [

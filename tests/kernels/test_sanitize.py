@@ -27,7 +27,8 @@ exit $status
 
 @pytest.fixture
 def sanitize(tmp_path, monkeypatch):
-    """Run the tool over made-up tests in a folder of their own: its exit status, the metrics of each file, its report."""
+    """Run the tool over made-up tests in a folder of their own: its exit status, the metrics of each file, its
+    report."""
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_a.py").write_text(

@@ -95,8 +95,8 @@ class AttentionBackend(Technique):
     def pin(
         self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, shared: dict[str, Any]
     ) -> None:
-        """Plan a step whose tensors stay (a CPU tape): ``bias`` [S, 1, 1, N] is added to the scores of one row for each sequence, and
-        ``shared`` is what ``Codec.read`` gets. Only a ``reference`` backend has to."""
+        """Plan a step whose tensors stay (a CPU tape): ``bias`` [S, 1, 1, N] is added to the scores of one row for each
+        sequence, and ``shared`` is what ``Codec.read`` gets. Only a ``reference`` backend has to."""
         raise NotImplementedError
 
     @abstractmethod

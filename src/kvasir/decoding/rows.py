@@ -166,8 +166,8 @@ class SampleBatch:
     """A plan as the sampler sees it.
 
     ``first[s]``: logit row of the first wanted row of span s; ``wanted[s]``: its wanted rows (0-based in the span,
-    ascending); ``errors``: rows that fail whatever the logits are; ``row_tokens[s]``: the tokens of a span that verifies a
-    draft (empty for others), since the sequence may have lost its draft by the time this is read."""
+    ascending); ``errors``: rows that fail whatever the logits are; ``row_tokens[s]``: the tokens of a span that
+    verifies a draft (empty for others), since the sequence may have lost its draft by the time this is read."""
 
     spans: list[Span]
     wanted: list[range | list[int]]

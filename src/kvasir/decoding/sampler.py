@@ -100,7 +100,7 @@ class Sampler:
         self.by_blocks = False  # whether drafts may have been drawn for verification by blocks
         self.kept: list[torch.Tensor] | None = None  # a list collects the [S, V] log-weights of all draws
 
-    # ------------------------------------------------------------------------------------------------ per-sequence state
+    # ----------------------------------------------------------------------------------------------- per-sequence state
 
     def open(self, seq: Sequence) -> None:
         """Set up ``seq.seat`` from the request and ``seq.tokens``, in the same way at the start, after preemption and
@@ -162,7 +162,7 @@ class Sampler:
         if state.bound:
             state.accepted(list(tokens))
 
-    # ---------------------------------------------------------------------------------------------------------- one step
+    # --------------------------------------------------------------------------------------------------------- one step
 
     def pack(self, spans: list[Span]) -> SampleBatch:
         """Gather, on the host, what each logit row is conditioned on, in the order of ``StepBatch.logit_rows``."""

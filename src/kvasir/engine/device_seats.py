@@ -121,7 +121,7 @@ class DeviceSeats:
         del self._open[seat]
         self._unsent.discard(seat)
 
-    def drawn(self, seats: Many[int] | np.ndarray, positions: Many[int] | np.ndarray) -> None:
+    def drawn(self, seats: Many[int] | np.ndarray, positions: Many[int] | np.ndarray | int) -> None:
         """Note that the launched step leaves the tokens of these positions in ``token``."""
         self._position[seats] = positions
 

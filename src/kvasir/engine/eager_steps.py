@@ -35,7 +35,7 @@ class EagerSteps(StepWay):
         hidden_ME = parts.model.forward(
             batch, parts.caches, parts.backend, None if tapped is None else tapped.by_layer, wanted_M=wanted_M
         )
-        handle = parts.sample_from(spans, hidden_ME)
+        handle: Handle = parts.sample_from(spans, hidden_ME)
         if batch.guests is not None:
             handle = GuestHandle(handle, spans, hidden_ME[count:])
         return handle if tapped is None else TappedHandle(handle, spans, tapped.hidden_TLE)

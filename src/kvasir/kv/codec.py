@@ -88,8 +88,8 @@ class Codec(Technique):
     ) -> None:
         """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
-        ``shared``: what does not depend on the layer; empty at first, passed again for the group's other layers with the
-        same slots."""
+        ``shared``: what does not depend on the layer; empty at first, passed again for the group's other layers with
+        the same slots."""
         raise NotImplementedError
 
     def write_fused(
@@ -107,8 +107,8 @@ class Codec(Technique):
         return None
 
     def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-        """A read of pages [..., W] as one gather: rows of the pool seen as a matrix of blocks, and the shape of what they
-        hold, [2, ..., G, W * P, D]. None: pages cannot be read so.
+        """A read of pages [..., W] as one gather: rows of the pool seen as a matrix of blocks, and the shape of what
+        they hold, [2, ..., G, W * P, D]. None: pages cannot be read so.
 
         Recorded steps call such a codec with more in ``shared``: its ``write`` must take ``rows``
         (``kernels.store_kv.row_index``), and its ``read`` must take ``blocks``, ``shape`` and ``pages``."""

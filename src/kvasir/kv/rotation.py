@@ -6,7 +6,9 @@ Legend: D head dim.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -64,9 +66,16 @@ class Rotation:
         key = dtype, device, values
         if key not in self._bases:
             dim, order = len(self.signs_D), self.order
-            parts = "cross" if order == dim else "same" if dim // 2 % order == 0 else "whole"
+            parts: Literal["same", "cross", "whole"] = (
+                "cross" if order == dim else "same" if dim // 2 % order == 0 else "whole"
+            )
             width = dim if parts == "whole" else dim // 2
             block = min(order, width)
             matrix = (hadamard(torch.eye(width), block) * block**0.5).round()
             self._bases[key] = Basis(matrix.to(device, dtype), self.signs_D.to(device, dtype), parts, order, values)
         return self._bases[key]
+
+
+def largest_order(dim: int) -> int:
+    """Largest power of two that divides ``dim``."""
+    return 1 << int(math.log2(dim & -dim))

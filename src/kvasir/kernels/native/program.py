@@ -26,7 +26,8 @@ MAX_DIM = 512
 META = 4  # bytes of scale and bias that go with a row of codes
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
-LAYOUTS = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # layouts of pages, by the name that their codec gives to kernels
+# Layouts of pages that the C sources know, by the word that codecs have for them (``Codec.kernel``).
+LAYOUTS = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}
 TILES_FROM = tuned.MATRIX_TILE_ROWS.value  # rows
 DRAW_BLOCK = 64  # tokens that are scored at a time
 UNDRAWN = -1  # the token of a row that the host must draw

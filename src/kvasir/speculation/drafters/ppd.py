@@ -64,7 +64,8 @@ class PromptDrafter(Drafter):
         if self.config.rows < shape.depth * shape.ensemble or self.config.width < 1:
             raise ConfigError(
                 f"ppd:rows={self.config.rows},width={self.config.width}: rows must be at least "
-                f"{shape.depth * shape.ensemble}, for {shape.depth} prompt tokens of {shape.ensemble}, and width at least 1"
+                f"{shape.depth * shape.ensemble}, for {shape.depth} prompt tokens of {shape.ensemble}, and "
+                "width at least 1"
             )
         self.guests = self._head.weight.detach().flatten(0, 1)
         self._counts = [[0.0, 0.0] for _ in range(shape.depth)]
