@@ -25,13 +25,13 @@ H200 = "NVIDIA H200"
 SIMULATED = "simulated, with step times of an NVIDIA H200"
 XEON = "Intel Xeon with AVX-512, 2 cores"
 
-ATTENTION = "python tools/gpu_attention.py RESULT.json"
-DECODE = "python tools/gpu_decode.py RESULT.json"
-FUSED = "python tools/gpu_fused.py FOLDER"
-CODES = "python tools/gpu_kv.py RESULT.json"
-EXPERTS = "python tools/gpu_moe.py RESULT.json --sweep"
+ATTENTION = "python -m tools.kernels attention RESULT.json"
+DECODE = "python -m tools.kernels decode RESULT.json"
+FUSED = "python -m tools.kernels fused RESULT.json"
+CODES = "python -m tools.kernels kv RESULT.json"
+EXPERTS = "python -m tools.kernels moe RESULT.json --sweep"
 SERVING = "python tools/simulate_serving.py RESULT.json"
-NATIVE = "python tools/cpu_native.py RESULT.json"
+NATIVE = "python -m tools.kernels native RESULT.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ DRAFT_TILES = Tuned(
     ("kvasir.kernels.paged_attention.TogetherShape",),
     H200,
     ("h200/gpu_kv.json", "h200/gpu_verify.json"),
-    f"{CODES} --together",
+    "python -m tools.kernels kv_drafts RESULT.json",
 )
 QUANTIZED_ROWS = Tuned(
     (
@@ -236,7 +236,7 @@ HOPPER_ATTENTION = Tuned(
     ("kvasir.kernels.hopper_attention.HopperShape",),
     H200,
     ("h200/gpu_prefill.json", "h200/gpu_prefill-variants.json", "h200/gpu_prefill-persistent.json"),
-    f"{DECODE} --parts prefill",
+    "python -m tools.kernels prefill RESULT.json",
 )
 
 # ------------------------------------------------------------------------------------------------- writes of the cache
@@ -247,7 +247,7 @@ QUANTIZED_WRITE_ROWS = Tuned(
     ("kvasir.kernels.quantized_qkv.FEW",),
     H200,
     ("h200/gpu_kv-write.json",),
-    f"{CODES} --write",
+    "python -m tools.kernels kv_write RESULT.json",
 )
 QUANTIZED_WRITE = Tuned(
     (
@@ -261,7 +261,7 @@ QUANTIZED_WRITE = Tuned(
     ("kvasir.kernels.quantized_qkv.Shape",),
     H200,
     ("h200/gpu_kv-write.json",),
-    f"{CODES} --write",
+    "python -m tools.kernels kv_write RESULT.json",
 )
 
 # ------------------------------------------------------------------------------------------------------------ products
