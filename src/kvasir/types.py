@@ -1,8 +1,8 @@
 """The nouns of the engine: requests, sequences, spans, plans, batches, events. Imports no sibling, needs no torch.
 
 A *request* is what a user sent. It runs as one *sequence* per branch (``n`` > 1 forks). Every step the scheduler grants
-each sequence a *span* of rows; a list of spans is a *plan*, and a plan packed into tensors is a *StepBatch*. There are no
-phases: a prompt chunk, a decode step and a draft to verify are spans of different length.
+each sequence a *span* of rows; a list of spans is a *plan*, and a plan packed into tensors is a *StepBatch*. There are
+no phases: a prompt chunk, a decode step and a draft to verify are spans of different lengths.
 
 Shape suffixes: T rows, S sequences (spans of this step), M rows whose logits are wanted, N pages.
 """
@@ -26,10 +26,8 @@ U64 = (1 << 64) - 1
 
 def branch_stream(parent: int, branch: int) -> int:
     """The noise stream of branch ``branch`` > 0 forked from stream ``parent``: a hash, so that streams never meet."""
-    digest = hashlib.blake2b(
-        parent.to_bytes(8, "little") + branch.to_bytes(8, "little"), digest_size=8, person=b"kvasir-branch"
-    )
-    return int.from_bytes(digest.digest(), "little")
+    path = parent.to_bytes(8, "little") + branch.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(path, digest_size=8, person=b"kvasir-branch").digest(), "little")
 
 
 # ---------------------------------------------------------------------------------------------------------- requests
@@ -37,9 +35,10 @@ def branch_stream(parent: int, branch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the output. ``text``: the JSON schema, regex, Lark grammar, or a JSON list of choices.
+    """A constraint on the output.
 
-    ``after``: token ids of the end-of-reasoning mark; when not empty, the grammar starts only once they were generated.
+    ``text``: the JSON schema, regex or Lark grammar, or a JSON list of choices.
+    ``after``: token ids of the end-of-reasoning mark; if not empty, the grammar starts once they have been generated.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
@@ -52,15 +51,16 @@ class SamplingParams:
     """How to sample: the OpenAI and vLLM parameters by their usual names. Ranges are checked once, at admission.
 
     ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (lowest id wins a tie).
-    ``seed=None`` draws a fresh stream. ``logprobs``: how many alternatives to report beside the sampled token.
+    ``seed=None`` draws a new stream. ``logprobs``: number of alternatives to report in addition to the sampled token.
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
-    ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); ``drafter``: which one, where several
-    do. Neither changes a token.
-    ``confidence`` k > 0: with every log-probability comes the mean negative one of the k likeliest tokens, a single number
-    (Fu et al. 2025, DeepConf). ``score_from``: the prompt's tokens from this place on are scored, and what they sum up to comes
-    back as one `PromptScore`, its windows ``confidence_window`` tokens wide (0: no window). ``finish_after`` m: of the ``n`` branches
-    the first m that end by themselves count, in tokens and not in time; one that can no longer be among them is cancelled.
-    ``lease``: seconds for which the pages of an ended branch are kept for a request that goes on from it, unless others need them.
+    ``num_draft_tokens``: most tokens to draft a step (0: none). ``drafter``: the drafter to use, where several run.
+    Neither changes a token.
+    ``confidence`` k > 0: report, with every log-probability, the mean negative log-probability of the k likeliest
+    tokens (Fu et al. 2025, DeepConf).
+    ``score_from``: score the prompt's tokens from this position on and return them summed up as one `PromptScore`.
+    ``confidence_window``: width of its windows in tokens (0: no window). ``finish_after`` m: only the first m branches
+    to stop by themselves count, by tokens and not by time; a branch that can no longer be among them is cancelled.
+    ``lease``: seconds to keep the pages of an ended branch for a request that goes on from it, unless others need them.
     """
 
     n: int = 1
@@ -96,31 +96,29 @@ class SamplingParams:
     drafter: str | None = None
 
     def __post_init__(self) -> None:
-        # Callers write lists and single strings, as with vLLM; frozen values are tuples.
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
+        # As in vLLM, callers may pass lists and single strings; they are stored as tuples.
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, Iterable)):
                 raise TypeError(f"{name} is {value!r}, expected a list")
             if value is not None or name != "allowed_token_ids":
-                put(name, (value,) if isinstance(value, str) and value else tuple(value or ()))
+                value = (value,) if isinstance(value, str) and value else tuple(value or ())
+                object.__setattr__(self, name, value)
         if not isinstance(self.logit_bias or {}, Mapping):
             raise TypeError(f"logit_bias is {self.logit_bias!r}, expected token ids with their biases")
-        put("logit_bias", dict(self.logit_bias or {}))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
 
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """The durable state of one request: with it alone the engine rebuilds everything else, on any machine, any time.
+    """The durable state of one request. The engine can rebuild everything else from it, on any machine, at any time.
 
     ``seed``: the u64 noise stream of branch 0. ``max_tokens``: resolved against the context length. ``tenant``: salt of
-    the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: token ids.
-    ``affinity``: requests with the same one belong together (calls of one problem); only schedulers that care look at it.
-    ``piece``: tokens that may leave the engine together, 1 where somebody reads along. ``bare``: log-probabilities are wanted as plain
-    numbers (`Event.bare`), without ranks and alternatives.
-    ``epoch`` counts re-submissions; ``emitted`` and ``ended`` carry what earlier epochs already delivered, by branch.
+    the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: ids.
+    ``affinity``: name that requests of one problem share; some scheduler policies keep them together.
+    ``piece``: number of tokens that may leave the engine together; 1 where a client reads them as they come.
+    ``bare``: whether log-probabilities are wanted as plain numbers (`Event.bare`), without ranks and alternatives.
+    ``epoch``: number of re-submissions. ``emitted``, ``ended``: what earlier epochs delivered, by branch.
     """
 
     id: str
@@ -142,7 +140,7 @@ class Request:
 
 class Status(enum.Enum):
     WAITING = "waiting"  # in the queue, holds no pages
-    BLOCKED = "blocked"  # waits for something outside the scheduler; skipped, never in the way
+    BLOCKED = "blocked"  # waits for something outside the scheduler, and holds up nobody
     RUNNING = "running"  # holds pages and a seat
     FINISHED = "finished"  # holds nothing
 
@@ -150,65 +148,36 @@ class Status(enum.Enum):
 class Sequence:
     """One branch of a request as the engine runs it. Everything here can be rebuilt from the request.
 
-    Invariants: ``num_computed <= len(tokens)``; RUNNING holds a seat; FINISHED and WAITING hold no page and no seat.
+    Invariants: ``num_computed <= len(tokens)``. RUNNING holds a seat. FINISHED and WAITING hold no page or seat.
     """
 
+    # fmt: off
     __slots__ = (
-        "request",
-        "branch",
-        "stream",
-        "tokens",
-        "num_prompt",
-        "num_computed",
-        "num_ahead",
-        "num_drawn",
-        "draft",
-        "draft_parents",
-        "guests",
-        "tables",
-        "num_sent",
-        "page_keys",
-        "seat",
-        "open_seat",
-        "stop_ids",
-        "max_output",
-        "status",
-        "blocked_until",
-        "num_cached",
-        "num_preempted",
-        "num_skipped",
-        "parent",
-        "finish_reason",
-        "state",
+        "request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft",
+        "draft_parents", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids", "max_output",
+        "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason", "state",
         "first_scheduled",
     )
+    # fmt: on
 
     def __init__(self, request: Request, branch: int = 0) -> None:
         emitted = request.emitted[branch] if branch < len(request.emitted) else []
         self.request = request
         self.branch = branch
         self.stream = request.seed if branch == 0 else branch_stream(request.seed, branch)
-        self.tokens: list[int] = [*request.prompt_ids, *emitted]  # known: prompt, then committed output
+        self.tokens: list[int] = [*request.prompt_ids, *emitted]  # the known tokens: prompt, then committed output
         self.num_prompt = len(request.prompt_ids)
-        self.num_computed = 0  # positions whose state is in the cache and committed
-        self.num_ahead = (
-            0  # rows planned after those, of steps that are not resolved yet; the next span starts behind them
-        )
+        self.num_computed = 0  # committed positions, whose state is in the cache
+        self.num_ahead = 0  # rows planned after those, in steps not resolved yet; the next span starts after them
         self.num_drawn = 0  # how many of these rows draw a token that will follow ``tokens``
-        self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``, verified by the next span
-        self.draft_parents: list[
-            int
-        ] = []  # of a draft tree: place in ``draft`` of each token's parent, -1 for the last known token
-        self.guests: dict[
-            int, tuple[tuple[int, ...], ...]
-        ] = {}  # by node of the draft: chains of guest rows behind it (see ``Span``)
-        self.tables: list[
-            list[int]
-        ] = []  # page ids by cache group; table[i] holds positions [i*P, (i+1)*P); 0 = dropped
-        self.num_sent = 0  # leading entries of each table that the device's copy of its seat holds
+        self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``; the next span verifies them
+        self.draft_parents: list[int] = []  # for a tree: index in ``draft`` of each parent (-1: the last known token)
+        self.guests: dict[int, tuple[tuple[int, ...], ...]] = {}  # chains of guests (``Span``) by node of the draft
+        self.tables: list[list[int]] = []  # page ids by cache group; entry i holds positions [i*P, (i+1)*P); 0: dropped
+        self.num_sent = 0  # leading entries of each table that the device has a copy of
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
-        self.seat = -1  # place of the sequence in the per-sequence state of sampler and device; -1: none
-        self.open_seat = -1  # the seat that was set up for this sequence
+        self.seat = -1  # place in the per-sequence state of sampler and device; -1: none
+        self.open_seat = -1  # the seat that has been set up for this sequence; -1: none
         self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)  # the engine adds the model's EOS ids
         self.max_output = request.max_tokens  # the engine bounds it by the context
         self.status = Status.WAITING
@@ -227,21 +196,21 @@ class Sequence:
 
     @property
     def num_unshared(self) -> int:
-        """Known tokens that are not computed with its parent: of a branch, those behind the prompt, and its last."""
+        """Known tokens that no parent computes: all of them, or for a fork the prompt's last and the output."""
         return len(self.tokens) if self.parent is None else len(self.tokens) - self.num_prompt + 1
 
     def drop_draft(self) -> None:
-        """The next span verifies nothing, and has no guests."""
+        """Forget the draft and the guests, so that the next span verifies nothing."""
         self.draft, self.draft_parents, self.guests = [], [], {}
 
     @property
     def num_guests(self) -> int:
-        """Guest rows of the next span."""
+        """Number of guest rows in the next span."""
         return sum(len(chain) for chains in self.guests.values() for chain in chains)
 
     @property
     def num_look_ahead(self) -> int:
-        """Rows of the next span behind that of the last known token: drafts and guests."""
+        """Number of rows in the next span after that of the last known token: drafts and guests."""
         return len(self.draft) + (self.num_guests if self.guests else 0)
 
     @property
@@ -261,7 +230,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a page pool: same kind, shape and lifetime. ``window``: keep only the last ``window`` positions."""
+    """Layers that share a page pool: same kind, shape and lifetime. ``window``: number of last positions kept."""
 
     name: str
     layers: tuple[int, ...]
@@ -272,7 +241,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy a whole page inside a group's pool before the step's forward (copy-on-write)."""
+    """A whole page to copy inside a group's pool before the step's forward (copy-on-write)."""
 
     group: int
     source: int
@@ -281,21 +250,22 @@ class PageCopy:
 
 @dataclass(slots=True)
 class Span:
-    """``length`` rows of one sequence from position ``start``: the one work item.
+    """The one work item: ``length`` rows of one sequence from position ``start``.
 
     Row ``i`` holds token ``start + i`` of ``seq.tokens + seq.draft`` and predicts the token after it.
-    ``want`` maps a kind to the range of rows (0-based in the span) it is wanted of; rows in no range want nothing:
-    ``sample`` draws the next token, ``score`` gives the log-probability of the known next token.
-    ``commit``: all its rows, or of those that verify a draft the ones on the walk that is accepted.
-    ``parents`` is set for trees only: index in the span of each row's parent, -1 for the first row.
-    ``seat``: the seat of the sequence when the span was planned; a span whose sequence has another by now is void (``valid``).
-    ``landed``: it was resolved, so ``seq`` no longer counts on it.
-    ``guests``: of the last ``len(guests)`` rows, which hold no token but an embedding of the drafter's, its number there. A guest
-    sees its ancestors by ``parents``, no other row sees it, and its place is never committed; nothing is drawn from it, and its
-    output goes to the drafter. A span with guests is a tree, and walks.
+    ``want`` maps each kind of output to the range of rows (0-based in the span) that give it: ``sample`` draws the next
+    token, ``score`` gives the log-probability of the known next token. Rows in no range give nothing.
+    ``commit``: ``all`` rows, or (``walk``) of the rows that verify a draft only the accepted ones.
+    ``parents``: for trees only, the index in the span of each row's parent; -1 for the first row.
+    ``seat``: the sequence's seat when the span was planned; once the sequence has another, the span is void (not
+    ``valid``).
+    ``landed``: the span was resolved, so ``seq`` no longer counts on it.
+    ``guests``: numbers of embeddings in the drafter's table. The last ``len(guests)`` rows hold these instead of
+    tokens. A guest row sees its ancestors by ``parents``, no other row sees it, it is never committed and nothing is
+    drawn from it. Its output goes to the drafter. A span with guests is a tree, and its ``commit`` is ``walk``.
 
-    A span that starts behind every known token has one row, whose token an earlier step is still drawing: it is on the
-    device, and ``tokens()`` is empty.
+    A span that starts after every known token has one row. An earlier step is still drawing its token, which stays on
+    the device, so ``tokens()`` is empty.
     """
 
     seq: Sequence
@@ -310,11 +280,11 @@ class Span:
 
     @property
     def valid(self) -> bool:
-        """Whether the sequence still runs as it did when this was planned: not finished, failed or preempted since."""
+        """Whether the sequence has not finished, failed or been preempted since the span was planned."""
         return self.seq.seat == self.seat and self.seq.status is Status.RUNNING
 
     def tokens(self) -> list[int]:
-        """Of its rows but the guests."""
+        """The tokens of all rows except the guests."""
         known, end = self.seq.tokens, self.start + self.length
         if end <= len(known):
             return known[self.start : end]
@@ -323,7 +293,7 @@ class Span:
 
 @dataclass(slots=True)
 class Plan:
-    """One step as the scheduler decided it. ``copies`` run before the forward. Nothing is committed until resolve."""
+    """One step as the scheduler decided it. ``copies`` run before the forward; commits wait until it is resolved."""
 
     step: int
     spans: list[Span]
@@ -337,9 +307,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The spans of a step that verifies drafts over static buffers: known on the device alone, so that the step can be captured.
+    """The spans of a captured step that verifies drafts over static buffers; only the device knows them.
 
-    ``place`` [T] int64: of a row in its span; ``length`` [T] int64: rows of that span; ``most``: rows that any span has at most.
+    ``place`` [T] int64: each row's index in its span. ``length`` [T] int64: rows of that span. ``most``: its upper
+    bound.
     """
 
     place: torch.Tensor
@@ -349,20 +320,22 @@ class Together:
 
 @dataclass(slots=True)
 class StepBatch:
-    """A plan as tensors: an explicit argument of every forward (no globals).
+    """A plan as tensors: an explicit argument of every forward.
 
-    input_ids [T] int64; positions [T] int64; row_start [S+1] int32 (span s is rows row_start[s]:row_start[s+1]);
-    context [S] int32: positions in the cache before the span, so row i of span s sees context[s] + i + 1 slots (causal);
-    tables: per cache group [S, W] int32 page ids, padded with page 0; slots: per cache group [T] int64 = page * P + offset,
-    where this row's K/V is written; logit_rows [M] int64: rows whose logits are wanted, in row order.
-    ``ancestors`` [T, A] int64, only when a span is a tree: bit j % 64 of word j // 64 of row i = row j of its span is an
-    ancestor of row i or row i itself (causal spans of such a step: all zeros; read ``starts``/``context`` as ever).
-    ``borrowed``: two [K] int64, rows of this batch and the sequences' rows on the device that hold the tokens for them.
-    ``guests``: two [K] int64, rows that hold no token, and the numbers of their embeddings in the drafter's table; ``inputs``: those
-    embeddings [K, E], as the first layer reads them.
-    ``together``: rows that share the read of their keys although each is a span here: ``context`` is where each stands in the cache,
-    ``tables`` are of rows, and every row has ``ancestors``, of a chain, too.
-    ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention backend.
+    ``input_ids`` [T] int64; ``positions`` [T] int64; ``row_start`` [S+1] int32: where each span's rows start, and T.
+    ``context`` [S] int32: positions in the cache before the span; row i of span s sees context[s] + i + 1 slots
+    (causal).
+    ``tables``: per cache group [S, W] int32 page ids, padded with page 0. ``logit_rows`` [M] int64: rows whose logits
+    are wanted, in order. ``slots``: per cache group [T] int64, the slot (page * P + offset) that gets each row's K/V.
+    ``ancestors`` [T, A] int64, only if a span is a tree: bit j % 64 of word j // 64 of row i says that row j of its
+    span is an ancestor of row i or row i itself. Causal spans of such a step have zeros; ``starts`` and ``context``
+    hold for them as usual.
+    ``borrowed``: two [K] int64, rows of this batch and the seats on the device that hold the tokens for them.
+    ``guests``: two [K] int64, the guest rows and the numbers of their embeddings in the drafter's table.
+    ``inputs`` [K, E]: those embeddings as the first layer reads them.
+    ``together``: set if each row is a span of its own here and the rows of one draft share the read of their keys. Then
+    ``context`` is each row's position, ``tables`` has a line a row, and every row has ``ancestors``, in chains too.
+    ``starts`` and ``lengths``: host copies of context and span lengths. ``scratch``: belongs to the attention backend.
     """
 
     input_ids: torch.Tensor
@@ -384,20 +357,19 @@ class StepBatch:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability (natural) of one token, its rank (1 = most likely), and the most likely alternatives. ``confidence``: the
-    mean negative log-probability of the k likeliest, where a request asks for it."""
+    """Natural log-probability of one token."""
 
     id: int
     logprob: float
-    rank: int
-    top: list[tuple[int, float]] = field(default_factory=list)
-    confidence: float | None = None
+    rank: int  # 1: most likely
+    top: list[tuple[int, float]] = field(default_factory=list)  # the most likely alternatives: (id, log-probability)
+    confidence: float | None = None  # mean negative log-probability of the k likeliest tokens (None: not asked for)
 
 
 @dataclass(slots=True)
 class BareLogprobs:
-    """What `TokenLogprob` says of several tokens, without rank and alternatives: log-probabilities, and confidences (empty: not asked
-    for). Plain numbers cross between processes for a fraction of what an object a token costs."""
+    """Log-probabilities and confidences (empty: not asked for) of several tokens, as plain numbers: these cross between
+    processes at a fraction of the cost of one `TokenLogprob` a token."""
 
     logprobs: list[float]
     confidences: list[float]
@@ -405,38 +377,33 @@ class BareLogprobs:
 
 @dataclass(slots=True)
 class PromptScore:
-    """Of the scored end of a prompt: the sum of its log-probabilities, the mean confidence, the lowest mean confidence of a
-    window (None: not asked for), and how many tokens were scored."""
+    """Summary of the scored end of a prompt."""
 
-    logprob: float
-    tokens: int
-    confidence: float | None = None
-    lowest: float | None = None
+    logprob: float  # sum of the log-probabilities
+    tokens: int  # number of scored tokens
+    confidence: float | None = None  # their mean confidence (None: not asked for)
+    lowest: float | None = None  # the lowest mean confidence of a window (None: not asked for)
 
 
 @dataclass(slots=True)
 class SpanResult:
-    """What a step found for one span. ``tokens``: the emitted path (empty while a prompt is unfinished); ``error``: this
-    sequence alone fails; ``scores``: log-probability of the known token after each scored row; ``path``: of a span that
-    verifies a draft, the row (0-based in the span) that each token was drawn from; ``top``: of each of its sampled rows, the
-    likeliest tokens, where a drafter asked for them; ``hidden``: [length, layers, E], the outputs of the layers that a drafter
-    reads (None: none does); ``guests``: [guests, E], the outputs of the guest rows before the final norm (None: it has none)."""
+    """Result of one span of a step. Whatever was not asked for is None."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the emitted path; empty while a prompt is unfinished
     logprobs: list[TokenLogprob] | None = None
-    scores: list[TokenLogprob] | None = None
-    error: str | None = None
-    path: list[int] | None = None
-    top: list[list[int]] | None = None
-    hidden: torch.Tensor | None = None
-    guests: torch.Tensor | None = None
+    scores: list[TokenLogprob] | None = None  # log-probability of the known token after each scored row
+    error: str | None = None  # why this sequence alone fails
+    path: list[int] | None = None  # if a draft was verified: the row (0-based in the span) that drew each token
+    top: list[list[int]] | None = None  # for a drafter: the likeliest tokens of each sampled row
+    hidden: torch.Tensor | None = None  # for a drafter: [length, layers, E], outputs of the layers that it reads
+    guests: torch.Tensor | None = None  # [guests, E], outputs of the guest rows before the final norm
 
 
 class Handle(Protocol):
     """A launched step."""
 
     def read(self) -> list[SpanResult]:
-        """Wait for it; one result per span, in plan order."""
+        """Wait for the step; return one result per span, in plan order."""
 
 
 # ------------------------------------------------------------------------------------------------------------- events
@@ -444,13 +411,14 @@ class Handle(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Event:
-    """What the engine tells the front end about one branch. Safe to resend: ``index`` is the place of the first token in
-    the branch's output and ``epoch`` that of the submission, so a reader drops what it has seen.
+    """What the engine tells the front end about one branch.
 
-    ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last one has ``finish_reason``),
-    ``error`` (terminal for the whole request: ``status``, ``param``, ``message``). ``queued``: seconds from arrival to the
-    first grant of rows, on the first ``tokens`` event of branch 0. ``bare``: in place of ``logprobs``, of a request
-    that asks for no more.
+    Events may be sent again: ``index`` is the place of the first token in the branch's output and ``epoch`` that of the
+    submission, so a reader can drop what it has seen.
+    ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last such event has
+    ``finish_reason``) or ``error`` (ends the whole request; see ``status``, ``param`` and ``message``).
+    ``queued``: seconds from arrival to the first granted rows; only on the first ``tokens`` event of branch 0.
+    ``bare``: replaces ``logprobs`` for requests with ``Request.bare``.
     """
 
     kind: Literal["accepted", "tokens", "error"]
@@ -476,27 +444,26 @@ class Event:
 
 @dataclass(slots=True, kw_only=True)
 class ModelInfo:
-    """What front ends need to know of a loaded model. ``vocab_size`` is the width of the logits; ids at or above
-    ``tokenizer_size`` exist in the matrix only and are never sampled."""
+    """What front ends need to know about a loaded model."""
 
     name: str
     max_model_len: int
-    vocab_size: int
-    tokenizer_size: int
+    vocab_size: int  # width of the logits
+    tokenizer_size: int  # ids at or above it exist in the matrix only and are never sampled
     eos_ids: tuple[int, ...] = ()
     kv_capacity_tokens: int = 0
-    drafters: tuple[str, ...] = ()  # by name
-    timed_attention: str = ""  # the backend chosen by the clock: a restarted process keeps it
-    priorities: bool = False  # whether the scheduler looks at those of requests
-    max_queued_requests: int = 0  # branches, and
-    max_queued_tokens: int = 0  # prompt tokens that may wait at once; 0: no bound
+    drafters: tuple[str, ...] = ()
+    timed_attention: str = ""  # the attention backend that was chosen by timing; a restarted process keeps it
+    priorities: bool = False  # whether the scheduler looks at the priorities of requests
+    max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
+    max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot for health and metrics. Times in seconds; counters since the process started."""
+    """A snapshot for health and metrics. Times are in seconds; counters count from the start of the process."""
 
     step: int = 0
     time: float = 0.0
@@ -508,28 +475,24 @@ class EngineStats:
     num_cached_pages: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    forwards: int = 0  # of single sequences, in which these were drawn: one a token without drafts
+    forwards: int = 0  # spans in which the generated tokens were drawn: one a token without drafts
     cached_tokens: int = 0
-    prefix_queries: int = 0  # tokens looked up in the prefix index, of which cached_tokens were found
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix index; ``cached_tokens`` of them were found
     preemptions: int = 0
     failed: dict[str, int] = field(default_factory=dict)
-    restarts: int = 0  # of the engine process, which its client counts,
-    quarantined: int = 0  # and requests that it gave up because they kept ending that process
+    restarts: int = 0  # restarts of the engine process, counted by its client
+    quarantined: int = 0  # requests that the client failed because the engine process kept dying on them
     step_seconds: float = 0.0
     step_rows: int = 0
-    busy_seconds: float = 0.0  # of all steps; of two that overlap, every second once
+    busy_seconds: float = 0.0  # time in steps; where two steps overlap, it counts once
     draft_steps: int = 0  # steps in which drafts were asked for
-    drafts: int = 0  # trees verified, of which the next three and the table tell
-    drafted_tokens: int = 0
-    drafted_by: dict[str, list[int]] = field(default_factory=dict)  # by drafter: tokens drafted, accepted
-    accepted_tokens: int = 0  # drafted ones that were right; each verification emits one more
-    accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
-    drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same of each drafter
-    draft_saved_seconds: float | None = (
-        None  # by drafts, an estimate (engine/draft_savings.py); below 0: lost; None: not known yet
-    )
-    startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill", of the weights, lies beside others
-    weight_bytes: int = 0  # that were read and copied in it
-    step_time_error: dict[str, float] = field(
-        default_factory=dict
-    )  # of the predictions of late, relative, by kind of step: eager, graph
+    drafts: int = 0  # drafts (trees and chains) that were verified
+    drafted_tokens: int = 0  # tokens in those drafts
+    drafted_by: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] tokens by drafter
+    accepted_tokens: int = 0  # drafted tokens that were accepted; each verification emits one token more
+    accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: parent accepted
+    drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same for each drafter
+    draft_saved_seconds: float | None = None  # estimate (engine/draft_savings.py); negative: lost; None: unknown
+    startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill" (the weights) overlaps other phases
+    weight_bytes: int = 0  # bytes of weights read and copied at the start
+    step_time_error: dict[str, float] = field(default_factory=dict)  # recent mean relative error; eager, graph

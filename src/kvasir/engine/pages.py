@@ -405,7 +405,7 @@ class PageManager:
 
     def _tail(self, seq: Sequence, count: int, node: Node | None) -> None:
         if node is not None:
-            node.holds += 1
+            node.users += 1
         self._tails[seq] = (count, node)
 
     def _enlist(self, seq: Sequence, count: int, node: Node) -> None:
@@ -480,8 +480,8 @@ class PageManager:
         holds.update(tail for _, tail in self._tails.values() if tail is not None)
         assert set(self._tails) == set(sequences), "a sequence that is gone is still being indexed"
         for key, node in self.index.nodes.items():
-            assert node.key == key and node.holds == holds[node], "a prefix node's holders are miscounted"
-            assert node.holds or any(node.pages), "a prefix node that nothing needs"
+            assert node.key == key and node.users == holds[node], "a prefix node's holders are miscounted"
+            assert node.users or any(node.pages), "a prefix node that nothing needs"
             assert node.parent is None or self.index.nodes.get(node.parent.key) is node.parent, (
                 "a prefix node hangs in the air"
             )

@@ -1,4 +1,4 @@
-"""The full pages that a step in the making, or one in flight, computes: who needs the same page waits a step for a hit."""
+"""Full pages that are being computed: a sequence that needs one of them waits a step for a cache hit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvasir.types import Sequence
 
 
 class PagesAhead:
-    """Their prefix keys, from the running sequences and what the step grants them so far."""
+    """Prefix keys of the pages that the step in flight computes, or that ``step`` grants running sequences so far."""
 
     def __init__(self, pages: PageManager, running: Iterable[Sequence], step: Step) -> None:
         self._pages = pages
@@ -21,14 +21,15 @@ class PagesAhead:
                 self.add(seq, length)
 
     def add(self, seq: Sequence, length: int) -> None:
-        """``length`` rows of ``seq`` from the first that is not committed are being computed, pages in part included."""
+        """Note that ``length`` rows of ``seq`` are being computed, from the first that is not committed. Pages that
+        these rows touch only in part count, too."""
         size = self._pages.page_slots
         for page in range(seq.num_computed // size, -(-(seq.num_computed + length) // size)):
             if key := self._pages.page_key(seq, page):
                 self._keys.add(key)
 
     def hold_next_of(self, seq: Sequence, num_hit: int) -> bool:
-        """Whether the page that ``seq`` would compute after a hit of ``num_hit`` tokens is among them."""
+        """Whether the page that ``seq`` would compute first, after a hit of ``num_hit`` tokens, is being computed."""
         if not self._keys or unscored_from(seq) is not None or num_hit + self._pages.page_slots >= seq.num_tokens:
             return False
         return self._pages.page_key(seq, num_hit // self._pages.page_slots) in self._keys

@@ -1,0 +1,1 @@
+"""Scheduler policies (``engine/policy.py``), one a file."""
