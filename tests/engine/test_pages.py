@@ -482,7 +482,7 @@ def indexed_too_early(pages, seq):
 
 
 def leaked_holder(pages, seq):
-    pages.index.tenant(seq).holds += 1
+    pages.index.tenant(seq).users += 1
 
 
 @pytest.mark.parametrize(

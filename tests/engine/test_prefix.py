@@ -115,7 +115,7 @@ def test_nothing_stays_when_nothing_needs_it():
 def test_a_held_node_stays_until_it_is_dropped():
     x = index()
     node = enlist(x, sequence(8), 2)
-    node.holds += 1
+    node.users += 1
     for n in (node, node.parent):
         n.pages[0] = 0
     x.prune(node)
