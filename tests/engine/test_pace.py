@@ -1,4 +1,4 @@
-"""Prompts share steps with decodes within a time; steps are timed and learnt from; requests that would wait too long are refused."""
+"""Pace: prompt rows in steps with decodes, timing of steps, and refusal of requests that would wait too long."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 from tests.engine.driver import Driver
 from tests.engine.fake import manager, sequence
 
-# 10 ms a step, 20 us a row, and 1 ns a pair: nothing is learnt, so these are the predictions.
+# Predictions of a model that has learnt nothing yet: 10 ms a step, 20 us a row, 1 ns a pair.
 MODEL = StepTimeModel(Roofline(1e12, 1e12, 8e9, 1.2e7, 600.0, 0.0))
 ROWS = 1024
 
 
 def make(target: float | None, num_decodes: int = 20, beside: Beside | None = None) -> Scheduler:
-    """With sequences that draw a token a step."""
+    """A scheduler with sequences that draw a token a step."""
     pages = manager(4000, page_slots=16)
     s = Scheduler(
         SchedulerConfig(max_num_seqs=64),
@@ -42,7 +42,7 @@ def make(target: float | None, num_decodes: int = 20, beside: Beside | None = No
 
 
 def step(s: Scheduler, now: float) -> dict[str, int]:
-    """Plan a step and commit it: rows by request."""
+    """Plan a step, commit it and return its rows by request."""
     plan = s.plan(now)
     for span in plan.spans:
         s.advance(span, [5] if "sample" in span.want else [])
@@ -53,7 +53,7 @@ def step(s: Scheduler, now: float) -> dict[str, int]:
 
 
 def seconds(rows: dict[str, int], start: int) -> float:
-    """Of a step of decodes and the prompt ``p`` from position ``start``."""
+    """Predicted seconds of a step of decodes and the prompt ``p`` from position ``start``."""
     return MODEL.predict(StepShape.of([(2, n) for name, n in rows.items() if name != "p"] + [(start, rows["p"])]))
 
 
@@ -128,7 +128,7 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
 
 
 def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
-    """Nine prompts that differ in their last page: 500 tokens each, of which 20 are to be computed."""
+    """Nine prompts of 500 tokens that differ in their last page, so that 20 tokens of each are to be computed."""
     s = make(None, FEW, BESIDE)
     s.add(sequence(500, max_tokens=4, arrival=0.1, name="first"))
     while step(s, 0.1).get("first") != 1:
@@ -249,7 +249,7 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
 
 
 def test_replays_that_verify_drafts_are_not_taken_for_decodes():
-    """Their graphs are others, of as many rows as there are drafts: whether the decodes' is captured says nothing about them."""
+    """Steps that verify drafts replay graphs of their own, so the decodes' captured graph says nothing about them."""
     graphs = SimpleNamespace(takes=lambda spans: True, bucket=lambda n: 8, replays=lambda size: True)
     clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu")))
     spans = [SimpleNamespace(start=10, length=1), SimpleNamespace(start=20, length=4)]
@@ -321,7 +321,7 @@ def test_who_goes_first_does_not_wait_for_the_queue(policy):
 
 
 def test_those_that_are_refused_leave_no_trace_in_the_order():
-    """Each would count among those that wait, and for ever longer."""
+    """A refused request must not stay in the queue's counts, which would grow for ever."""
     d = Driver(max_ttft=0.1, max_num_batched_tokens=64, scheduling_policy="shortest")
     d.engine.pace.model = MODEL
     for i in range(4):
@@ -386,7 +386,7 @@ def test_device_times_are_predicted_on_a_gpu():
     assert not d.errors
     error, model = d.engine.stats().step_time_error, d.engine.clock.model
     assert error.keys() == {"eager", "graph"}
-    alone = "PYTEST_XDIST_WORKER" not in os.environ  # the others' kernels take their time from ours
+    alone = "PYTEST_XDIST_WORKER" not in os.environ  # other workers' kernels would take time from ours
     assert error["graph"] < 0.2 or not alone, error
     shape = StepShape.of([(150, 1)] * 32)
     assert 2e-5 < model.predict(shape, graph=True) < model.predict(shape)

@@ -1,4 +1,4 @@
-"""Page tables: allocation, sharing, copy-on-write, prefix hits over groups, windows, limbo, eviction, and the checks."""
+"""Page tables: allocation, sharing, copy-on-write, prefix hits over groups, windows, limbo, eviction, checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.fake import FULL, FakeModel, manager, request, sequence, windo
 
 
 def compute(pages, seq, num_tokens=None) -> None:
-    """As a step would: grow to ``num_tokens`` (all known), commit."""
+    """Do what a step does: grow to ``num_tokens`` (default: all that are known) and commit."""
     end = seq.num_tokens if num_tokens is None else num_tokens
     assert pages.grow(seq, end, [])
     seq.num_computed = end
@@ -536,8 +536,8 @@ def test_the_model_of_the_tests_sees_a_page_freed_early():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_forks_and_writes(seed):
-    """Forks of forks at any position, parents that write on, truncates, releases with steps in flight: what a sequence
-    reads is always its own past."""
+    """Every sequence reads its own past only, with forks of forks at any position, parents that write on, truncates,
+    and releases while steps are in flight."""
     rng = random.Random(seed)
     groups = [(FULL,), (FULL, window_group(7)), (window_group(4),)][seed % 3]
     size = rng.choice([1, 2, 4])

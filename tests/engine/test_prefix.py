@@ -1,4 +1,4 @@
-"""The prefix index: keys, walks, collisions, and that it forgets what nothing needs."""
+"""The prefix index: keys, walks, collisions, and that unused nodes are forgotten."""
 
 from __future__ import annotations
 
