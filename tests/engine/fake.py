@@ -191,7 +191,10 @@ class Driver:
 
     def assert_no_spare_pages(self) -> None:
         """Assert that no running sequence has a page that its tokens, drafts and launched rows do not need, or that its
-        window has left."""
+        window has left.
+
+        Mutations: the scheduler grows a sequence further than its span, or does not truncate it after a rejected draft.
+        """
         pages = self.scheduler.pages
         for seq in self.scheduler.running:
             end = max(seq.num_tokens, seq.num_computed + seq.num_ahead, seq.num_tokens + seq.num_look_ahead)

@@ -274,12 +274,8 @@ def test_window_hits_take_what_the_next_row_sees_and_no_more():
     start(pages, 16)
     seq = sequence(17)
     pages.admit(seq, pages.match(seq))
-    assert seq.num_computed == 16 and [bool(p) for p in seq.tables[0]] == [
-        False,
-        False,
-        False,
-        True,
-    ]  # positions 12..15
+    assert seq.num_computed == 16
+    assert [bool(p) for p in seq.tables[0]] == [False, False, False, True], "only positions 12 to 15"
 
 
 def test_room_of_a_window_group_is_bounded_by_its_window():
