@@ -14,6 +14,7 @@ from kvasir.config import SchedulerConfig
 from kvasir.engine.pages import PageManager
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.schedulers.fcfs import Fcfs
+from kvasir.engine.spans import ROW_TILE
 from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Status
 
 VOCAB = 7
@@ -190,14 +191,16 @@ class Driver:
         return plan
 
     def assert_no_spare_pages(self) -> None:
-        """Assert that no running sequence has a page that its tokens, drafts and launched rows do not need, or that its
-        window has left.
+        """Assert that no running sequence has a page beyond its last row, or one that its window has left.
 
-        Mutations: the scheduler grows a sequence further than its span, or does not truncate it after a rejected draft.
+        Mutations: the scheduler grows a sequence further than its span (by a page, or for the whole prompt at once), or
+        does not truncate it after a rejected draft.
         """
         pages = self.scheduler.pages
+        # A span that is rounded down to a whole tile keeps the pages of its longer self.
+        rounded = 0 if self.scheduler.max_rows % ROW_TILE else ROW_TILE
         for seq in self.scheduler.running:
-            end = max(seq.num_tokens, seq.num_computed + seq.num_ahead, seq.num_tokens + seq.num_look_ahead)
+            end = seq.num_computed + max(1, seq.num_ahead) + rounded
             for pool, table in zip(pages.pools, seq.tables):
                 assert len(table) <= -(-end // pages.page_slots), f"{seq} has pages beyond its last row"
                 first = 0 if pool.window is None else max(0, seq.num_computed - pool.window + 1) // pages.page_slots

@@ -50,7 +50,7 @@ def others_are_unharmed(driver: Driver, healthy: dict) -> None:
             assert driver.outputs[key].tokens == tokens
     driver.outputs.clear()
     driver.errors.clear()
-    driver.run(fleet(driver))  # and a healthy round afterwards, the once bad request included
+    driver.run(fleet(driver))  # a healthy round afterwards includes the request that failed
     assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
 
 
@@ -239,7 +239,9 @@ def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
     guard.cancel()
     over.set()
     assert any(b"grammar_timeout" in frame for frame in sent), "the request was not refused"
-    assert len(beats_before_refusal) >= 3 and set(beats_before_refusal) == {0}, "it beats, though no step is launched"
+    assert len(beats_before_refusal) >= 3 and set(beats_before_refusal) == {0}, (
+        "the loop must beat although no step is launched"
+    )
     driver.close()
 
 
@@ -269,7 +271,7 @@ def test_a_grammar_is_accepted_when_it_is_compiled():
     )
     driver.engine.cancel("again")
     again.emitted = [[5]]
-    assert [e.kind for e in driver.engine.submit(again)] == ["accepted"], "or after its first token"
+    assert [e.kind for e in driver.engine.submit(again)] == ["accepted"], "the process died after its first token"
     driver.engine.cancel("again")
     driver.close()
 
@@ -336,13 +338,13 @@ def test_a_replay_whose_first_branch_has_ended_computes_its_prompt_once():
     driver.outputs = {("again", b): Output(tokens=again.emitted[b][:]) for b in (1, 2, 3)}
     driver.submit(again)
     assert driver.engine.scheduler.backlog.prompt_tokens == len(PROMPTS[7]) + 2 + 2 * 3, (
-        "and of each but the first the prompt's last"
+        "each branch but the first also computes the prompt's last token"
     )
     rows = 0
     while driver.engine.has_work():
         driver.step()
         rows += driver.engine._stats.step_rows
-    assert rows == len(PROMPTS[7]) + 2 + 2 * 3 + 3 * 3, "and each decodes three times"
+    assert rows == len(PROMPTS[7]) + 2 + 2 * 3 + 3 * 3, "each of three branches decodes three times"
     assert all(driver.outputs["again", b].tokens == whole["r", b].tokens for b in (1, 2, 3))
     driver.close()
 

@@ -80,7 +80,7 @@ def test_a_paused_sequence_goes_on_as_a_decode(cut, overlap):
             s.num_computed + s.num_ahead >= len(begun) - 1 for s in d.engine.scheduler.running
         )
         plan = d.engine._stats.step_rows if not overlap else d.engine._plans[0][0].num_rows
-        assert plan == 6, "a row a branch"
+        assert plan == 6, "each branch computes one row"
         drain(d)
         whole = Driver()
         whole.run(
@@ -92,7 +92,7 @@ def test_a_paused_sequence_goes_on_as_a_decode(cut, overlap):
             for branch in range(3):
                 assert d.outputs[f"next{i}", branch].tokens == whole.outputs[f"fresh{i}", branch].tokens
         assert d.outputs["next1", 0].num_cached == d.outputs["next2", 0].num_cached == len(begun) - 1
-        assert d.engine.pages.cached_tokens == 2 * (len(begun) - 1), "once a request, not once a branch"
+        assert d.engine.pages.cached_tokens == 2 * (len(begun) - 1), "a hit counts once a request, not once a branch"
         whole.close()
     finally:
         d.close()

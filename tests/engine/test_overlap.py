@@ -232,7 +232,7 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
         20,
         20,
     ]
-    assert not driver.engine.idle(), "never before the first request"
+    assert not driver.engine.idle(), "nothing is captured before the first request"
 
     def capture(work):
         captured.append(graphs._host_starts)
@@ -247,9 +247,8 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     assert len(captured) == 1 and list(graphs._ready) == [(4, True, False)]
     fits = [graphs._fit(2, True, DECODES)[0] for _ in range(STAND_INS + 1)]
     assert fits == [4] * STAND_INS + [2], "a captured bucket stands in until the rows have come often"
-    assert [graphs._fit(n, True, DECODES)[0] for n in (1, 3, 5)] == [1, 4, 8] and graphs._fit(2, True, ROW_BY_ROW)[
-        0
-    ] == 2, "but not any"
+    assert [graphs._fit(n, True, DECODES)[0] for n in (1, 3, 5)] == [1, 4, 8]
+    assert graphs._fit(2, True, ROW_BY_ROW)[0] == 2, "a bucket of another form does not stand in"
     graphs._stood_in.clear()
     left = 0
     while driver.engine.idle():
@@ -270,5 +269,5 @@ def test_the_first_step_of_a_kind_is_announced_as_slow():
     assert any(slow for _, slow in told) and not all(slow for _, slow in told)
     assert any(ids == ["r0", "r1"] for ids, _ in told)
     driver.run(fleet(driver, [dict(max_tokens=5), dict(max_tokens=8)]), gap=3)
-    assert not any(slow for _, slow in told[fresh:]), "the same again is nothing new"
+    assert not any(slow for _, slow in told[fresh:]), "a kind of step that was seen before is not slow"
     driver.close()

@@ -108,9 +108,9 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     for name in "pq":
         s.add(sequence([ord(name), *range(500)], max_tokens=4, arrival=0.1, name=name))
     rows = step(s, 0.1)
-    assert len(rows) == FEW + 1 and rows["p"] == 304, "and nobody else gets any"
+    assert len(rows) == FEW + 1 and rows["p"] == 304, "no other prompt gets rows"
     rows = step(s, 0.2)
-    assert rows["p"] == 197 and rows["q"] == 96, "what the first leaves, in whole pages"
+    assert rows["p"] == 197 and rows["q"] == 96, "the rows that the first leaves, in whole pages"
     crowd = make(None, FEW, BESIDE)
     for i in range(9):
         crowd.add(sequence([i] * 500, max_tokens=4, arrival=0.1, name=f"p{i}"))
@@ -119,12 +119,12 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     )
     s.prompts_first = True
     s.add(sequence([7] * 900, max_tokens=4, arrival=0.4, name="r"))
-    assert step(s, 0.4).get("r", 0) > 304, "nobody waits for a token"
+    assert step(s, 0.4).get("r", 0) > 304, "no request waits for a token"
     alone = make(None, num_decodes=0, beside=BESIDE)
     alone.add(sequence([7] * 900, max_tokens=4, arrival=0.1, name="p"))
     assert step(alone, 0.1)["p"] == 900, "nobody decodes"
     timed = make(0.025, beside=BESIDE)
-    assert timed.pace.beside is None, "a target says what is too long"
+    assert timed.pace.beside is None, "a target replaces the bound"
 
 
 def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
@@ -189,10 +189,10 @@ def test_rows_beside_decodes_follow_from_the_device():
     hopper = Roofline(4.8e12, 989e12, 15e9, 2 * 7e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
     assert mixed_rows(hopper) == Beside(2048, 1152)
     assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == Beside(2048, 1152), (
-        "of a model twice as large, too"
+        "the same for a model twice as large"
     )
     assert mixed_rows(replace(hopper, weight_bytes=120e9, routed=((0.875, 120e9),))) == Beside(2048, 1152), (
-        "of a mixture that reads as much a row"
+        "the same for a mixture that reads as much a row"
     )
     assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == Beside(1024, 512)
 
@@ -343,7 +343,7 @@ def test_a_cached_prompt_is_not_counted():
     d.engine.config = d.engine.config.replace(max_ttft=100.0)
     d.submit(d.request("again", prompt, n=8, max_tokens=2, ignore_eos=True))
     d.submit(replace(d.request("later", prompt, max_tokens=2, ignore_eos=True), arrival=d.steps + 1.0))
-    assert asked == [(0, 16), (16 + 7, 16)], "the last page is computed again, and of each further branch the last row"
+    assert asked == [(0, 16), (16 + 7, 16)], "the last page is computed again, and one row for each further branch"
     d.run([])
     d.close()
 

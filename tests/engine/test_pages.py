@@ -173,7 +173,7 @@ def test_eviction_takes_the_least_recently_used_and_tails_first():
     pages.check([third])
 
 
-def test_a_hit_is_held_before_anything_is_allocated():
+def test_a_hit_is_taken_before_anything_is_allocated():
     pages = manager(5, 4)
     pages.release(start(pages, 12))  # 3 cached, 1 free
     seq = sequence([*range(12), 5, 5, 5, 5])
@@ -220,7 +220,7 @@ def test_a_duplicate_page_stays_private_and_the_chain_goes_on():
     assert pages.num_cached == 1
     other = sequence([90] * 72)
     pages.admit(other, 0)
-    assert pages.grow(other, 68, [])  # everything that is free, and the page that a had indexed
+    assert pages.grow(other, 68, [])  # all free pages, and the page that ``a`` had indexed
     assert pages.num_free == 0
     pages.check([b, other])
     assert pages.match(sequence(9)) == 0, "the first page of the chain is gone"
@@ -255,14 +255,14 @@ def test_a_hit_needs_every_group():
     seq = start(pages, 20)
     assert pages.match(sequence(21)) == 20
     window = pages.pools[1]
-    held = [page for page in seq.tables[1] if page]
+    in_use = [page for page in seq.tables[1] if page]
     pages.release(seq)
     other = sequence([90] * 40)
     pages.admit(other, 0)
-    window.unlist(held[-1])  # as an eviction of the last window page would
-    window.cached.pop(held[-1])
-    window.free.append(held[-1])
-    assert pages.match(sequence(21)) == 16, "a shorter prefix that the window group still holds"
+    window.unlist(in_use[-1])  # as an eviction of the last window page would
+    window.cached.pop(in_use[-1])
+    window.free.append(in_use[-1])
+    assert pages.match(sequence(21)) == 16, "the window group still has the pages of a shorter prefix"
     hit = sequence(21)
     pages.admit(hit, 16)
     assert hit.tables[1][:3] == [0, 0, 0] and hit.tables[1][3] and all(hit.tables[0])
@@ -316,7 +316,7 @@ def test_promised_pages_are_not_given_twice():
     assert fits(pages, other, 0, 8, promised=promised)
 
 
-def test_freed_by_counts_shared_pages_once_all_holders_go():
+def test_freed_by_counts_shared_pages_once_all_users_go():
     pages = manager(20, 4)
     a = start(pages, 10)
     b = sequence(10)
@@ -369,7 +369,7 @@ def test_a_copy_needs_a_page():
     pages.check([parent, child])
 
 
-def test_the_last_holder_takes_an_indexed_page_back():
+def test_the_last_user_takes_an_indexed_page_back():
     pages = manager(4, 4)
     parent, child, copies = start(pages, 12), sequence(12, branch=1), []
     pages.fork(parent, child, 11)
@@ -416,7 +416,7 @@ def test_a_hit_brings_a_page_back_from_limbo():
     assert again.num_computed == 8 and pages.num_limbo == 1
     pages.release(again, after_step=2)
     pages.retire(1)
-    assert pages.num_limbo == 2, "what was let go again waits for the later step"
+    assert pages.num_limbo == 2, "a page that was given back again waits for the later step"
     pages.retire(2)
     assert pages.num_free == 5
     pages.check([])
@@ -477,7 +477,7 @@ def indexed_too_early(pages, seq):
     seq.num_computed -= 4
 
 
-def leaked_holder(pages, seq):
+def leaked_user(pages, seq):
     pages.index.tenant(seq).users += 1
 
 
@@ -492,7 +492,7 @@ def leaked_holder(pages, seq):
         miscounted,
         stale_node,
         indexed_too_early,
-        leaked_holder,
+        leaked_user,
     ],
 )
 def test_check_sees(damage):

@@ -339,7 +339,7 @@ def test_rounding_leaves_the_oldest_prompt_its_claim():
 # ----------------------------------------------------------------------------------------------- the checks can fail
 
 
-def lose_a_row(s, seq):
+def lose_a_seat(s, seq):
     s._free_seats.pop()
 
 
@@ -363,7 +363,7 @@ def free_its_pages(s, seq):
     s.pages.release(seq)
 
 
-@pytest.mark.parametrize("damage", [lose_a_row, wrong_status, forget, miscount, compute_too_much, free_its_pages])
+@pytest.mark.parametrize("damage", [lose_a_seat, wrong_status, forget, miscount, compute_too_much, free_its_pages])
 def test_check_sees(damage):
     d = driver()
     seq = d.add(unique(9, "a"))

@@ -74,7 +74,7 @@ def test_look_ahead_past_what_does_not_fit():
     assert "small" in plan and "small2" in plan and not any(name.startswith("big") for name in plan)
     d.add(unique(30, "big8", arrival=20.0))
     d.add(unique(2, "small3", arrival=52.0, max_tokens=1))
-    assert "small3" not in rows(d.step()), "one more that does not fit, and the look-ahead ends"
+    assert "small3" not in rows(d.step()), "the look-ahead ends with one more request that does not fit"
 
 
 @pytest.mark.parametrize("policy", [Fcfs(), Priority(Config())])

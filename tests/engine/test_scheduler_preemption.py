@@ -136,7 +136,7 @@ def test_who_was_preempted_often_is_spared_while_there_is_another():
     assert until_preemption(d).preempted == [b]
     d, (a, b, c) = crowd()
     b.num_preempted = c.num_preempted = MAX_PREEMPTIONS
-    assert until_preemption(d).preempted == [c], "nothing else is left"
+    assert until_preemption(d).preempted == [c], "every candidate was preempted often"
 
 
 # ------------------------------------------------------------------------------------------------------------ states
@@ -183,17 +183,17 @@ def test_preemption_with_a_step_in_flight_waits_for_its_pages():
     s = d.scheduler
     for _ in range(2):
         d.step()
-    held = s.plan(0.0)  # launched, and not yet ended
-    for span in held.spans:
+    launched = s.plan(0.0)  # not yet ended
+    for span in launched.spans:
         s.advance(span, [1])
     while not (plan := s.plan(0.0)).preempted:
         for span in plan.spans:
             s.advance(span, [1])
-        s.complete(held)
-        held = plan
+        s.complete(launched)
+        launched = plan
     assert len(plan.preempted) == 1 and s.pages.num_limbo > 0, "one victim is enough: its pages are on their way"
     s.check()
-    s.complete(held)
+    s.complete(launched)
     s.complete(plan)
     s.check()
 

@@ -85,7 +85,7 @@ def test_outliers_do_little_harm(rng):
     model, probe = StepTimeModel(ROOFLINE), shapes(300, rng)
     learn(model, shapes(600, rng), rng, outliers=0.03)
     assert mape(model, probe) < 0.05
-    assert model.relative_error() > 0.02  # and the metric tells of them
+    assert model.relative_error() > 0.02  # the metric shows the errors
 
 
 def test_a_lasting_change_is_followed(rng):
