@@ -226,6 +226,10 @@ def a_page_twice(room):
     room._leased_pages[min(room._leased_pages)] += 1
 
 
+def a_page_without_a_lease(room):
+    room._leased_pages[max(room._leased_pages) + 1] = 0
+
+
 def a_place_of_nobody(room):
     room._by_place[b"nowhere"] = []
 
@@ -239,7 +243,8 @@ def a_lease_forgotten(room):
 
 
 @pytest.mark.parametrize(
-    "damage", [a_page_too_many, a_page_twice, a_place_of_nobody, a_place_forgotten, a_lease_forgotten]
+    "damage",
+    [a_page_too_many, a_page_twice, a_page_without_a_lease, a_place_of_nobody, a_place_forgotten, a_lease_forgotten],
 )
 def test_check_sees(damage):
     d = leased(2)

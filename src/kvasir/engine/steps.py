@@ -54,7 +54,7 @@ class StepRunner:
 
     @property
     def stalled(self) -> bool:
-        """Whether the oldest plan in flight failed to launch. Launch nothing before it is resolved."""
+        """Whether the oldest plan in flight does not run, so that nothing should be launched before it is resolved."""
         return bool(self._flying) and self._flying[0].handle is None
 
     def launch(self, plan: Plan, timed: bool = False) -> None:
