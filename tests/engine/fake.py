@@ -197,10 +197,11 @@ class Driver:
         does not truncate it after a rejected draft.
         """
         pages = self.scheduler.pages
-        # A span that is rounded down to a whole tile keeps the pages of its longer self.
-        rounded = 0 if self.scheduler.max_rows % ROW_TILE else ROW_TILE
+        # A span that is rounded down to a whole tile keeps the pages of its longer self. A draft that the driver proposed
+        # may keep its pages when it is dropped after they were taken.
+        slack = self.draft_length + (0 if self.scheduler.max_rows % ROW_TILE else ROW_TILE)
         for seq in self.scheduler.running:
-            end = seq.num_computed + max(1, seq.num_ahead) + rounded
+            end = seq.num_computed + max(1, seq.num_ahead) + slack
             for pool, table in zip(pages.pools, seq.tables):
                 assert len(table) <= -(-end // pages.page_slots), f"{seq} has pages beyond its last row"
                 first = 0 if pool.window is None else max(0, seq.num_computed - pool.window + 1) // pages.page_slots
