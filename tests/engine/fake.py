@@ -197,8 +197,8 @@ class Driver:
         does not truncate it after a rejected draft.
         """
         pages = self.scheduler.pages
-        # A span that is rounded down to a whole tile keeps the pages of its longer self. A draft that the driver proposed
-        # may keep its pages when it is dropped after they were taken.
+        # A span that is rounded down to a whole tile keeps the pages of its longer self. A draft that the driver
+        # proposed may keep its pages when it is dropped after they were taken.
         slack = self.draft_length + (0 if self.scheduler.max_rows % ROW_TILE else ROW_TILE)
         for seq in self.scheduler.running:
             end = seq.num_computed + max(1, seq.num_ahead) + slack
