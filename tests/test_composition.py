@@ -11,6 +11,9 @@ import torch
 from kvasir.client.admission import admit
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
+from kvasir.speculation.head_kinds.eagle import Eagle, EagleShape
+from kvasir.speculation.head_kinds.medusa import Medusa, MedusaShape
+from kvasir.speculation.head_kinds.ppd import Prompts, PromptShape
 from kvasir.types import Request, SamplingParams
 from tests import composition
 from tests.composition import FACTORS, MODELS, REFUSED, REQUESTS, SHAPE, VOCAB
@@ -19,9 +22,9 @@ from tests.pairwise import label, pairwise, product
 
 OUTPUT = 6
 KINDS = {
-    "medusa": lambda: heads.Medusa(heads.MedusaShape(SHAPE["hidden_size"], (1,), 2)),
-    "eagle": lambda: heads.Eagle(heads.EagleShape(SHAPE["hidden_size"], (0, 1), heads=2, head_dim=16, ffn=32)),
-    "ppd": lambda: heads.Prompts(heads.PromptShape(SHAPE["hidden_size"])),
+    "medusa": lambda: Medusa(MedusaShape(SHAPE["hidden_size"], (1,), 2)),
+    "eagle": lambda: Eagle(EagleShape(SHAPE["hidden_size"], (0, 1), heads=2, head_dim=16, ffn=32)),
+    "ppd": lambda: Prompts(PromptShape(SHAPE["hidden_size"])),
 }
 
 

@@ -125,6 +125,7 @@ NAMED = {
     "config.py": {"plain", "fcfs"},  # defaults of settings
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
+    "tuned.py": {"int4"},  # a layout
     "kernels/native/program.py": {"plain", "int4", "int8", "fp8"},  # layouts
     "kernels/quantized_attention.py": {"int4"},  # a layout
     "kernels/quantized_decode.py": {"int4"},  # a layout

@@ -283,10 +283,10 @@ def test_a_drafter_that_cannot_learn_is_off_in_the_end(tmp_path, caplog):
     "order, says",
     [
         *(
-            (order, "of 2 sequences it must return a list of all, each once")
+            (order, "it must return a list of all 2 sequences, each once")
             for order in ("list(seqs).sort(key=id)", "list(seqs)[:1]", "list(seqs) * 2")
         ),
-        ("seqs.pop() and seqs", "of 2 sequences"),
+        ("seqs.pop() and seqs", "of all 2 sequences"),
         ("sorted(seqs, key=lambda s: s.request.deadline)", "no attribute 'deadline'"),
     ],
 )

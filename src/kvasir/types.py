@@ -1,8 +1,8 @@
 """The nouns of the engine: requests, sequences, spans, plans, batches, events. Imports no sibling, needs no torch.
 
-A *request* is what a user sent. It runs as one *sequence* per branch (``n`` > 1 forks). Every step the scheduler
-grants each sequence a *span* of rows. A list of spans is a *plan*; packed into tensors it is a *StepBatch*. There are
-no phases: a prompt chunk, a decode step and a draft to verify are spans of different length.
+A *request* is what a user sent. It runs as one *sequence* per branch (``n`` > 1 forks). Every step the scheduler grants
+each sequence a *span* of rows; a list of spans is a *plan*, and a plan packed into tensors is a *StepBatch*. There are
+no phases: a prompt chunk, a decode step and a draft to verify are spans of different lengths.
 
 Shape suffixes: T rows, S sequences (spans of this step), M rows whose logits are wanted, N pages.
 """
@@ -10,7 +10,6 @@ Shape suffixes: T rows, S sequences (spans of this step), M rows whose logits ar
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ U64 = (1 << 64) - 1
 
 def branch_stream(parent: int, branch: int) -> int:
     """The noise stream of branch ``branch`` > 0 forked from stream ``parent``: a hash, so that streams never meet."""
-    key = parent.to_bytes(8, "little") + branch.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"kvasir-branch").digest(), "little")
+    path = parent.to_bytes(8, "little") + branch.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(path, digest_size=8, person=b"kvasir-branch").digest(), "little")
 
 
 # ---------------------------------------------------------------------------------------------------------- requests
@@ -36,8 +35,10 @@ def branch_stream(parent: int, branch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the output. ``text``: the JSON schema, regex, Lark grammar, or a JSON list of choices.
-    ``after``: token ids of the end-of-reasoning mark; when not empty, the grammar starts only once they were generated.
+    """A constraint on the output.
+
+    ``text``: the JSON schema, regex or Lark grammar, or a JSON list of choices.
+    ``after``: token ids of the end-of-reasoning mark; if not empty, the grammar starts once they have been generated.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
@@ -49,17 +50,18 @@ class Grammar:
 class SamplingParams:
     """How to sample: the OpenAI and vLLM parameters by their usual names. Ranges are checked once, at admission.
 
-    ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (the lowest id wins a tie).
-    ``seed=None`` draws a fresh stream. ``logprobs``: number of alternatives to report with the sampled token.
+    ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (lowest id wins a tie).
+    ``seed=None`` draws a new stream. ``logprobs``: number of alternatives to report in addition to the sampled token.
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
-    ``num_draft_tokens``: the most draft tokens a step, where a drafter runs (0: none). ``drafter``: the drafter to use,
-    where several run. Neither changes a token.
-    ``confidence`` k > 0: every log-probability comes with the mean negative log-probability of the k likeliest tokens
-    (Fu et al. 2025, DeepConf). ``score_from``: the prompt's tokens from this place on are scored and summed up in one
-    `PromptScore`, with windows of ``confidence_window`` tokens (0: none). ``finish_after`` m: only the first m of the
-    ``n`` branches to end by themselves count, measured in tokens and not in time; a branch that can no longer be among
-    them is cancelled. ``lease``: seconds for which the pages of an ended branch are kept for a request that continues
-    it, unless others need them."""
+    ``num_draft_tokens``: most tokens to draft a step (0: none). ``drafter``: the drafter to use, where several run.
+    Neither changes a token.
+    ``confidence`` k > 0: report, with every log-probability, the mean negative log-probability of the k likeliest
+    tokens (Fu et al. 2025, DeepConf).
+    ``score_from``: score the prompt's tokens from this position on and return them summed up as one `PromptScore`.
+    ``confidence_window``: width of its windows in tokens (0: no window). ``finish_after`` m: only the first m branches
+    to stop by themselves count, by tokens and not by time; a branch that can no longer be among them is cancelled.
+    ``lease``: seconds to keep the pages of an ended branch for a request that goes on from it, unless others need them.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -94,31 +96,30 @@ class SamplingParams:
     drafter: str | None = None
 
     def __post_init__(self) -> None:
-        put = functools.partial(
-            object.__setattr__, self
-        )  # frozen; callers write lists and single strings, as with vLLM
+        # As in vLLM, callers may pass lists and single strings; they are stored as tuples.
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, Iterable)):
                 raise TypeError(f"{name} is {value!r}, expected a list")
             if value is not None or name != "allowed_token_ids":
-                put(name, (value,) if isinstance(value, str) and value else tuple(value or ()))
+                value = (value,) if isinstance(value, str) and value else tuple(value or ())
+                object.__setattr__(self, name, value)
         if not isinstance(self.logit_bias or {}, Mapping):
             raise TypeError(f"logit_bias is {self.logit_bias!r}, expected token ids with their biases")
-        put("logit_bias", dict(self.logit_bias or {}))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
 
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """The durable state of one request: everything else can be rebuilt from it, on any machine, at any time.
+    """The durable state of one request. The engine can rebuild everything else from it, on any machine, at any time.
 
     ``seed``: the u64 noise stream of branch 0. ``max_tokens``: resolved against the context length. ``tenant``: salt of
-    the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds.
-    ``bad_words``: token ids.
-    ``affinity``: requests with the same value belong together (calls of one problem); some schedulers use it.
-    ``piece``: number of tokens that may leave the engine together; 1 where somebody reads along. ``bare``: report
-    log-probabilities as plain numbers (`Event.bare`), without ranks and alternatives. ``epoch`` counts re-submissions;
-    ``emitted`` and ``ended`` hold what earlier epochs delivered, by branch."""
+    the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: ids.
+    ``affinity``: name that requests of one problem share; some scheduler policies keep them together.
+    ``piece``: number of tokens that may leave the engine together; 1 where a client reads them as they come.
+    ``bare``: whether log-probabilities are wanted as plain numbers (`Event.bare`), without ranks and alternatives.
+    ``epoch``: number of re-submissions. ``emitted``, ``ended``: what earlier epochs delivered, by branch.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -139,7 +140,7 @@ class Request:
 
 class Status(enum.Enum):
     WAITING = "waiting"  # in the queue, holds no pages
-    BLOCKED = "blocked"  # waits for something outside the scheduler; skipped, never in the way
+    BLOCKED = "blocked"  # waits for something outside the scheduler, and holds up nobody
     RUNNING = "running"  # holds pages and a seat
     FINISHED = "finished"  # holds nothing
 
@@ -147,7 +148,8 @@ class Status(enum.Enum):
 class Sequence:
     """One branch of a request as the engine runs it. Everything here can be rebuilt from the request.
 
-    Invariants: ``num_computed <= len(tokens)``; RUNNING holds a seat; FINISHED and WAITING hold no page and no seat."""
+    Invariants: ``num_computed <= len(tokens)``. RUNNING holds a seat. FINISHED and WAITING hold no page or seat.
+    """
 
     # fmt: off
     __slots__ = (
@@ -163,21 +165,19 @@ class Sequence:
         self.request = request
         self.branch = branch
         self.stream = request.seed if branch == 0 else branch_stream(request.seed, branch)
-        self.tokens: list[int] = [*request.prompt_ids, *emitted]  # known: prompt, then committed output
+        self.tokens: list[int] = [*request.prompt_ids, *emitted]  # the known tokens: prompt, then committed output
         self.num_prompt = len(request.prompt_ids)
-        self.num_computed = 0  # positions whose state is in the cache and committed
-        self.num_ahead = 0  # rows planned after those, in steps not resolved yet; the next span starts behind them
+        self.num_computed = 0  # committed positions, whose state is in the cache
+        self.num_ahead = 0  # rows planned after those, in steps not resolved yet; the next span starts after them
         self.num_drawn = 0  # how many of these rows draw a token that will follow ``tokens``
-        self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``, verified by the next span
-        self.draft_parents: list[
-            int
-        ] = []  # of a draft tree: each token's parent in ``draft``; -1: the last known token
-        self.guests: dict[int, tuple[tuple[int, ...], ...]] = {}  # chains of guest rows (see `Span`) by draft node
-        self.tables: list[list[int]] = []  # page ids by cache group: [i] holds positions [i*P, (i+1)*P); 0: dropped
-        self.num_sent = 0  # leading entries of each table that the device's copy for its seat holds
+        self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``; the next span verifies them
+        self.draft_parents: list[int] = []  # for a tree: index in ``draft`` of each parent (-1: the last known token)
+        self.guests: dict[int, tuple[tuple[int, ...], ...]] = {}  # chains of guests (``Span``) by node of the draft
+        self.tables: list[list[int]] = []  # page ids by cache group; entry i holds positions [i*P, (i+1)*P); 0: dropped
+        self.num_sent = 0  # leading entries of each table that the device has a copy of
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
-        self.seat = -1  # place of the sequence in the per-sequence state of sampler and device; -1: none
-        self.open_seat = -1  # the seat that was set up for this sequence
+        self.seat = -1  # place in the per-sequence state of sampler and device; -1: none
+        self.open_seat = -1  # the seat that has been set up for this sequence; -1: none
         self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)  # the engine adds the model's EOS ids
         self.max_output = request.max_tokens  # the engine bounds it by the context
         self.status = Status.WAITING
@@ -196,20 +196,21 @@ class Sequence:
 
     @property
     def num_unshared(self) -> int:
-        """Number of known tokens that its parent does not compute; a branch adds its output and the prompt's last."""
+        """Known tokens that no parent computes: all of them, or for a fork the prompt's last and the output."""
         return len(self.tokens) if self.parent is None else len(self.tokens) - self.num_prompt + 1
 
     def drop_draft(self) -> None:
-        """Drop the draft and the guests: the next span verifies nothing."""
+        """Forget the draft and the guests, so that the next span verifies nothing."""
         self.draft, self.draft_parents, self.guests = [], [], {}
 
     @property
-    def num_guests(self) -> int:  # guest rows of the next span
+    def num_guests(self) -> int:
+        """Number of guest rows in the next span."""
         return sum(len(chain) for chains in self.guests.values() for chain in chains)
 
     @property
     def num_look_ahead(self) -> int:
-        """Number of rows of the next span behind that of the last known token: drafts and guests."""
+        """Number of rows in the next span after that of the last known token: drafts and guests."""
         return len(self.draft) + (self.num_guests if self.guests else 0)
 
     @property
@@ -229,7 +230,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a page pool: same kind, shape and lifetime. ``window``: keep only that many last positions."""
+    """Layers that share a page pool: same kind, shape and lifetime. ``window``: number of last positions kept."""
 
     name: str
     layers: tuple[int, ...]
@@ -240,7 +241,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy a whole page inside a group's pool before the step's forward (copy-on-write)."""
+    """A whole page to copy inside a group's pool before the step's forward (copy-on-write)."""
 
     group: int
     source: int
@@ -249,21 +250,23 @@ class PageCopy:
 
 @dataclass(slots=True)
 class Span:
-    """``length`` rows of one sequence from position ``start``: the one work item.
+    """The one work item: ``length`` rows of one sequence from position ``start``.
 
     Row ``i`` holds token ``start + i`` of ``seq.tokens + seq.draft`` and predicts the token after it.
-    ``want`` maps a kind to the range of rows (0-based in the span) that want it; rows in no range want nothing:
-    ``sample`` draws the next token, ``score`` gives the log-probability of the known next token.
-    ``commit``: ``all`` rows, or for a span that verifies a draft the rows on the accepted ``walk``.
-    ``parents`` is set for trees only: index in the span of each row's parent, -1 for the first row.
-    ``seat``: the sequence's seat when the span was planned. A span whose sequence has lost it is void (``valid``).
+    ``want`` maps each kind of output to the range of rows (0-based in the span) that give it: ``sample`` draws the next
+    token, ``score`` gives the log-probability of the known next token. Rows in no range give nothing.
+    ``commit``: ``all`` rows, or (``walk``) of the rows that verify a draft only the accepted ones.
+    ``parents``: for trees only, the index in the span of each row's parent; -1 for the first row.
+    ``seat``: the sequence's seat when the span was planned; once the sequence has another, the span is void (not
+    ``valid``).
     ``landed``: the span was resolved, so ``seq`` no longer counts on it.
-    ``guests``: numbers of the embeddings in the drafter's table that the last ``len(guests)`` rows hold in place of
-    tokens. A guest sees its ancestors by ``parents``, no other row sees it, its slot is never committed, nothing is
-    drawn from it, and its output goes to the drafter. A span with guests is a tree, and its commit is ``walk``.
+    ``guests``: numbers of embeddings in the drafter's table. The last ``len(guests)`` rows hold these instead of
+    tokens. A guest row sees its ancestors by ``parents``, no other row sees it, it is never committed and nothing is
+    drawn from it. Its output goes to the drafter. A span with guests is a tree, and its ``commit`` is ``walk``.
 
-    A span that starts behind every known token has one row. Its token is still being drawn by an earlier step: it is on
-    the device, and ``tokens()`` is empty."""
+    A span that starts after every known token has one row. An earlier step is still drawing its token, which stays on
+    the device, so ``tokens()`` is empty.
+    """
 
     seq: Sequence
     start: int
@@ -277,11 +280,11 @@ class Span:
 
     @property
     def valid(self) -> bool:
-        """Whether the sequence still runs as it did when this was planned: not finished, failed or preempted since."""
+        """Whether the sequence has not finished, failed or been preempted since the span was planned."""
         return self.seq.seat == self.seat and self.seq.status is Status.RUNNING
 
     def tokens(self) -> list[int]:
-        """Return the tokens of its rows, guests excepted."""
+        """The tokens of all rows except the guests."""
         known, end = self.seq.tokens, self.start + self.length
         if end <= len(known):
             return known[self.start : end]
@@ -290,7 +293,7 @@ class Span:
 
 @dataclass(slots=True)
 class Plan:
-    """One step as the scheduler decided it. ``copies`` run before the forward. Nothing is committed until resolve."""
+    """One step as the scheduler decided it. ``copies`` run before the forward; commits wait until it is resolved."""
 
     step: int
     spans: list[Span]
@@ -304,11 +307,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The spans of a step that verifies drafts over static buffers. Only the device knows them, so that the step can be
-    captured.
+    """The spans of a captured step that verifies drafts over static buffers; only the device knows them.
 
-    ``place`` [T] int64: each row's place in its span; ``length`` [T] int64: number of rows of that span; ``most``: the
-    most rows of any span."""
+    ``place`` [T] int64: each row's index in its span. ``length`` [T] int64: rows of that span. ``most``: its upper
+    bound.
+    """
 
     place: torch.Tensor
     length: torch.Tensor
@@ -317,21 +320,23 @@ class Together:
 
 @dataclass(slots=True)
 class StepBatch:
-    """A plan as tensors: an explicit argument of every forward (no globals).
+    """A plan as tensors: an explicit argument of every forward.
 
-    input_ids [T] int64; positions [T] int64; row_start [S+1] int32 (span s is rows row_start[s]:row_start[s+1]);
-    context [S] int32: positions in the cache before the span: row i of span s sees context[s] + i + 1 slots (causal);
-    tables: per cache group [S, W] int32 page ids, padded with page 0; slots: per cache group [T] int64 = page * P +
-    offset, where this row's K/V is written; logit_rows [M] int64: rows whose logits are wanted, in row order.
-    ``ancestors`` [T, A] int64, only when a span is a tree: bit j % 64 of word j // 64 of row i says that row j of its
-    span is an ancestor of row i or row i itself (all zeros for causal spans: read ``starts`` and ``context``).
-    ``borrowed``: two [K] int64: rows of this batch, and the seats on the device that hold the tokens for them.
-    ``guests``: two [K] int64: rows that hold no token, and the numbers of their embeddings in the drafter's table.
-    ``inputs`` [K, E]: those embeddings, as the first layer reads them.
-    ``together``: rows that share the read of their keys although each is a span here: ``context`` is where each stands
-    in the cache, ``tables`` are per row, and every row has ``ancestors``, rows of chains too.
-    ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention
-    backend."""
+    ``input_ids`` [T] int64; ``positions`` [T] int64; ``row_start`` [S+1] int32: where each span's rows start, and T.
+    ``context`` [S] int32: positions in the cache before the span; row i of span s sees context[s] + i + 1 slots
+    (causal).
+    ``tables``: per cache group [S, W] int32 page ids, padded with page 0. ``logit_rows`` [M] int64: rows whose logits
+    are wanted, in order. ``slots``: per cache group [T] int64, the slot (page * P + offset) that gets each row's K/V.
+    ``ancestors`` [T, A] int64, only if a span is a tree: bit j % 64 of word j // 64 of row i says that row j of its
+    span is an ancestor of row i or row i itself. Causal spans of such a step have zeros; ``starts`` and ``context``
+    hold for them as usual.
+    ``borrowed``: two [K] int64, rows of this batch and the seats on the device that hold the tokens for them.
+    ``guests``: two [K] int64, the guest rows and the numbers of their embeddings in the drafter's table.
+    ``inputs`` [K, E]: those embeddings as the first layer reads them.
+    ``together``: set if each row is a span of its own here and the rows of one draft share the read of their keys. Then
+    ``context`` is each row's position, ``tables`` has a line a row, and every row has ``ancestors``, in chains too.
+    ``starts`` and ``lengths``: host copies of context and span lengths. ``scratch``: belongs to the attention backend.
+    """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -352,20 +357,19 @@ class StepBatch:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability (natural) of one token, its rank (1: most likely), and the most likely alternatives.
-    ``confidence``: mean negative log-probability of the k likeliest tokens, where the request asks for it."""
+    """Natural log-probability of one token."""
 
     id: int
     logprob: float
-    rank: int
-    top: list[tuple[int, float]] = field(default_factory=list)
-    confidence: float | None = None
+    rank: int  # 1: most likely
+    top: list[tuple[int, float]] = field(default_factory=list)  # the most likely alternatives: (id, log-probability)
+    confidence: float | None = None  # mean negative log-probability of the k likeliest tokens (None: not asked for)
 
 
 @dataclass(slots=True)
 class BareLogprobs:
-    """Log-probabilities and confidences (empty: not asked for) of several tokens, without ranks and alternatives.
-    Plain numbers cross between processes at a fraction of the cost of a `TokenLogprob` for each token."""
+    """Log-probabilities and confidences (empty: not asked for) of several tokens, as plain numbers: these cross between
+    processes at a fraction of the cost of one `TokenLogprob` a token."""
 
     logprobs: list[float]
     confidences: list[float]
@@ -373,40 +377,33 @@ class BareLogprobs:
 
 @dataclass(slots=True)
 class PromptScore:
-    """Sum of the log-probabilities over the scored end of a prompt, and the number of tokens scored.
-    ``confidence``: the mean; ``lowest``: the lowest mean of any window (None: not asked for)."""
+    """Summary of the scored end of a prompt."""
 
-    logprob: float
-    tokens: int
-    confidence: float | None = None
-    lowest: float | None = None
+    logprob: float  # sum of the log-probabilities
+    tokens: int  # number of scored tokens
+    confidence: float | None = None  # their mean confidence (None: not asked for)
+    lowest: float | None = None  # the lowest mean confidence of a window (None: not asked for)
 
 
 @dataclass(slots=True)
 class SpanResult:
-    """What a step found for one span.
+    """Result of one span of a step. Whatever was not asked for is None."""
 
-    ``tokens``: the emitted path, empty while a prompt is unfinished. ``error``: this sequence alone fails. ``scores``:
-    log-probability of the known token after each scored row. For a span that verifies a draft, ``path``: the row
-    (0-based in the span) that each token was drawn from. Where a drafter asks for them, ``top``: the likeliest tokens
-    of each sampled row; ``hidden`` [length, layers, E]: outputs of the layers it reads; ``guests`` [guests, E]: outputs
-    of the guest rows before the final norm."""
-
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the emitted path; empty while a prompt is unfinished
     logprobs: list[TokenLogprob] | None = None
-    scores: list[TokenLogprob] | None = None
-    error: str | None = None
-    path: list[int] | None = None
-    top: list[list[int]] | None = None
-    hidden: torch.Tensor | None = None
-    guests: torch.Tensor | None = None
+    scores: list[TokenLogprob] | None = None  # log-probability of the known token after each scored row
+    error: str | None = None  # why this sequence alone fails
+    path: list[int] | None = None  # if a draft was verified: the row (0-based in the span) that drew each token
+    top: list[list[int]] | None = None  # for a drafter: the likeliest tokens of each sampled row
+    hidden: torch.Tensor | None = None  # for a drafter: [length, layers, E], outputs of the layers that it reads
+    guests: torch.Tensor | None = None  # [guests, E], outputs of the guest rows before the final norm
 
 
 class Handle(Protocol):
     """A launched step."""
 
     def read(self) -> list[SpanResult]:
-        """Wait for it; one result per span, in plan order."""
+        """Wait for the step; return one result per span, in plan order."""
 
 
 # ------------------------------------------------------------------------------------------------------------- events
@@ -414,13 +411,15 @@ class Handle(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Event:
-    """What the engine tells the front end about one branch. Safe to resend: ``index`` is the place of the first token
-    in the branch's output and ``epoch`` that of the submission, so a reader drops what it has seen.
+    """What the engine tells the front end about one branch.
 
-    ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last has ``finish_reason``),
-    ``error`` (terminal for the whole request: ``status``, ``param``, ``message``). ``queued``: seconds from arrival to
-    the first grant of rows, on the first ``tokens`` event of branch 0. ``bare`` replaces ``logprobs`` for requests that
-    ask for no more."""
+    Events may be sent again: ``index`` is the place of the first token in the branch's output and ``epoch`` that of the
+    submission, so a reader can drop what it has seen.
+    ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last such event has
+    ``finish_reason``) or ``error`` (ends the whole request; see ``status``, ``param`` and ``message``).
+    ``queued``: seconds from arrival to the first granted rows; only on the first ``tokens`` event of branch 0.
+    ``bare``: replaces ``logprobs`` for requests with ``Request.bare``.
+    """
 
     kind: Literal["accepted", "tokens", "error"]
     request_id: str
@@ -445,27 +444,26 @@ class Event:
 
 @dataclass(slots=True, kw_only=True)
 class ModelInfo:
-    """What front ends need to know of a loaded model. ``vocab_size`` is the width of the logits; ids at or above
-    ``tokenizer_size`` exist in the matrix only and are never sampled."""
+    """What front ends need to know about a loaded model."""
 
     name: str
     max_model_len: int
-    vocab_size: int
-    tokenizer_size: int
+    vocab_size: int  # width of the logits
+    tokenizer_size: int  # ids at or above it exist in the matrix only and are never sampled
     eos_ids: tuple[int, ...] = ()
     kv_capacity_tokens: int = 0
-    drafters: tuple[str, ...] = ()  # names
-    timed_attention: str = ""  # attention backend chosen by timing; a restarted process keeps it
-    priorities: bool = False  # whether the scheduler uses ``Request.priority``
-    max_queued_requests: int = 0  # branches that may wait at once; 0: no bound
-    max_queued_tokens: int = 0  # prompt tokens that may wait at once; 0: no bound
+    drafters: tuple[str, ...] = ()
+    timed_attention: str = ""  # the attention backend that was chosen by timing; a restarted process keeps it
+    priorities: bool = False  # whether the scheduler looks at the priorities of requests
+    max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
+    max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot for health and metrics. Times in seconds; counters since the process started."""
+    """A snapshot for health and metrics. Times are in seconds; counters count from the start of the process."""
 
     step: int = 0
     time: float = 0.0
@@ -477,24 +475,24 @@ class EngineStats:
     num_cached_pages: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    forwards: int = 0  # forwards of single sequences that drew these tokens: one per token without drafts
+    forwards: int = 0  # spans in which the generated tokens were drawn: one a token without drafts
     cached_tokens: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up in the prefix index, of which cached_tokens were found
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix index; ``cached_tokens`` of them were found
     preemptions: int = 0
     failed: dict[str, int] = field(default_factory=dict)
     restarts: int = 0  # restarts of the engine process, counted by its client
-    quarantined: int = 0  # requests given up because they kept ending that process
+    quarantined: int = 0  # requests that the client failed because the engine process kept dying on them
     step_seconds: float = 0.0
     step_rows: int = 0
-    busy_seconds: float = 0.0  # wall time of all steps; where two overlap, every second counts once
+    busy_seconds: float = 0.0  # time in steps; where two steps overlap, it counts once
     draft_steps: int = 0  # steps in which drafts were asked for
-    drafts: int = 0  # draft trees verified
-    drafted_tokens: int = 0
-    drafted_by: dict[str, list[int]] = field(default_factory=dict)  # by drafter: tokens drafted, accepted
-    accepted_tokens: int = 0  # drafted tokens that were right; each verification emits one more
-    accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
-    drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same, by drafter
-    draft_saved_seconds: float | None = None  # estimated (engine/draft_savings.py); below 0: lost; None: not known yet
-    startup: dict[str, float] = field(default_factory=dict)  # seconds by phase; "fill", of the weights, overlaps others
-    weight_bytes: int = 0  # read and copied at the start
-    step_time_error: dict[str, float] = field(default_factory=dict)  # mean relative error by kind of step: eager, graph
+    drafts: int = 0  # drafts (trees and chains) that were verified
+    drafted_tokens: int = 0  # tokens in those drafts
+    drafted_by: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] tokens by drafter
+    accepted_tokens: int = 0  # drafted tokens that were accepted; each verification emits one token more
+    accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: parent accepted
+    drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same for each drafter
+    draft_saved_seconds: float | None = None  # estimate (engine/draft_savings.py); negative: lost; None: unknown
+    startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill" (the weights) overlaps other phases
+    weight_bytes: int = 0  # bytes of weights read and copied at the start
+    step_time_error: dict[str, float] = field(default_factory=dict)  # recent mean relative error; eager, graph

@@ -95,9 +95,7 @@ def test_metrics_of_choices_and_of_the_phases():
 
 def test_vllms_names_are_listed():
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    listed = next(line for line in text.splitlines() if line.startswith("vLLM's names in `/metrics`")).split(
-        "Of a request"
-    )[0]
+    listed = next(p for p in text.split("\n\n") if p.startswith("vLLM's names in `/metrics`")).partition("):")[2]
     assert re.findall(r"`(\w+)`", listed) == [
         name.removeprefix("vllm:") for names in ALIASES.values() for name in names
     ]

@@ -1,4 +1,4 @@
-"""Drives an Engine by hand: arrivals by step, forced preemptions, and the outputs by request and branch."""
+"""Drive an Engine by hand: arrivals by step, forced preemptions, and outputs by request and branch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Driver:
         self._take(self.engine.step())
         self.steps += 1
         if preempt:
-            # Twice at most for each sequence: with one row a step, no prompt would outlast endless preemption.
+            # Each sequence at most twice: with one row a step, endless preemption would let no prompt finish.
             running = [s for s in self.engine.scheduler.running if s.state.get("forced", 0) < 2]
             if running:
                 victim = running[self.steps % len(running)]
@@ -88,7 +88,7 @@ class Driver:
                 self.preempt(victim)
 
     def preempt(self, seq) -> None:
-        """Take everything from a running sequence, at a moment of our choosing."""
+        """Take everything from a running sequence, as a preemption does, and queue it again."""
         self.engine._close_seat(seq)
         self.engine.scheduler.block(seq)
         self.engine.scheduler.unblock(seq)
@@ -110,7 +110,7 @@ class Driver:
         return self.outputs
 
     def assert_clean(self) -> None:
-        """Everything is back: pages, rows, requests; a step in flight ends first."""
+        """Assert that all pages, seats and requests are given back, once a step in flight has ended."""
         engine = self.engine
         while engine.has_work():
             assert not engine._live
@@ -118,6 +118,7 @@ class Driver:
         assert not engine._live and not engine.has_work()
         assert engine.pages.num_free == engine.pages.num_total
         engine.scheduler.check()
+        engine.scheduler.room.check()
 
     def close(self) -> None:
         self.engine.close()

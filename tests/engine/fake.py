@@ -1,8 +1,8 @@
 """A model without tensors: what scheduler, pages and prefix index do to KV, position by position.
 
-A slot's content is the hash of all tokens up to its position, so that a slot that was overwritten, freed early, copied
-wrongly or hit by the wrong prefix shows as soon as a row reads it. The "sampled" token is a function of (stream, prefix), as
-in the real engine, so a sequence's output does not depend on how it was scheduled.
+A slot's content is the hash of all tokens up to its position. A slot that was overwritten, freed early, copied wrongly
+or hit by the wrong prefix thus shows as soon as a row reads it. The "sampled" token is a function of (stream, prefix),
+as in the real engine, so a sequence's output does not depend on how it was scheduled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from kvasir.config import SchedulerConfig
 from kvasir.engine.pages import PageManager
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.schedulers.fcfs import Fcfs
+from kvasir.engine.spans import ROW_TILE
 from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Status
 
 VOCAB = 7
@@ -63,7 +64,7 @@ def sample(stream: int, state: int) -> int:
 
 
 def expected_output(seq: Sequence) -> list[int]:
-    """What a sequence gives when it runs alone, to the end."""
+    """The output of a sequence that runs alone, to the end."""
     state, output = 0, []
     for token in seq.request.prompt_ids:
         state = extend(state, token)
@@ -80,7 +81,7 @@ class FakeModel:
         self.pages = pages
         self.content = [[[None] * pages.page_slots for _ in range(pool.num_pages)] for pool in pages.pools]
         self._states: dict[Sequence, list[int]] = {}
-        self.drawn: dict[int, int] = {}  # row -> the token drawn last, as the device keeps it
+        self.drawn: dict[int, int] = {}  # seat -> the token drawn last, as the device keeps it
 
     def poison(self, group: int, pages: list[int]) -> None:
         for page in pages:
@@ -88,7 +89,7 @@ class FakeModel:
             self.content[group][page] = [None] * self.pages.page_slots
 
     def pack(self, plan: Plan) -> list:
-        """Tables as they are at launch: the scheduler may change its own while the step runs."""
+        """Spans with their tokens and a copy of their tables, which the scheduler may change while the step runs."""
         self._copy(plan)
         return [(span, span.tokens(), [list(table) for table in span.seq.tables]) for span in plan.spans]
 
@@ -99,7 +100,7 @@ class FakeModel:
             self.content[copy.group][copy.target] = list(self.content[copy.group][copy.source])
 
     def run(self, packed: list) -> list[list[int]]:
-        """One forward: returns the emitted tokens of every span (the walk along its draft)."""
+        """Run one forward and return the emitted tokens of every span (the walk along its draft)."""
         packed = [(span, tokens or [self.drawn[span.seat]], tables) for span, tokens, tables in packed]
         rows = [self._states_of(span, tokens) for span, tokens, _ in packed]
         for (span, _, tables), states in zip(packed, rows):
@@ -163,8 +164,11 @@ class Driver:
     def step(
         self, *, max_rows: int | None = None, between=lambda: None, delay: bool = False, late: bool = False
     ) -> Plan:
-        """One step; ``between`` runs while it is in flight; ``delay``: it ends only after the next was planned; ``late``: it is
-        read only after the next was launched."""
+        """Plan, run and commit one step.
+
+        ``between`` runs while it is in flight. ``delay``: it ends only after the next was planned. ``late``: it is read
+        only after the next was launched.
+        """
         scheduler = self.scheduler
         plan = scheduler.plan(self.now, max_rows)
         assert plan.num_rows <= min(max_rows or scheduler.max_rows, scheduler.max_rows), "more rows than the budget"
@@ -181,8 +185,27 @@ class Driver:
         while self.in_flight and not (delay and self.in_flight[0] is plan):
             scheduler.complete(self.in_flight.pop(0))
         scheduler.check()
+        scheduler.room.check()
+        self.assert_no_spare_pages()
         next(self.steps)
         return plan
+
+    def assert_no_spare_pages(self) -> None:
+        """Assert that no running sequence has a page beyond its last row, or one that its window has left.
+
+        Mutations: the scheduler grows a sequence further than its span (by a page, or for the whole prompt at once), or
+        does not truncate it after a rejected draft.
+        """
+        pages = self.scheduler.pages
+        # A span that is rounded down to a whole tile keeps the pages of its longer self. A draft that the driver
+        # proposed may keep its pages when it is dropped after they were taken.
+        slack = self.draft_length + (0 if self.scheduler.max_rows % ROW_TILE else ROW_TILE)
+        for seq in self.scheduler.running:
+            end = seq.num_computed + max(1, seq.num_ahead) + slack
+            for pool, table in zip(pages.pools, seq.tables):
+                assert len(table) <= -(-end // pages.page_slots), f"{seq} has pages beyond its last row"
+                first = 0 if pool.window is None else max(0, seq.num_computed - pool.window + 1) // pages.page_slots
+                assert not any(table[:first]), f"{seq} has pages that its window has left"
 
     def commit(self, span, emitted: list[int]) -> None:
         seq = span.seq
@@ -212,7 +235,14 @@ class Driver:
             state = extend(state, token)
 
     def drain(self, limit: int = 5000) -> None:
-        """Run until nothing is left to do."""
+        """Run until nothing is left to do, and end all leases."""
+        self.drain_without_ending_leases(limit)
+        self.scheduler.room.begin(self.now + 1000)
+        pages = self.scheduler.pages
+        assert pages.num_free == pages.num_total or self.scheduler.num_running, "pages are lost"
+
+    def drain_without_ending_leases(self, limit: int = 5000) -> None:
+        """Run until nothing is left to do. Leases go on, except those whose time is over."""
         idle = 0
         while len(self.scheduler.backlog.waiting) or len(self.scheduler.running) or self.unread:
             self.now += 0.1
@@ -224,12 +254,9 @@ class Driver:
             self.scheduler.complete(plan)
         self.in_flight.clear()
         self.scheduler.check()
-        self.scheduler.room.begin(self.now + 1000)  # leases end
-        pages = self.scheduler.pages
-        assert pages.num_free == pages.num_total or self.scheduler.num_running, "pages are lost"
 
     def assert_outputs(self) -> None:
-        """Everything that ran to its end gave what it gives alone; what was cut short gave the first part of it."""
+        """Assert that finished sequences gave what they give alone, and unfinished ones the first part of it."""
         for seq in self.sequences:
             whole = expected_output(seq)
             assert seq.output == whole[: seq.num_output], f"{seq}: wrong tokens"

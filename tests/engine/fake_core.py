@@ -1,9 +1,9 @@
-"""An EngineCore without a model: its tokens are a function of (prompt, seed, branch, index), and it fails on command.
+"""An EngineCore without a model. Its tokens are a function of (prompt, seed, branch, index), and it fails on command.
 
-A request's ``tenant`` carries the faults, comma separated, ``what@index`` meaning "when branch 0 is about to get that token":
-``exit`` ``abort`` ``kill`` ``raise`` ``hang`` end or stop the process, ``unsendable`` ``gap`` ``twice`` spoil an event,
-``block@seconds`` waits outside the scheduler first, ``exit@submit`` dies while it is queued. ``exit@3!PATH`` happens only
-while PATH does not exist, and creates it: a fault that strikes once.
+A request's ``tenant`` lists its faults, separated by commas. ``what@index`` happens when branch 0 is about to get that
+token: ``exit``, ``abort``, ``kill``, ``raise`` and ``hang`` end or stop the process; ``unsendable``, ``gap`` and
+``twice`` spoil an event. ``block@seconds`` waits outside the scheduler first, ``exit@submit`` dies while the request is
+queued. ``exit@3!PATH`` strikes once: it happens only while PATH does not exist, and creates it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def token(request: Request, branch: int, index: int) -> int:
 
 
 def expected(request: Request) -> list[list[int]]:
-    """What the request's branches must give."""
+    """The expected outputs of the request's branches."""
     return [[token(request, branch, i) for i in range(request.max_tokens)] for branch in range(request.params.n)]
 
 
@@ -198,7 +198,7 @@ class SlowCore(FakeCore):
 
 
 class SilentCore(SlowCore):
-    """Never says what it launches, and counts no step that does nothing."""
+    """Does not announce what it launches, and does not count steps that do nothing."""
 
     announces = False
 
@@ -228,7 +228,7 @@ def sleeping(config: EngineConfig) -> FakeCore:
 
 
 def babbling(config: EngineConfig) -> FakeCore:
-    """Writes to the connection what is no frame."""
+    """Writes bytes to the connection that are not a frame."""
     import socket
 
     for number in range(3, 32):
@@ -249,7 +249,7 @@ def once(config: EngineConfig) -> FakeCore:
 
 
 def moody(config: EngineConfig) -> FakeCore:
-    """Starts the first time; later the set-up is refused."""
+    """Starts the first time; every later start is refused as a wrong set-up."""
     if os.path.exists(config.model.model):
         raise ConfigError("the model folder is gone")
     open(config.model.model, "w").close()

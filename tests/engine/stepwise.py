@@ -1,4 +1,4 @@
-"""Pieces of work without a GPU: nothing is captured; a piece lets the work run on to its next cut, in a thread of its own."""
+"""Pieces of work without a GPU: nothing is captured. A piece runs the work, in a thread of its own, to its next cut."""
 
 from __future__ import annotations
 

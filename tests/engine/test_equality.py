@@ -1,7 +1,7 @@
-"""Same request, same seed, same tokens: whatever the chunk size, the cache, the pool, the batch or the arrivals.
+"""A request with a seed gives the same tokens whatever the chunk size, cache, pool, batch or arrivals.
 
 CPU exact mode on nano, at T = 0 and T = 1. The reference runs every request alone, in one chunk, in a
-roomy pool, without a cache. Poison and invariant checks are on in every run.
+large pool, without a cache. Poison and invariant checks are on in every run.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ CORE = ("chunk", "cache", "preempt_every", "pool", "temperature", "n")
 @pytest.mark.slow
 @pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
 def test_same_tokens_full_product(place, case, reference):
-    """Every combination of what touches the cache; the other factors take turns."""
+    """All combinations of the factors that touch the cache; the other factors take turns."""
     run_case(
         case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE}, reference
     )

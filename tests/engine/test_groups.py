@@ -1,4 +1,6 @@
-"""First m of n inside the step: who counts is a fact about tokens, the rest end in the step that shows it, and noise stays."""
+"""First m of n: tokens alone decide which branches count, the others end in the step that shows it, and no noise
+changes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ N = 24
 
 @pytest.fixture(scope="module")
 def world():
-    """A driver, and what all N branches give when nobody is stopped, ends at a token that is drawn now and then."""
+    """A driver, and the outputs of all N branches when none is cancelled. A stop token is drawn now and then."""
     d = Driver(max_num_seqs=8)  # fewer seats than branches: some wait, start later, and may still be the shortest
     d.run([request(d, "free", None)])
     yield d, [d.outputs["free", b] for b in range(N)]
@@ -44,14 +46,15 @@ def test_the_first_m_are_those_of_the_free_run(world, m):
     for b, (ours, all_) in enumerate(zip(found, free)):
         assert ours.tokens == all_.tokens[: len(ours.tokens)], "a branch lost its noise"
         if ours.finish_reason == "cancelled":
-            # It was beaten: its next token would have put it behind the last that counts. And it went no further.
+            # It was beaten (its next token would have put it behind the last that counts) and stopped there.
             assert kept[-1] < (len(ours.tokens) + 1, b)
     wasted = sum(len(o.tokens) for o in found if o.finish_reason == "cancelled")
     assert wasted < sum(len(o.tokens) for o in free) - sum(length for length, _ in kept)
 
 
 def test_beaten_in_the_same_step():
-    """All end in one step, and none ran past the shortest but branch 0, which leads by the step in which the prompt was computed."""
+    """All end in one step, and only branch 0, which is a step ahead (it computed the prompt), is longer than the
+    shortest."""
     d = Driver(max_num_seqs=64)
     try:
         d.submit(request(d, "r", 1))
@@ -88,7 +91,7 @@ def test_overlap_and_preemption_choose_the_same(world):
 
 
 def test_ends_of_an_earlier_engine_count():
-    """After a crash the request comes back with what was delivered: branch 1 had ended by itself, branch 2 was cut short."""
+    """A replayed request brings the delivered tokens: branch 1 had ended by itself, branch 2 was cut short."""
     params = SamplingParams(n=3, finish_after=1)
     again = Request(
         id="r",

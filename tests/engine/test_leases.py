@@ -1,4 +1,4 @@
-"""Leases: a paused sequence finds its pages again however much ran in between; who runs needs them more; time ends them."""
+"""Leases: a paused sequence finds its pages again whatever ran in between, until others need them or time is over."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from tests.engine import fake
 from tests.engine.driver import Driver
+from tests.engine.scheduling import driver, unique
 
 PAGE = 16
 PROMPT = [3 + i % 50 for i in range(3 * PAGE)]
@@ -19,7 +21,7 @@ def others(d: Driver, count: int, length: int = 5 * PAGE) -> list:
 
 
 def paused(d: Driver, lease: float):
-    """A request that ends, traffic that takes every page that may be taken, and the request that goes on from it."""
+    """Run a request, traffic that takes every page that may be taken, and a request that goes on from the first."""
     run(d, "piece", PROMPT, lease)
     for wave in range(3, 7):
         for request in others(d, wave):
@@ -38,6 +40,7 @@ def run(d: Driver, name: str, prompt: list[int], lease: float) -> None:
 def drain(d: Driver) -> None:
     while d.engine.has_work():
         d.step()
+        d.engine.scheduler.room.check()
 
 
 @pytest.mark.parametrize(("lease", "hit"), [(0.0, 0), (500.0, 4 * PAGE + 3)])
@@ -49,7 +52,7 @@ def test_pages_outlive_the_traffic_under_a_lease_only(lease, hit):
         whole = Driver()
         whole.run([whole.request("whole", PROMPT, max_tokens=2 * (PAGE + 4), seed=1, ignore_eos=True)])
         assert begun[len(PROMPT) :] + d.outputs["next", 0].tokens == whole.outputs["whole", 0].tokens, (
-            "the pieces are the whole"
+            "the pieces add up to the whole"
         )
         whole.close()
     finally:
@@ -58,7 +61,11 @@ def test_pages_outlive_the_traffic_under_a_lease_only(lease, hit):
 
 @pytest.mark.parametrize(("cut", "overlap"), [(0, True), (1, False), (PAGE // 2, True)])
 def test_a_paused_sequence_goes_on_as_a_decode(cut, overlap):
-    """Nothing is computed again, whatever was cut off its end and however many go on from it; the pieces are what one request gives."""
+    """A request that goes on from a lease computes one row a branch, and the pieces add up to the tokens of one
+    request.
+
+    ``cut``: number of tokens that are cut off the end of the first piece.
+    """
     d = Driver(overlap=overlap)
     try:
         run(d, "piece", PROMPT, 500.0)
@@ -73,7 +80,7 @@ def test_a_paused_sequence_goes_on_as_a_decode(cut, overlap):
             s.num_computed + s.num_ahead >= len(begun) - 1 for s in d.engine.scheduler.running
         )
         plan = d.engine._stats.step_rows if not overlap else d.engine._plans[0][0].num_rows
-        assert plan == 6, "a row a branch"
+        assert plan == 6, "each branch computes one row"
         drain(d)
         whole = Driver()
         whole.run(
@@ -85,7 +92,7 @@ def test_a_paused_sequence_goes_on_as_a_decode(cut, overlap):
             for branch in range(3):
                 assert d.outputs[f"next{i}", branch].tokens == whole.outputs[f"fresh{i}", branch].tokens
         assert d.outputs["next1", 0].num_cached == d.outputs["next2", 0].num_cached == len(begun) - 1
-        assert d.engine.pages.cached_tokens == 2 * (len(begun) - 1), "once a request, not once a branch"
+        assert d.engine.pages.cached_tokens == 2 * (len(begun) - 1), "a hit counts once a request, not once a branch"
         whole.close()
     finally:
         d.close()
@@ -109,7 +116,6 @@ def test_a_lease_is_of_its_tenant_and_of_its_weights():
         for name, prompt in (("short", PROMPT[:4]), ("long", PROMPT)):
             run(d, f"{name} later", prompt + d.outputs[name, 0].tokens, 0.0)
             assert d.outputs[f"{name} later", 0].num_cached == 0
-        time.sleep(0.001)
         d.engine.scheduler.room.begin(time.monotonic() + 1000)
         assert not list(d.engine.scheduler.room.leased()) and not d.engine.scheduler.room._by_place
     finally:
@@ -117,7 +123,8 @@ def test_a_lease_is_of_its_tenant_and_of_its_weights():
 
 
 def test_going_on_takes_its_own_lease_where_nothing_else_is_left():
-    """Three pages: two are leased, and going on needs a copy and a new one. It starts from the full page in the index instead."""
+    """Of three pages two are leased, but a fork needs two more. The request starts from the full page in the index
+    instead."""
     d = Driver(num_pages=4, max_model_len=48)
     try:
         run(d, "piece", PROMPT[:10], 500.0)
@@ -133,8 +140,8 @@ def test_going_on_takes_its_own_lease_where_nothing_else_is_left():
         d.close()
 
 
-def test_who_runs_needs_them_more():
-    """A request that needs nearly every page gets them; the oldest leases go."""
+def test_a_large_request_takes_the_pages_of_the_oldest_leases():
+    """A request that needs nearly every page gets them, and the oldest leases go."""
     d = Driver(num_pages=26, max_model_len=400)
     try:
         for i in range(3):
@@ -162,13 +169,89 @@ def test_a_running_sequence_takes_leased_pages_before_anyone_gives_way():
 def test_time_ends_a_lease(overlap):
     d = Driver(overlap=overlap)
     try:
-        run(d, "piece", PROMPT, 0.001)
-        time.sleep(0.005)
+        run(d, "piece", PROMPT, 1e-9)  # over as soon as the clock has moved, however busy the machine is
+        time.sleep(0.001)
         run(d, "other", [4, 5, 6], 0.0)
         assert not list(d.engine.scheduler.room.leased())
         d.assert_clean()
     finally:
         d.close()
+
+
+# ---------------------------------------------------------------------------------------- leases without a model
+
+
+def leased(count: int, num_pages: int = 40, **options) -> fake.Driver:
+    """``count`` ended sequences of nine tokens (three pages), each with a lease of ten seconds."""
+    d = driver(num_pages=num_pages, page_slots=4, max_num_seqs=8, **options)
+    for i in range(count):
+        d.add(unique(8, f"l{i}", arrival=float(i), max_tokens=2, lease=10.0))
+    d.drain_without_ending_leases()
+    return d
+
+
+def test_leases_are_counted_down_when_their_time_is_over():
+    """Mutation: ``Room._release`` does not subtract a lease's pages, so leases seem to keep more and more of them."""
+    d = leased(3)
+    room = d.scheduler.room
+    room.check()
+    assert len(list(room.leased())) == 3 and len(room._leased_pages) == 9
+    room.begin(d.now + 11)
+    room.check()
+    assert not list(room.leased()) and not room._leased_pages and not room._by_place
+    assert d.scheduler.pages.num_free == d.scheduler.pages.num_total
+
+
+def test_leases_keep_half_of_the_pages_however_many_come_and_go():
+    """Mutations: the share is not bounded; pages of ended leases still count, so later leases are revoked at once."""
+    d = leased(12, num_pages=24)
+    room = d.scheduler.room
+    room.check()
+    assert len(list(room.leased())) == 4, "twelve pages of 24, three each"
+    assert room.revoked == 8
+    assert [holder.request.id for holder in room.leased()] == ["l8", "l9", "l10", "l11"], "the oldest went"
+    for round_ in range(3):
+        d.now += 20
+        for i in range(4):
+            d.add(unique(8, f"r{round_}-{i}", arrival=d.now, max_tokens=2, lease=10.0))
+        d.drain_without_ending_leases()
+        assert len(list(room.leased())) == 4 and room.revoked == 8
+
+
+def a_page_too_many(room):
+    room._leased_pages[max(room._leased_pages) + 1] = 1
+
+
+def a_page_twice(room):
+    room._leased_pages[min(room._leased_pages)] += 1
+
+
+def a_page_without_a_lease(room):
+    room._leased_pages[max(room._leased_pages) + 1] = 0
+
+
+def a_place_of_nobody(room):
+    room._by_place[b"nowhere"] = []
+
+
+def a_place_forgotten(room):
+    room._by_place.popitem()
+
+
+def a_lease_forgotten(room):
+    room._leases.pop()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [a_page_too_many, a_page_twice, a_page_without_a_lease, a_place_of_nobody, a_place_forgotten, a_lease_forgotten],
+)
+def test_check_sees(damage):
+    d = leased(2)
+    d.scheduler.room.check()
+    damage(d.scheduler.room)
+    with pytest.raises(AssertionError):
+        d.scheduler.room.check()
 
 
 def test_a_lease_needs_the_prefix_cache():

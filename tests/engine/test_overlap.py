@@ -1,4 +1,4 @@
-"""A step is read after the next was launched: the same tokens, the same ends, nothing lost, nothing left behind."""
+"""Steps that are read after the next was launched give the same tokens and ends, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def outcome(driver: Driver, **how) -> dict:
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every request run by itself, each step read at once."""
+    """Outputs of every request when it runs alone and each step is read at once."""
     driver = Driver(overlap=False, max_num_batched_tokens=512, enable_prefix_caching=False)
     for request in fleet(driver, KINDS + BOUND):
         driver.run([request])
@@ -79,7 +79,7 @@ def test_requests_that_depend_on_what_was_drawn(mode, alone):
 
 
 def record(driver: Driver, holds: str = "") -> list[tuple[str, int]]:
-    """The order of launches and reads, by step, of those that hold a request whose id starts with ``holds``."""
+    """Record launches and reads in order, for steps with a request whose id starts with ``holds``."""
     calls: list[tuple[str, int]] = []
     runner = driver.engine.runner
     launch = runner.launch
@@ -130,7 +130,7 @@ def test_a_step_that_needs_the_last_token_is_launched_after_the_read(kind):
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 @pytest.mark.parametrize("mode", ["depth1", "static1"])
 def test_cancel_while_a_step_is_in_flight(mode, after, alone):
-    """The row of the cancelled request goes to the next one only when the step that writes it has ended."""
+    """The seat of the cancelled request goes to the next one only when the step that uses it has ended."""
     driver = Driver(**MODES[mode], max_num_seqs=3)
     requests = fleet(driver, KINDS)
     for request in requests:
@@ -176,7 +176,7 @@ def test_a_step_that_fails_when_it_is_read_is_run_again_and_so_is_the_next(mode,
 
 
 def test_padding_rows_are_harmless(alone):
-    """Whatever the dummy page holds, and however many rows pad a step."""
+    """Outputs do not depend on what the dummy page holds, nor on the number of rows that pad a step."""
     driver = Driver(overlap=True, static=True, max_num_seqs=16)
     graphs = driver.engine.runner.graphs
     seen = set()
@@ -232,7 +232,7 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
         20,
         20,
     ]
-    assert not driver.engine.idle(), "never before the first request"
+    assert not driver.engine.idle(), "nothing is captured before the first request"
 
     def capture(work):
         captured.append(graphs._buffers.starts)
@@ -247,9 +247,8 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     assert len(captured) == 1 and list(graphs._ready) == [(4, True, False)]
     fits = [graphs._fit(2, True, DECODES)[0] for _ in range(STAND_INS + 1)]
     assert fits == [4] * STAND_INS + [2], "a captured bucket stands in until the rows have come often"
-    assert [graphs._fit(n, True, DECODES)[0] for n in (1, 3, 5)] == [1, 4, 8] and graphs._fit(2, True, ROW_BY_ROW)[
-        0
-    ] == 2, "but not any"
+    assert [graphs._fit(n, True, DECODES)[0] for n in (1, 3, 5)] == [1, 4, 8]
+    assert graphs._fit(2, True, ROW_BY_ROW)[0] == 2, "a bucket of another form does not stand in"
     graphs.choice._stood_in.clear()
     left = 0
     while driver.engine.idle():
@@ -270,5 +269,5 @@ def test_the_first_step_of_a_kind_is_announced_as_slow():
     assert any(slow for _, slow in told) and not all(slow for _, slow in told)
     assert any(ids == ["r0", "r1"] for ids, _ in told)
     driver.run(fleet(driver, [dict(max_tokens=5), dict(max_tokens=8)]), gap=3)
-    assert not any(slow for _, slow in told[fresh:]), "the same again is nothing new"
+    assert not any(slow for _, slow in told[fresh:]), "a kind of step that was seen before is not slow"
     driver.close()

@@ -1,4 +1,4 @@
-"""Prompts share steps with decodes within a time; steps are timed and learnt from; requests that would wait too long are refused."""
+"""Pace: prompt rows in steps with decodes, timing of steps, and refusal of requests that would wait too long."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 from tests.engine.driver import Driver
 from tests.engine.fake import manager, sequence
 
-# 10 ms a step, 20 us a row, and 1 ns a pair: nothing is learnt, so these are the predictions.
+# Predictions of a model that has learnt nothing yet: 10 ms a step, 20 us a row, 1 ns a pair.
 MODEL = StepTimeModel(Roofline(1e12, 1e12, 8e9, 1.2e7, 600.0, 0.0))
 ROWS = 1024
 
 
 def make(target: float | None, num_decodes: int = 20, beside: Beside | None = None) -> Scheduler:
-    """With sequences that draw a token a step."""
+    """A scheduler with sequences that draw a token a step."""
     pages = manager(4000, page_slots=16)
     s = Scheduler(
         SchedulerConfig(max_num_seqs=64),
@@ -42,7 +42,7 @@ def make(target: float | None, num_decodes: int = 20, beside: Beside | None = No
 
 
 def step(s: Scheduler, now: float) -> dict[str, int]:
-    """Plan a step and commit it: rows by request."""
+    """Plan a step, commit it and return its rows by request."""
     plan = s.plan(now)
     for span in plan.spans:
         s.advance(span, [5] if "sample" in span.want else [])
@@ -53,7 +53,7 @@ def step(s: Scheduler, now: float) -> dict[str, int]:
 
 
 def seconds(rows: dict[str, int], start: int) -> float:
-    """Of a step of decodes and the prompt ``p`` from position ``start``."""
+    """Predicted seconds of a step of decodes and the prompt ``p`` from position ``start``."""
     return MODEL.predict(StepShape.of([(2, n) for name, n in rows.items() if name != "p"] + [(start, rows["p"])]))
 
 
@@ -108,9 +108,9 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     for name in "pq":
         s.add(sequence([ord(name), *range(500)], max_tokens=4, arrival=0.1, name=name))
     rows = step(s, 0.1)
-    assert len(rows) == FEW + 1 and rows["p"] == 304, "and nobody else gets any"
+    assert len(rows) == FEW + 1 and rows["p"] == 304, "no other prompt gets rows"
     rows = step(s, 0.2)
-    assert rows["p"] == 197 and rows["q"] == 96, "what the first leaves, in whole pages"
+    assert rows["p"] == 197 and rows["q"] == 96, "the rows that the first leaves, in whole pages"
     crowd = make(None, FEW, BESIDE)
     for i in range(9):
         crowd.add(sequence([i] * 500, max_tokens=4, arrival=0.1, name=f"p{i}"))
@@ -119,16 +119,16 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     )
     s.prompts_first = True
     s.add(sequence([7] * 900, max_tokens=4, arrival=0.4, name="r"))
-    assert step(s, 0.4).get("r", 0) > 304, "nobody waits for a token"
+    assert step(s, 0.4).get("r", 0) > 304, "no request waits for a token"
     alone = make(None, num_decodes=0, beside=BESIDE)
     alone.add(sequence([7] * 900, max_tokens=4, arrival=0.1, name="p"))
     assert step(alone, 0.1)["p"] == 900, "nobody decodes"
     timed = make(0.025, beside=BESIDE)
-    assert timed.pace.beside is None, "a target says what is too long"
+    assert timed.pace.beside is None, "a target replaces the bound"
 
 
 def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
-    """Nine prompts that differ in their last page: 500 tokens each, of which 20 are to be computed."""
+    """Nine prompts of 500 tokens that differ in their last page, so that 20 tokens of each are to be computed."""
     s = make(None, FEW, BESIDE)
     s.add(sequence(500, max_tokens=4, arrival=0.1, name="first"))
     while step(s, 0.1).get("first") != 1:
@@ -189,10 +189,10 @@ def test_rows_beside_decodes_follow_from_the_device():
     hopper = Roofline(4.8e12, 989e12, 15e9, 2 * 7e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
     assert mixed_rows(hopper) == Beside(2048, 1152)
     assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == Beside(2048, 1152), (
-        "of a model twice as large, too"
+        "the same for a model twice as large"
     )
     assert mixed_rows(replace(hopper, weight_bytes=120e9, routed=((0.875, 120e9),))) == Beside(2048, 1152), (
-        "of a mixture that reads as much a row"
+        "the same for a mixture that reads as much a row"
     )
     assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == Beside(1024, 512)
 
@@ -249,7 +249,7 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
 
 
 def test_replays_that_verify_drafts_are_not_taken_for_decodes():
-    """Their graphs are others, of as many rows as there are drafts: whether the decodes' is captured says nothing about them."""
+    """Steps that verify drafts replay graphs of their own, so the decodes' captured graph says nothing about them."""
     graphs = SimpleNamespace(takes=lambda spans: True, bucket=lambda n: 8, replays=lambda size: True)
     clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu")))
     spans = [SimpleNamespace(start=10, length=1), SimpleNamespace(start=20, length=4)]
@@ -321,7 +321,7 @@ def test_who_goes_first_does_not_wait_for_the_queue(policy):
 
 
 def test_those_that_are_refused_leave_no_trace_in_the_order():
-    """Each would count among those that wait, and for ever longer."""
+    """A refused request must not stay in the queue's counts, which would grow for ever."""
     d = Driver(max_ttft=0.1, max_num_batched_tokens=64, scheduling_policy="shortest")
     d.engine.pace.model = MODEL
     for i in range(4):
@@ -342,7 +342,7 @@ def test_a_cached_prompt_is_not_counted():
     d.engine.pace.first_token = lambda *a: asked.append(a[1:3]) or first_token(*a)
     d.submit(d.request("again", prompt, n=8, max_tokens=2, ignore_eos=True))
     d.submit(replace(d.request("later", prompt, max_tokens=2, ignore_eos=True), arrival=d.steps + 1.0))
-    assert asked == [(0, 16), (16 + 7, 16)], "the last page is computed again, and of each further branch the last row"
+    assert asked == [(0, 16), (16 + 7, 16)], "the last page is computed again, and one row for each further branch"
     d.run([])
     d.close()
 
@@ -385,7 +385,7 @@ def test_device_times_are_predicted_on_a_gpu():
     assert not d.errors
     error, model = d.engine.stats().step_time_error, d.engine.clock.model
     assert error.keys() == {"eager", "graph"}
-    alone = "PYTEST_XDIST_WORKER" not in os.environ  # the others' kernels take their time from ours
+    alone = "PYTEST_XDIST_WORKER" not in os.environ  # other workers' kernels would take time from ours
     assert error["graph"] < 0.2 or not alone, error
     shape = StepShape.of([(150, 1)] * 32)
     assert 2e-5 < model.predict(shape, graph=True) < model.predict(shape)

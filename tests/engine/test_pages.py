@@ -1,4 +1,4 @@
-"""Page tables: allocation, sharing, copy-on-write, prefix hits over groups, windows, limbo, eviction, and the checks."""
+"""Page tables: allocation, sharing, copy-on-write, prefix hits over groups, windows, limbo, eviction, checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.fake import FULL, FakeModel, manager, request, sequence, windo
 
 
 def compute(pages, seq, num_tokens=None) -> None:
-    """As a step would: grow to ``num_tokens`` (all known), commit."""
+    """Do what a step does: grow to ``num_tokens`` (default: all that are known) and commit."""
     end = seq.num_tokens if num_tokens is None else num_tokens
     assert pages.grow(seq, end, [])
     seq.num_computed = end
@@ -173,7 +173,7 @@ def test_eviction_takes_the_least_recently_used_and_tails_first():
     pages.check([third])
 
 
-def test_a_hit_is_held_before_anything_is_allocated():
+def test_a_hit_is_taken_before_anything_is_allocated():
     pages = manager(5, 4)
     pages.release(start(pages, 12))  # 3 cached, 1 free
     seq = sequence([*range(12), 5, 5, 5, 5])
@@ -220,7 +220,7 @@ def test_a_duplicate_page_stays_private_and_the_chain_goes_on():
     assert pages.num_cached == 1
     other = sequence([90] * 72)
     pages.admit(other, 0)
-    assert pages.grow(other, 68, [])  # everything that is free, and the page that a had indexed
+    assert pages.grow(other, 68, [])  # all free pages, and the page that ``a`` had indexed
     assert pages.num_free == 0
     pages.check([b, other])
     assert pages.match(sequence(9)) == 0, "the first page of the chain is gone"
@@ -255,14 +255,14 @@ def test_a_hit_needs_every_group():
     seq = start(pages, 20)
     assert pages.match(sequence(21)) == 20
     window = pages.pools[1]
-    held = [page for page in seq.tables[1] if page]
+    in_use = [page for page in seq.tables[1] if page]
     pages.release(seq)
     other = sequence([90] * 40)
     pages.admit(other, 0)
-    window.unlist(held[-1])  # as an eviction of the last window page would
-    window.cached.pop(held[-1])
-    window.free.append(held[-1])
-    assert pages.match(sequence(21)) == 16, "a shorter prefix that the window group still holds"
+    window.unlist(in_use[-1])  # as an eviction of the last window page would
+    window.cached.pop(in_use[-1])
+    window.free.append(in_use[-1])
+    assert pages.match(sequence(21)) == 16, "the window group still has the pages of a shorter prefix"
     hit = sequence(21)
     pages.admit(hit, 16)
     assert hit.tables[1][:3] == [0, 0, 0] and hit.tables[1][3] and all(hit.tables[0])
@@ -274,12 +274,8 @@ def test_window_hits_take_what_the_next_row_sees_and_no_more():
     start(pages, 16)
     seq = sequence(17)
     pages.admit(seq, pages.match(seq))
-    assert seq.num_computed == 16 and [bool(p) for p in seq.tables[0]] == [
-        False,
-        False,
-        False,
-        True,
-    ]  # positions 12..15
+    assert seq.num_computed == 16
+    assert [bool(p) for p in seq.tables[0]] == [False, False, False, True], "only positions 12 to 15"
 
 
 def test_room_of_a_window_group_is_bounded_by_its_window():
@@ -320,7 +316,7 @@ def test_promised_pages_are_not_given_twice():
     assert fits(pages, other, 0, 8, promised=promised)
 
 
-def test_freed_by_counts_shared_pages_once_all_holders_go():
+def test_freed_by_counts_shared_pages_once_all_users_go():
     pages = manager(20, 4)
     a = start(pages, 10)
     b = sequence(10)
@@ -373,7 +369,7 @@ def test_a_copy_needs_a_page():
     pages.check([parent, child])
 
 
-def test_the_last_holder_takes_an_indexed_page_back():
+def test_the_last_user_takes_an_indexed_page_back():
     pages = manager(4, 4)
     parent, child, copies = start(pages, 12), sequence(12, branch=1), []
     pages.fork(parent, child, 11)
@@ -420,7 +416,7 @@ def test_a_hit_brings_a_page_back_from_limbo():
     assert again.num_computed == 8 and pages.num_limbo == 1
     pages.release(again, after_step=2)
     pages.retire(1)
-    assert pages.num_limbo == 2, "what was let go again waits for the later step"
+    assert pages.num_limbo == 2, "a page that was given back again waits for the later step"
     pages.retire(2)
     assert pages.num_free == 5
     pages.check([])
@@ -481,8 +477,8 @@ def indexed_too_early(pages, seq):
     seq.num_computed -= 4
 
 
-def leaked_holder(pages, seq):
-    pages.index.tenant(seq).holds += 1
+def leaked_user(pages, seq):
+    pages.index.tenant(seq).users += 1
 
 
 @pytest.mark.parametrize(
@@ -496,7 +492,7 @@ def leaked_holder(pages, seq):
         miscounted,
         stale_node,
         indexed_too_early,
-        leaked_holder,
+        leaked_user,
     ],
 )
 def test_check_sees(damage):
@@ -536,8 +532,8 @@ def test_the_model_of_the_tests_sees_a_page_freed_early():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_forks_and_writes(seed):
-    """Forks of forks at any position, parents that write on, truncates, releases with steps in flight: what a sequence
-    reads is always its own past."""
+    """Every sequence reads its own past only, with forks of forks at any position, parents that write on, truncates,
+    and releases while steps are in flight."""
     rng = random.Random(seed)
     groups = [(FULL,), (FULL, window_group(7)), (window_group(4),)][seed % 3]
     size = rng.choice([1, 2, 4])

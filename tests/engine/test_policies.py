@@ -1,4 +1,4 @@
-"""The scheduler policies: their order, their victims, and what every policy must keep to."""
+"""The scheduler policies: their order, their victims, and the rules that hold for every policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_the_policies_are_found_by_name():
 
 
 def test_affinity_keeps_a_problem_together():
-    """Calls stand where the first of their problem came, that of another tenant is another problem, and ranks never change."""
+    """Calls stand where the first call of their problem came, tenants have problems of their own, and ranks never
+    change."""
     policy = technique.load(PACKAGE, "affinity", SchedulerPolicy)
 
     def call(arrival, affinity="", tenant=""):
@@ -125,7 +126,7 @@ class TestEveryPolicy:
 
     def test_starvation_bound(self, name):
         """With k older ones in the queue, a sequence is passed in at most (k + 1) * MAX_SKIPS steps, however urgent and
-        many the later ones are."""
+        numerous the later ones are."""
         d = Driver(
             scheduler(manager(12, 4), technique.load(PACKAGE, name, SchedulerPolicy), max_rows=16, max_num_seqs=3)
         )
@@ -189,7 +190,7 @@ def test_priority_displaces_only_from_the_threshold_on(difference, displaces):
 
 @pytest.mark.parametrize("victim", [lambda running, incoming: 1 / 0, lambda running, incoming: incoming])
 def test_a_policy_that_names_no_victim_is_off(victim, caplog):
-    """Pages run out: who gives way is then the last by arrival."""
+    """When pages run out, the last by arrival gives way."""
 
     class Strange(Priority):
         ours = False

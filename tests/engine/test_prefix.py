@@ -1,4 +1,4 @@
-"""The prefix index: keys, walks, collisions, and that it forgets what nothing needs."""
+"""The prefix index: keys, walks, collisions, and that unused nodes are forgotten."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_collision_never_gives_a_hit(equal_for):
     )
     a, b = sequence([1] * 8), sequence([2] * 8)
     enlist(x, a, 2)
-    assert not list(x.walk(b, 2)), "a hash alone must not be believed"
+    assert not list(x.walk(b, 2)), "an equal hash alone is no match"
 
 
 def test_equal_tokens_below_another_prefix_are_no_hit_even_when_keys_collide():
@@ -103,7 +103,7 @@ def test_the_first_of_two_colliding_prefixes_is_kept_and_the_other_not_indexed()
     assert pages.num_free == pages.num_total
 
 
-def test_nothing_stays_when_nothing_needs_it():
+def test_unused_nodes_are_forgotten():
     x = index()
     tail = enlist(x, sequence(16), 4)
     for node in list(x.nodes.values()):
@@ -112,10 +112,10 @@ def test_nothing_stays_when_nothing_needs_it():
     assert not x.nodes
 
 
-def test_a_held_node_stays_until_it_is_dropped():
+def test_a_node_in_use_stays_until_it_is_dropped():
     x = index()
     node = enlist(x, sequence(8), 2)
-    node.holds += 1
+    node.users += 1
     for n in (node, node.parent):
         n.pages[0] = 0
     x.prune(node)

@@ -104,6 +104,47 @@ def test_a_draft_never_goes_beyond_the_end():
     assert rows(d.scheduler.plan(0.0)) == {"a": 1, "b": 1}
 
 
+@pytest.mark.parametrize("room", range(5))
+@pytest.mark.parametrize("busy", [False, True], ids=["only decodes", "with a prompt"])
+def test_a_draft_ends_with_the_context(room, busy):
+    """Mutations: ``trim_draft`` lets a draft go one token too far; it only looks at ``max_tokens``; it drops drafts
+    that fit.
+
+    ``room``: number of tokens that still fit the context.
+    """
+    for length in range(1, 7):
+        d = driver(max_model_len=20, num_pages=80)
+        seq = d.add(unique(19 - room, "a", max_tokens=100))
+        d.step()
+        assert d.scheduler.max_model_len - seq.num_tokens == room
+        if busy:
+            d.add(unique(30, "prompt", arrival=1.0))
+        seq.draft = [1] * length
+        plan = d.scheduler.plan(0.0)
+        spans = [span for span in plan.spans if span.seq is seq]
+        # Each row draws a token, and the last one drawn must still be in the context.
+        assert [span.length for span in spans] == [1 + length if length < room else 1] or room == 0 and not spans
+        assert all(span.start + span.length < d.scheduler.max_model_len for span in spans) or not room
+        d.scheduler.complete(plan)
+        d.scheduler.check()
+
+
+@pytest.mark.parametrize("room", range(1, 6))
+def test_guests_end_with_the_context(room):
+    """Mutation: ``trim_draft`` does not look at the context for guests, whose slots would lie beyond the last page."""
+    for length in range(1, 6):
+        d = driver(max_model_len=20, num_pages=80)
+        seq = d.add(unique(19 - room, "a", max_tokens=100))
+        d.step()
+        seq.guests = {-1: (tuple(range(length)),)}
+        plan = d.scheduler.plan(0.0)
+        (span,) = plan.spans
+        assert span.start + span.length <= d.scheduler.max_model_len
+        assert len(span.guests) == (length if length <= room else 0)
+        d.scheduler.complete(plan)
+        d.scheduler.check()
+
+
 def test_prompt_rows_are_scored_once():
     d = driver(max_rows=8)
     seq = d.add(unique(19, "a", prompt_logprobs=0, max_tokens=2))
@@ -171,7 +212,7 @@ def test_with_prompts_first_decodes_sit_out_while_prompts_fill_whole_steps():
         {"p2": 10, "p3": 10},
         {"p4": 10, **{f"p{i}": 1 for i in range(4)}},
         {f"p{i}": 1 for i in range(5)},
-    ], "what does not fill a step takes the decodes along"
+    ], "a step that prompts do not fill takes the decodes along"
     d.drain()
     d.assert_outputs()
 
@@ -189,7 +230,7 @@ def test_with_prompts_first_decodes_go_on_where_prompts_find_no_pages_or_seats()
 
 
 def test_with_prompts_first_decodes_do_not_sit_out_for_prompts_that_are_there():
-    """A branch computes one row of its prompt, and who finds it in the cache a page: that fills no step."""
+    """A branch computes one row of its prompt and a cache hit leaves less than a page: neither fills a step."""
     d = driver(num_pages=80, max_rows=16, max_num_seqs=3)
     d.scheduler.prompts_first = True
     shared = request(42, n=5, max_tokens=9)
@@ -202,7 +243,7 @@ def test_with_prompts_first_decodes_do_not_sit_out_for_prompts_that_are_there():
         d.step()
     for seq in branches[1:4]:
         d.scheduler.finish(seq, "stop")
-        assert len(d.step().spans) == 3, "two decodes and who took the seat"
+        assert len(d.step().spans) == 3, "two decodes and the sequence that took the seat"
     assert again.num_cached == 40
     d.drain()
     d.assert_outputs()
@@ -283,7 +324,7 @@ def test_mixed_steps_are_rounded_down_to_a_tile():
 
     assert plan_with(256, 1000)["p"] == 124, "3 + 252 rows would touch a second tile for 127 of them"
     assert plan_with(256, 200)["p"] == 200, "a prompt that can end in this step does"
-    assert plan_with(250, 1000)["p"] == 244, "a budget that is no multiple of the tile says what it wants"
+    assert plan_with(250, 1000)["p"] == 244, "a budget that is not a multiple of the tile is used as it is"
     assert plan_with(256, 1000, 0)["p"] == 256
     assert plan_with(128, 1000)["p"] == 124, "never rounded down to nothing"
 
@@ -300,7 +341,7 @@ def test_rounding_leaves_the_oldest_prompt_its_claim():
 # ----------------------------------------------------------------------------------------------- the checks can fail
 
 
-def lose_a_row(s, seq):
+def lose_a_seat(s, seq):
     s._free_seats.pop()
 
 
@@ -324,7 +365,7 @@ def free_its_pages(s, seq):
     s.pages.release(seq)
 
 
-@pytest.mark.parametrize("damage", [lose_a_row, wrong_status, forget, miscount, compute_too_much, free_its_pages])
+@pytest.mark.parametrize("damage", [lose_a_seat, wrong_status, forget, miscount, compute_too_much, free_its_pages])
 def test_check_sees(damage):
     d = driver()
     seq = d.add(unique(9, "a"))

@@ -1,4 +1,4 @@
-"""Who is admitted, who waits for whom, and in which order."""
+"""Admission: which sequences are admitted, which wait for others, and in which order."""
 
 from __future__ import annotations
 
@@ -49,6 +49,20 @@ def test_prompts_in_progress_are_promised_their_pages():
     d.assert_outputs()
 
 
+def test_a_prompt_admitted_in_the_same_step_is_promised_its_pages():
+    """Mutation: ``Scheduler._start`` does not add the pages that an admitted prompt still needs to ``promised``."""
+    d = driver(num_pages=14, page_slots=4, max_rows=16, long_prefill_token_threshold=8)
+    a = d.add(
+        unique(36, "a", max_tokens=2)
+    )  # nine pages and one to go on with, of thirteen; takes two in the first step
+    b = d.add(unique(20, "b", arrival=1.0, max_tokens=2))  # five and one
+    assert rows(d.step()) == {"a": 8}
+    assert b.status is Status.WAITING
+    d.drain()
+    assert a.num_preempted == b.num_preempted == 0
+    d.assert_outputs()
+
+
 def test_look_ahead_past_what_does_not_fit():
     d = driver(num_pages=12, max_num_seqs=30)
     running(d, 2, length=9)
@@ -60,12 +74,12 @@ def test_look_ahead_past_what_does_not_fit():
     assert "small" in plan and "small2" in plan and not any(name.startswith("big") for name in plan)
     d.add(unique(30, "big8", arrival=20.0))
     d.add(unique(2, "small3", arrival=52.0, max_tokens=1))
-    assert "small3" not in rows(d.step()), "one more that does not fit, and the look-ahead ends"
+    assert "small3" not in rows(d.step()), "the look-ahead ends with one more request that does not fit"
 
 
 @pytest.mark.parametrize("policy", [Fcfs(), Priority(Config())])
 def test_the_oldest_is_passed_in_at_most_64_steps(policy):
-    """A big old request against an endless stream of small (and more urgent) ones, which always fit."""
+    """A large old request competes with an endless stream of small (and more urgent) ones, which always fit."""
     d = driver(num_pages=12, policy=policy, max_num_seqs=4)
     low = 5 if isinstance(policy, Priority) else 0
     for i in range(3):

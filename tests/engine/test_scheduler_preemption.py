@@ -1,4 +1,4 @@
-"""Who gives way, and sequences that end, block or return in every state."""
+"""Preemption, and sequences that end, are blocked or return in every state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 
 from kvasir.engine.room import CAUTION_STEPS, MAX_PREEMPTIONS
+from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Status
 from tests.engine.fake import FULL, expected_output, window_group
@@ -35,6 +36,40 @@ def test_the_lowest_priority_gives_way():
     seqs = [d.add(unique(6, f"s{i}", arrival=float(i), priority=p, max_tokens=20)) for i, p in enumerate([5, 9, 0])]
     d.step()
     assert until_preemption(d).preempted == [seqs[1]]
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), Priority(Config())])
+def test_nobody_takes_pages_of_a_higher_rank(policy):
+    """Mutation: ``Room.make`` chooses the victim among all running sequences instead of those of lower rank.
+
+    The lowest needs a page two steps before the others do, when all pages are in use.
+    """
+    d = driver(num_pages=10, page_slots=4, policy=policy, max_num_seqs=8)
+    a, b = (d.add(unique(6, name, arrival=float(i), max_tokens=20)) for i, name in enumerate("ab"))
+    lowest = d.add(unique(8, "lowest", arrival=2.0, priority=5, max_tokens=20))
+    plan = until_preemption(d)
+    assert plan.preempted == [lowest]
+    assert {span.seq for span in plan.spans} == {a, b} and lowest.status is Status.WAITING
+    assert a.num_tokens % 4 == b.num_tokens % 4 != 1, "no other sequence has just grown by a page"
+    d.drain()
+    d.assert_outputs()
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), Priority(Config())])
+def test_a_preempted_sequence_never_outranks_one_that_keeps_its_pages(policy):
+    """Mutations: as above, under changing load; ``victim`` takes the first of the lower ranks."""
+    d = driver(num_pages=24, page_slots=2, policy=policy, max_num_seqs=8)
+    for i in range(24):
+        d.add(unique(3 + i % 5, f"s{i}", arrival=float(i), priority=i * 7 % 3, max_tokens=6 + i % 7))
+    while d.scheduler.has_work(d.now):
+        before = list(d.scheduler.running)
+        plan = d.step()
+        ranks = policy.order_running(before, d.now)
+        for seq in plan.preempted:
+            kept = [other for other in ranks if other not in plan.preempted]
+            assert all(ranks.index(other) < ranks.index(seq) for other in kept), f"{seq} gave way to a lower rank"
+    assert d.scheduler.preemptions > 3
+    d.assert_outputs()
 
 
 def test_the_lowest_in_rank_gives_way_itself_when_only_it_lacks_room():
@@ -103,7 +138,7 @@ def test_who_was_preempted_often_is_spared_while_there_is_another():
     assert until_preemption(d).preempted == [b]
     d, (a, b, c) = crowd()
     b.num_preempted = c.num_preempted = MAX_PREEMPTIONS
-    assert until_preemption(d).preempted == [c], "nothing else is left"
+    assert until_preemption(d).preempted == [c], "every candidate was preempted often"
 
 
 # ------------------------------------------------------------------------------------------------------------ states
@@ -128,7 +163,7 @@ def test_finish_in_every_state():
     assert d.scheduler.pages.num_free == d.scheduler.pages.num_total
 
 
-def test_pages_and_rows_of_a_launched_step_return_when_it_ends():
+def test_pages_and_seats_of_a_launched_step_return_when_it_ends():
     d = driver(max_num_seqs=1)
     s = d.scheduler
     seq = d.add(unique(9, "a"))
@@ -138,7 +173,7 @@ def test_pages_and_rows_of_a_launched_step_return_when_it_ends():
     assert s.pages.num_limbo == 3
     other = d.add(unique(5, "b"))
     empty = s.plan(0.0)
-    assert not empty.spans, "the only row may still be in use"
+    assert not empty.spans, "the only seat may still be in use"
     s.complete(plan)
     assert s.pages.num_limbo == 0
     s.check()
@@ -150,24 +185,27 @@ def test_preemption_with_a_step_in_flight_waits_for_its_pages():
     s = d.scheduler
     for _ in range(2):
         d.step()
-    held = s.plan(0.0)  # launched, and not yet ended
-    for span in held.spans:
+    launched = s.plan(0.0)  # not yet ended
+    for span in launched.spans:
         s.advance(span, [1])
     while not (plan := s.plan(0.0)).preempted:
         for span in plan.spans:
             s.advance(span, [1])
-        s.complete(held)
-        held = plan
+        s.complete(launched)
+        launched = plan
     assert len(plan.preempted) == 1 and s.pages.num_limbo > 0, "one victim is enough: its pages are on their way"
     s.check()
-    s.complete(held)
+    s.complete(launched)
     s.complete(plan)
     s.check()
 
 
 def test_nobody_waits_for_pages_of_another_group():
-    """Windows drop a page every other step, which is on its way back while the next is planned: no use to who lacks a page of the other group.
-    The first by rank waits only for pages of that group."""
+    """A sequence waits only for pages of the group in which it lacks one.
+
+    The windows give back a page every other step, which is in limbo while the next step is planned. It is of no use to
+    a sequence that lacks a page of the other group, so the first by rank must not sit out a step for it.
+    """
     d = driver([21, 60], 2, (FULL, window_group(2)), max_num_seqs=6)
     s = d.scheduler
     for i in range(8):

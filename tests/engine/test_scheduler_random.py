@@ -1,4 +1,4 @@
-"""10^5 random steps over scheduler, pages and prefix index, every invariant checked after every step."""
+"""Random tests: 10^5 steps over scheduler, pages and prefix index, with every invariant checked after every step."""
 
 from __future__ import annotations
 

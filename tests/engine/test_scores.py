@@ -1,5 +1,4 @@
-"""One number for a text: it is the same with a cold and a warm prefix cache, from every place around the borders of
-pages, and in any chunks."""
+"""Scores of a text do not depend on the prefix cache, the chunks, or where they start around page borders."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def test_cold_and_warm_say_the_same(driver, whole, at):
 
 
 def test_only_scored_rows_pass_the_head(driver):
-    """A warm prompt of 70 tokens whose last ten are scored sends ten rows through the model, and the one that every
-    step has."""
+    """A cached prompt whose last ten tokens are scored sends ten rows through the head, and the row that draws."""
     seen = []
     model, before = driver.engine.runner.model, driver.engine.runner.model.logits
     model.logits = lambda hidden: (seen.append(len(hidden)), before(hidden))[1]

@@ -1,4 +1,6 @@
-"""The step-time model on synthetic steps: it learns, survives outliers, follows changes, and its answers keep their word."""
+"""The step-time model on synthetic steps: it learns, survives outliers and follows changes, and its chunks keep the
+budget.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 
 from kvasir.engine.step_time import TILE_ROWS, Roofline, StepShape, StepTimeModel, retry_after, step_budget
 
-# Llama-8B in bf16 on an H200: bytes/s, FLOP/s, weights, FLOP a row and a pair, KV bytes a token.
+# Llama-8B in bf16 on an H200: bytes/s, FLOP/s, bytes of weights, FLOP a row, FLOP a pair, KV bytes a token.
 ROOFLINE = Roofline(4.8e12, 989e12, 16e9, 2 * 8e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
 TRUE = np.array([4.2e-3, 2.4e-5, 1.1e-9, 6.1e-8, 7e-6])
 
@@ -59,7 +61,7 @@ def test_the_prior_is_of_the_right_order_and_learning_beats_it(rng):
 
 
 def test_of_a_mixture_few_rows_read_few_experts():
-    """58 of 60 GB in experts, of which a row falls on a sixteenth; the clock agrees with the prior before it has told anything, and after."""
+    """58 of 60 GB are experts, a sixteenth of which a row uses. Measured steps agree with the prior from the start."""
     mixture = replace(ROOFLINE, weight_bytes=60e9, row_flops=6e9, routed=((15 / 16, 58e9),))
     model, shape = StepTimeModel(mixture), {n: StepShape(rows=n, sequences=n) for n in (1, 8, 64)}
     expected = {n: (2e9 + 58e9 * (1 - (15 / 16) ** n)) / (0.8 * 4.8e12) for n in shape}
@@ -83,7 +85,7 @@ def test_outliers_do_little_harm(rng):
     model, probe = StepTimeModel(ROOFLINE), shapes(300, rng)
     learn(model, shapes(600, rng), rng, outliers=0.03)
     assert mape(model, probe) < 0.05
-    assert model.relative_error() > 0.02  # and the metric tells of them
+    assert model.relative_error() > 0.02  # the metric shows the errors
 
 
 def test_a_lasting_change_is_followed(rng):
@@ -95,7 +97,7 @@ def test_a_lasting_change_is_followed(rng):
 
 
 def test_hours_of_one_shape_leave_the_rest_sane(rng):
-    """Forgetting without news must neither blow up nor unlearn: after 20,000 equal steps, prompts are still predicted."""
+    """Forgetting without news neither blows up nor unlearns: after 20,000 equal steps prompts are still predicted."""
     model, probe = StepTimeModel(ROOFLINE), shapes(200, rng)
     learn(model, shapes(500, rng), rng)
     learn(model, [StepShape.of([(500, 1)] * 16)] * 20_000, rng)
@@ -136,8 +138,11 @@ def test_chunks_are_the_largest_that_fit(rng):
 
 
 def test_steps_held_up_now_and_then_do_not_drive_it_away(rng):
-    """Decodes of 4.5 ms, one in twelve of which waits for a launch of 20 ms. What a term was cut to zero for must not come back in
-    others: predictions grew to minutes within some hundred such steps."""
+    """Cutting a term to zero does not inflate the others, which would let predictions grow to minutes in a hundred
+    steps.
+
+    Decodes take 4.5 ms, and one in twelve waits for a launch of 20 ms.
+    """
     model = StepTimeModel(ROOFLINE)
     for i in range(3000):
         sequences = rng.choice((64, 64, 64, 60, 48, 30, 8, 1))

@@ -1,4 +1,4 @@
-"""Other weights in place, between two requests: outputs follow them, and no key or value of the old ones is found again."""
+"""New weights in place, between two requests: outputs follow them, and nothing cached of the old ones is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(d: Driver, name: str) -> tuple[list[int], int]:
 @pytest.mark.parametrize("native", [True, False])
 def test_outputs_follow_and_prefixes_are_forgotten(native, monkeypatch):
     if not native:
-        monkeypatch.setattr("kvasir.engine.runner.why_not", lambda *_: "not wanted")
+        monkeypatch.setattr("kvasir.engine.build.why_not", lambda *_: "not wanted")
     d = Driver()
     first, _ = run(d, "first")
     again, cached = run(d, "again")
@@ -32,7 +32,7 @@ def test_outputs_follow_and_prefixes_are_forgotten(native, monkeypatch):
     assert other != first and cached == 0
     d.engine.update_weights("nano")
     back, cached = run(d, "back")
-    assert back == first and cached == 0, "weights are those of the checkpoint, keys and values computed anew"
+    assert back == first and cached == 0, "weights are those of the checkpoint, keys and values are computed again"
     assert run(d, "cached") == (first, 48)
     d.close()
 

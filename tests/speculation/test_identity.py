@@ -234,7 +234,7 @@ def test_a_request_may_choose_its_drafter():
     assert set(d.engine.stats().drafted_by) == {"token_recycling"}
     d.run(requests(d, 0.0, tag="two", drafter="suffix"))
     assert set(d.engine.stats().drafted_by) == {"token_recycling", "suffix"}
-    with pytest.raises(RequestError, match="there are suffix, token_recycling"):
+    with pytest.raises(RequestError, match="these do: suffix, token_recycling"):
         requests(d, 0.0, drafter="ngram")
     d.close()
 

@@ -1,2 +1,1 @@
-"""The torch-free side of the engine: it validates requests, starts and watches the engine process, and loses no
-token."""
+"""The torch-free side of the engine: validates requests, starts and watches the engine process, loses no token."""

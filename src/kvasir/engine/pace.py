@@ -1,7 +1,9 @@
-"""Measured steps teach the model of step times; it says how many prompt rows a step may take, and how long a prompt will wait.
+"""Time steps to teach the model of step times, and derive from it how many prompt rows a step may take and how long a
+prompt waits.
 
-On a GPU a step's time is what passes on the device between an event before its launch and one after: with the next step
-launched meanwhile, its own kernels and what the host let the device wait for. On a CPU a launch is the step.
+On a GPU a step's time is what passes on the device between an event before its launch and one after it. The next step
+is launched meanwhile, so this is the time of the step's own kernels and of waits for the host. On a CPU the launch is
+the whole step.
 """
 
 from __future__ import annotations
@@ -21,19 +23,27 @@ from kvasir.types import Span
 # Short steps: see ``kvasir.tuned``, which says what these bound and how they were measured.
 MIXED_STEP, SHORT_STEP, SHORT_STEPS = tuned.MIXED_STEP.value, tuned.SHORT_STEP.value, tuned.SHORT_STEPS.value
 SEVERAL_DECODES = tuned.SEVERAL_DECODES.value
-BACKLOG = 8  # steps that it may take to compute all prompts that wait: where more do, large steps get more of them done
-ALIKE_SHARE = 8  # of decode steps that are a replay, or one native call, one in so many is learnt from: there are many, and the host is in a hurry
+# Number of steps in which all queued prompt rows should be computed. A longer queue gets larger steps, which compute
+# more rows a second.
+BACKLOG = 8
+# One in so many decode steps that are a replay or one native call is timed: there are many of them, and the host is
+# busy.
+ALIKE_SHARE = 8
 
 
 @dataclass(slots=True)
 class Lap:
-    """A step being timed: CUDA events, or seconds. ``rows``: with the padding of a graph, whose replay it is if ``graph``."""
+    """A step that is being timed. ``begin`` and ``end`` are CUDA events, or seconds on a CPU.
+
+    ``graph``: whether the step replays a graph. ``rows``: then its rows, padding included. ``captures``: the runner's
+    count of captured graphs before the step, replaced by those captured in it.
+    """
 
     begin: Any
     end: Any
     rows: int = 0
     graph: bool = False
-    captures: int = 0  # of graphs: the runner's before the step, then those in it
+    captures: int = 0
 
 
 class StepClock:
@@ -47,9 +57,11 @@ class StepClock:
         self._num_alike = 0
 
     def start(self, spans: list[Span]) -> Lap | None:
-        """Before a launch. None: this one is not timed. Decodes that will be replayed soon, and now compile or are captured,
-        tell nothing about either kind of step; nor do replays that verify drafts, whose graphs and times are others
-        (``draft_times.py``)."""
+        """Start to time a step before its launch; None: this step is not timed.
+
+        Decodes that are compiled or captured now and replayed later tell nothing about either kind of step. Replays
+        that verify drafts have graphs and times of their own (``draft_times.py``).
+        """
         graphs, rows, graph = self._runner.graphs, 0, False
         if graphs is not None and graphs.takes(spans):
             if any(span.length > 1 for span in spans):
@@ -71,7 +83,7 @@ class StepClock:
         return lap
 
     def stop(self, lap: Lap) -> None:
-        """After the launch."""
+        """Take the end time after the launch."""
         lap.captures = self._runner.captures - lap.captures
         if self._events:
             lap.end.record()
@@ -79,16 +91,16 @@ class StepClock:
             lap.end = time.perf_counter()
 
     def learn(self, lap: Lap, spans: list[Span]) -> None:
-        """After the step was read: it has ended."""
+        """Teach the model the step's time, once the step has been read and so has ended."""
         if self._events:
-            lap.end.synchronize()  # the read waited for the copies just before it
+            lap.end.synchronize()  # reading the step waited for the copies before it only
             seconds = lap.begin.elapsed_time(lap.end) * 1e-3
         else:
             seconds = lap.end - lap.begin
         shape = StepShape.of((span.start, span.length) for span in spans)
         if lap.rows > shape.rows:
             shape = StepShape(lap.rows, shape.chunk_pairs, shape.decode_context, shape.sequences)
-        if not lap.captures:  # they are done once, and may take longer than the step
+        if not lap.captures:  # a capture happens once and may take longer than the step
             self.model.observe(shape, seconds, graph=lap.graph)
         self._spare.append(lap)
 
@@ -98,40 +110,50 @@ class StepClock:
         return Lap(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
 
     def errors(self) -> dict[str, float]:
-        """Mean relative error of the predictions of late, by kind of step; of kinds that ran."""
+        """Recent mean relative error of the predictions, by kind of step, for the kinds that ran."""
         found = {kind: self.model.relative_error(graph=graph) for kind, graph in (("eager", False), ("graph", True))}
         return {kind: error for kind, error in found.items() if error is not None}
 
 
 class Beside(NamedTuple):
-    """Rows of prompts that a step has which others decode in: ``most``, and in a ``short`` one."""
+    """Bounds on the prompt rows of a step with decodes: ``most`` usually, ``short`` in a short step."""
 
     most: int
     short: int
 
 
 def mixed_rows(roofline: Roofline) -> Beside:
-    """More rows beside decodes make everybody's next token wait, and hardly cost less time a row. Of a mixture's weights those that one row
-    reads count: all of them would make steps many times as long."""
+    """Bounds on the prompt rows of steps with decodes, as multiples of the time to read all weights.
+
+    More prompt rows would delay everybody's next token and hardly cost less time a row. In a mixture of experts only
+    the weights that one row reads count: all of them would make steps many times as long.
+    """
     read, row = float(roofline.prior()[0]) * roofline.share_read(1), float(roofline.prior()[1])
     most, short = (max(TILE_ROWS, int(step * read / row) // TILE_ROWS * TILE_ROWS) for step in (MIXED_STEP, SHORT_STEP))
     return Beside(most, short)
 
 
 class Pace:
-    """How many prompt rows a step may take. ``target``: seconds that no running request should have to wait for its next
-    token, or None. Every running request has a row in every step, so its wait is the step. ``beside``: rows of prompts in a step that
-    others decode in, where there is no target; None: any."""
+    """How many prompt rows a step may take.
+
+    ``target``: most seconds that a running request should wait for its next token, or None. Every running request has a
+    row in every step, so it waits as long as the step takes. ``beside``: bounds on the prompt rows of steps with
+    decodes, used if there is no target; None: no bound.
+    """
 
     def __init__(self, model: StepTimeModel | None, target: float | None, beside: Beside | None = None) -> None:
-        assert model is not None or target is None, "to keep a time takes a model of it"
+        assert model is not None or target is None, "a target needs a model of step times"
         self.model = model
         self.target = target
         self.beside = None if target is not None else beside
 
     def most(self, decodes: int, decode_rows: int, rows: int, ahead: int) -> int:
-        """Of the ``rows`` that a step may have, those it gets beside ``decode_rows`` of so many ``decodes``, while ``ahead`` of prompts
-        are to be computed. Short steps take equal shares: the p99 between tokens is the longest steps but a few."""
+        """Row budget of a mixed step, given its decodes and the prompt rows still queued.
+
+        ``decodes``: number of decodes; ``decode_rows``: their rows; ``rows``: the row budget of any step; ``ahead``:
+        prompt rows still to compute. Short steps take equal shares of ``ahead``, because the longest few steps set the
+        p99 inter-token latency.
+        """
         if self.beside is None or not decodes:
             return rows
         most, short = self.beside
@@ -143,8 +165,10 @@ class Pace:
         return min(rows, most + decode_rows)
 
     def room(self, step: Step, start: int, claim: int = 0) -> int:
-        """Rows that ``step`` has left for a chunk from position ``start``: no more than keep the target, but for those that
-        the prompt has a claim to."""
+        """Rows that ``step`` has left for a chunk from position ``start``.
+
+        As many as keep the target, but at least the ``claim`` rows that the prompt may have in any case.
+        """
         if self.target is None or not any(seq.num_output for seq in step.spans):
             return step.left  # nobody waits for a next token
         running = StepShape.of((span.start, span.length) for span in step.spans.values())
@@ -154,10 +178,13 @@ class Pace:
         return self.model.chunk_for(step_budget(self.target, ()), running, start, most)
 
     def first_token(self, running: StepShape, tokens_ahead: int, prompt_tokens: int, max_rows: int) -> float:
-        """Seconds until a prompt that arrives now, of which ``prompt_tokens`` must be computed, has its first token, behind
-        ``tokens_ahead`` of other prompts, in steps of ``max_rows`` rows. What its pages may have to wait for is not counted."""
+        """Predicted seconds until a prompt that arrives now has its first token.
+
+        ``tokens_ahead`` tokens of other prompts are computed before its own ``prompt_tokens``, in steps of at most
+        ``max_rows`` rows. Time that it may wait for pages is not counted.
+        """
         max_rows = self.most(running.sequences, running.rows, max_rows, tokens_ahead + prompt_tokens)
-        rows = max(max_rows - running.rows, max_rows // 10, 1)  # a tenth is the oldest prompt's in any case
+        rows = max(max_rows - running.rows, max_rows // 10, 1)  # the oldest prompt gets a tenth in any case
         if self.target is not None and running.rows:
             rows = max(self._chunk(running, 0, rows), max_rows // 10, 1)
         return self.model.time_to_first_token(tokens_ahead, prompt_tokens, running, running.rows + rows)

@@ -1,8 +1,8 @@
-"""Page tables and their accounting: who holds which page of which cache group, and which pages may be taken.
+"""Page tables and their accounting: which sequences use which page of each cache group, and which pages may be taken.
 
-A page is in exactly one place: *free*; *cached* (nobody holds it, the prefix index knows it, it may be taken, least
-recently used first); *in use* by the tables of one or more sequences; or in *limbo* (nobody holds it, but a launched
-step may still read or write it; it becomes free or cached when that step retires). Page 0 of every group is a dummy
+A page is in exactly one state. It is *in use* if it stands in the tables of one or more sequences. Otherwise it is
+*free*; *cached* (the prefix index knows it, and it may be taken, least recently used first); or in *limbo* (a launched
+step may still read or write it; when that step retires, it becomes free or cached). Page 0 of every group is a dummy
 that pads tables and is never handed out.
 
 Nothing here knows tensors. Bytes move only where ``grow`` says so, by appending a ``PageCopy``.
@@ -31,8 +31,8 @@ class _Pool:
         self.free = list(range(num_pages - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.limbo: dict[int, int] = {}  # page -> the step that must retire first
-        self.refs = [0] * num_pages
-        self.nodes: list[Node | None] = [None] * num_pages  # the prefix node that a page is the content of
+        self.refs = [0] * num_pages  # number of tables that each page stands in
+        self.nodes: list[Node | None] = [None] * num_pages  # the prefix node that each page is the content of
         self._index = index
         self._on_free = on_free
 
@@ -41,11 +41,12 @@ class _Pool:
         return len(self.free) + len(self.cached)
 
     def wanted(self, table: list[int], first: int, end: int) -> tuple[list[int], int]:
-        """Return which of the pages ``first`` to ``end`` of ``table`` are shared, and how many pages it lacks."""
+        """What must change before pages ``first`` to ``end`` of ``table`` can be written: the places of pages that
+        other tables share, and the number of pages that it lacks."""
         return [i for i in range(first, min(end, len(table))) if self.refs[table[i]] > 1], max(0, end - len(table))
 
     def take(self, count: int) -> list[int]:
-        """``count`` pages, each with one holder. The caller has checked ``num_available``."""
+        """Take ``count`` pages, each with one reference. The caller has checked ``num_available``."""
         taken = [self.free.pop() for _ in range(min(count, len(self.free)))]
         evicted = [self.cached.popitem(last=False)[0] for _ in range(count - len(taken))]
         for page in evicted:
@@ -56,13 +57,14 @@ class _Pool:
             self.refs[page] = 1
         return taken
 
-    def hold(self, page: int) -> None:
+    def share(self, page: int) -> None:
+        """Count one reference more of a page that is in use, cached or in limbo."""
         if not self.refs[page] and self.limbo.pop(page, None) is None:
             del self.cached[page]
         self.refs[page] += 1
 
     def drop(self, pages: Iterable[int], after_step: int | None) -> None:
-        """One holder less of each page; the first of ``pages`` is taken again first."""
+        """Count one reference less of each page. The first of ``pages`` is the first to be taken again."""
         idle = []
         for page in pages:
             assert self.refs[page] > 0, f"page {page} of group {self.group} is given back twice"
@@ -76,13 +78,14 @@ class _Pool:
         self._rest(idle)
 
     def retire(self, step: int) -> None:
+        """Free or cache the pages in limbo that only steps up to ``step`` could use."""
         idle = [page for page, after in self.limbo.items() if after <= step]
         for page in idle:
             del self.limbo[page]
         self._rest(idle)
 
     def unlist(self, page: int) -> None:
-        """The prefix index forgets a page."""
+        """Make the prefix index forget a page."""
         node = self.nodes[page]
         self.nodes[page] = None
         node.pages[self.group] = 0
@@ -103,11 +106,12 @@ class _Pool:
 class PageManager:
     """Pages of every cache group, the page tables of running sequences, and the prefix index over committed pages.
 
-    ``num_pages``: per group, the dummy included. ``prefix_root``: what all keys start from; None: no prefix caching.
-    ``on_free(group, pages)`` hears of pages whose content died (freed, or taken from the cache).
+    ``num_pages``: per group, the dummy included. ``prefix_root``: bytes that all keys start from; None: no prefix
+    caching.
+    ``on_free(group, pages)``: called with pages whose content is gone (freed, or taken from the cache).
 
-    Methods that let go of pages take ``after_step``, the last launched step that may still use them; they return to the
-    pool at ``retire`` of that step. None: no step is in flight.
+    Methods that give back pages take ``after_step``, the last launched step that may still use them. The pages return
+    to the pool at ``retire`` of that step. None: no step is in flight.
     """
 
     def __init__(
@@ -126,10 +130,10 @@ class PageManager:
         self.pools = [
             _Pool(g, group.window, n, self.index, on_free) for g, (group, n) in enumerate(zip(groups, num_pages))
         ]
-        self.queried_tokens = 0  # prompt tokens looked up in the prefix index at first admissions, and found there
-        self.cached_tokens = 0
+        self.queried_tokens = 0  # prompt tokens looked up in the prefix index at first admissions
+        self.cached_tokens = 0  # those of them that were found
         self._windows = [pool for pool in self.pools if pool.window is not None]
-        # Per sequence: how many of its pages are in the index, and the node of the last (None: stop indexing it).
+        # By sequence: the number of its pages in the index, and the node of the last (None: stop indexing it).
         self._tails: dict[Sequence, tuple[int, Node | None]] = {}
 
     # ------------------------------------------------------------------------------------------------------- numbers
@@ -140,12 +144,12 @@ class PageManager:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be handed out now: free ones and cached ones."""
+        """Number of pages that can be handed out now: free and cached ones."""
         return sum(pool.num_available for pool in self.pools)
 
     @property
     def num_cached(self) -> int:
-        """Pages that only the prefix index keeps."""
+        """Number of pages that only the prefix index keeps."""
         return sum(len(pool.cached) for pool in self.pools)
 
     @property
@@ -158,28 +162,26 @@ class PageManager:
         return all(min(pages, self._peak(pool, max_span)) < pool.num_pages for pool in self.pools)
 
     def missing(self, seq: Sequence, num_tokens: int, max_span: int) -> list[int]:
-        """Per group, the pages that ``seq``, whose tables exist, must still get until ``num_tokens`` are computed."""
+        """Number of pages by group that ``seq``, which has tables, still needs until ``num_tokens`` are computed."""
         pages = -(-num_tokens // self.page_slots)
-        return [
-            max(
-                0,
-                min(
-                    pages - len(table), self._peak(pool, max_span) - (len(table) - table.count(0) if pool.window else 0)
-                ),
-            )
-            for pool, table in zip(self.pools, seq.tables)
-        ]
+        missing = []
+        for pool, table in zip(self.pools, seq.tables):
+            in_use = len(table) - table.count(0) if pool.window else 0
+            missing.append(max(0, min(pages - len(table), self._peak(pool, max_span) - in_use)))
+        return missing
 
     # ------------------------------------------------------------------------------------------------ prefix and fork
 
     def match(self, seq: Sequence, limit: int | None = None) -> int:
-        """The longest cached prefix of ``seq`` in tokens: whole pages, at most ``num_tokens - 1`` and ``limit`` tokens,
-        of which every group holds all that the next row sees. Changes nothing."""
+        """Length in tokens of the longest cached prefix of ``seq``, in whole pages. Changes nothing.
+
+        At most ``num_tokens - 1`` and ``limit`` tokens. Every group must still have all pages that the next row sees.
+        """
         if self.index is None:
             return 0
         size = self.page_slots
         limit = len(seq.tokens) - 1 if limit is None else min(limit, len(seq.tokens) - 1)
-        runs, best = [0] * len(self.pools), 0  # per group, how many pages in a row it holds up to here
+        runs, best = [0] * len(self.pools), 0  # by group, number of pages in a row that it has up to here
         for i, node in enumerate(self.index.walk(seq, limit // size)):
             enough = True
             for g, pool in enumerate(self.pools):
@@ -203,7 +205,7 @@ class PageManager:
         return self.index.key(seq, num_tokens // self.page_slots - 1)
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
-        """Whether ``parent`` still holds what a child that starts at ``num_tokens`` sees."""
+        """Whether ``parent`` still has all pages that a child starting at ``num_tokens`` sees."""
         end = -(-num_tokens // self.page_slots)
         return (
             bool(parent.tables)
@@ -221,9 +223,11 @@ class PageManager:
         promised: abc.Sequence[int] | None = None,
         parent: Sequence | None = None,
     ) -> list[int]:
-        """How many pages each group is short of to compute ``num_tokens`` tokens of ``seq`` from ``num_hit`` on, in
-        spans of at most ``max_span`` rows. ``promised``: pages per group that are spoken for. ``parent``: the hit is a
-        fork's."""
+        """Number of pages that each group is short of to compute ``num_tokens`` tokens of ``seq`` from ``num_hit`` on.
+
+        ``max_span``: most rows of a span. ``promised``: pages by group that are promised to others. ``parent``: the
+        sequence to fork from, if the hit is not one in the prefix index.
+        """
         pages = -(-num_tokens // self.page_slots)
         short = []
         for g, (pool, hit) in enumerate(zip(self.pools, self._hit_pages(seq, num_hit, parent))):
@@ -232,12 +236,12 @@ class PageManager:
             need = pages - num_hit // self.page_slots
             if pool.window is not None:
                 need = min(need, max(0, self._peak(pool, max_span or num_tokens) - kept))
-            spoken_for = promised[g] if promised else 0
-            short.append(max(0, need + revived + spoken_for - pool.num_available))
+            reserved = promised[g] if promised else 0
+            short.append(max(0, need + revived + reserved - pool.num_available))
         return short
 
     def admit(self, seq: Sequence, num_hit: int) -> None:
-        """Give ``seq`` its tables, holding the pages of a prefix of ``num_hit`` tokens that ``match`` found."""
+        """Give ``seq`` its tables, with the pages of a prefix of ``num_hit`` tokens that ``match`` found."""
         self._adopt(seq, self._hit_pages(seq, num_hit, None), num_hit)
         self._count_hit(seq, num_hit)
         if self.index is not None:
@@ -245,9 +249,8 @@ class PageManager:
             self._tail(seq, len(nodes), nodes[-1] if nodes else self.index.tenant(seq))
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """``child`` starts with the first ``num_tokens`` positions of ``parent``, in the same pages (see
-        ``can_fork``)."""
-        assert self.can_fork(parent, num_tokens), f"{parent} no longer holds {num_tokens} positions"
+        """Start ``child`` with the first ``num_tokens`` positions of ``parent``, in its pages (see ``can_fork``)."""
+        assert self.can_fork(parent, num_tokens), f"{parent} no longer has the pages of {num_tokens} positions"
         self._adopt(child, self._hit_pages(child, num_tokens, parent), num_tokens)
         if self.index is not None:
             count, tail = self._tails[parent]
@@ -257,27 +260,28 @@ class PageManager:
             self._tail(child, shared, tail)
 
     def resume(self, holder: Sequence, seq: Sequence, num_tokens: int) -> None:
-        """Fork from a lease. Counted as ``admit`` counts a prefix hit, once for all branches of a request."""
+        """Fork from a lease. It counts as a prefix hit, like those of ``admit``, once for all branches of a request."""
         self.fork(holder, seq, num_tokens)
         self._count_hit(seq, num_tokens)
 
     def forget_prefixes(self) -> None:
-        """Weights have changed: what is indexed so far is found no more."""
+        """Hide all that is indexed so far from later lookups, because weights have changed."""
         if self.index is not None:
             self.index.root = self.index.digest(self.index.root)
 
     # ------------------------------------------------------------------------------------------------ slots and pages
 
     def grow(self, seq: Sequence, num_tokens: int, copies: list[PageCopy]) -> bool:
-        """Make the slots from the next span's first position to ``num_tokens - 1`` exist and writable. Takes free
-        pages, then cached ones; a page that others hold, too, is replaced by a copy (appended to ``copies``, which run
-        in order before the forward). All or nothing: False leaves everything as it was."""
+        """Make the slots from the next span's first position to ``num_tokens - 1`` exist and writable.
+
+        Takes free pages, then cached ones. A page that other tables share is replaced by a copy, appended to
+        ``copies``, which run in order before the forward. All or nothing: False leaves everything as it was.
+        """
         first, end = (seq.num_computed + seq.num_ahead) // self.page_slots, -(-num_tokens // self.page_slots)
-        wanted = []  # per group that lacks something; nothing is taken before all of them are known to have it
+        wanted = []  # by group that needs pages; none is taken before all groups are known to have them
         for pool, table in zip(self.pools, seq.tables):
-            # The common case: one more token in a page of its own.
-            if end == first + 1 <= len(table) and pool.refs[page := table[first]] == 1 and pool.nodes[page] is None:
-                continue
+            if end == first + 1 <= len(table) and pool.refs[table[first]] == 1 and pool.nodes[table[first]] is None:
+                continue  # the common case: one more token in a page of its own
             shared, fresh = pool.wanted(table, first, end)
             if fresh + len(shared) > pool.num_available:
                 return False
@@ -285,7 +289,7 @@ class PageManager:
         for pool, table, shared, fresh in wanted:
             for i in range(first, min(end, len(table))):
                 if pool.nodes[table[i]] is not None and pool.refs[table[i]] == 1:
-                    pool.unlist(table[i])  # the last holder of an indexed page takes it back
+                    pool.unlist(table[i])  # the only user of an indexed page takes it out of the index to write to it
             taken = pool.take(len(shared) + fresh)
             for i in shared:
                 source, table[i] = table[i], taken.pop()
@@ -296,7 +300,7 @@ class PageManager:
         return True
 
     def awaits(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether ``grow`` lacks only pages that are on their way back, each group's from its own limbo."""
+        """Whether all pages that ``grow`` lacks are about to come back, for each group from its own limbo."""
         first, end = (seq.num_computed + seq.num_ahead) // self.page_slots, -(-num_tokens // self.page_slots)
         for pool, table in zip(self.pools, seq.tables):
             shared, fresh = pool.wanted(table, first, end)
@@ -305,11 +309,11 @@ class PageManager:
         return True
 
     def commits_between(self, before: int, num_computed: int) -> bool:
-        """Whether a sequence whose ``num_computed`` advanced to this has something to ``commit``."""
+        """Whether there is something to ``commit`` once a sequence advanced from ``before`` to ``num_computed``."""
         return before // self.page_slots != num_computed // self.page_slots or bool(self._windows)
 
     def commit(self, seq: Sequence, after_step: int | None = None) -> None:
-        """``num_computed`` advanced: index the pages that are now full, let go of those that left every window."""
+        """Index the pages that are full now that ``num_computed`` advanced, and give back those that left a window."""
         if self.index is not None:
             count, node = self._tails[seq]
             if node is not None and seq.num_computed // self.page_slots > count:
@@ -324,7 +328,7 @@ class PageManager:
                 table[i:end] = [0] * (end - i)
 
     def truncate(self, seq: Sequence, num_tokens: int, after_step: int | None = None) -> None:
-        """Give back the pages beyond the first ``num_tokens`` positions: look-ahead that was not needed."""
+        """Give back the pages after the first ``num_tokens`` positions, as look-ahead that was not needed."""
         assert num_tokens >= seq.num_computed, "computed positions are never given back"
         keep = -(-num_tokens // self.page_slots)
         for pool, table in zip(self.pools, seq.tables):
@@ -334,7 +338,8 @@ class PageManager:
         seq.num_sent = min(seq.num_sent, keep)
 
     def release(self, seq: Sequence, after_step: int | None = None) -> None:
-        """Give back everything, last page first: the tail of a prefix is taken for something else before its head."""
+        """Give back everything, last page first, so that the tail of a prefix is taken for something else before its
+        head."""
         for pool, table in zip(self.pools, seq.tables):
             pool.drop((page for page in reversed(table) if page), after_step)
         seq.tables = []
@@ -344,39 +349,36 @@ class PageManager:
             self.index.drop(node)
 
     def retire(self, step: int) -> None:
-        """``step`` has ended: what was let go after it, or after an earlier one, returns to the pool."""
+        """Return to the pool the pages that were given back with ``after_step`` up to ``step``, which has ended."""
         for pool in self.pools:
             if pool.limbo:
                 pool.retire(step)
 
     def freed_by(self, seqs: Iterable[Sequence]) -> list[int]:
-        """Per group, how many pages would become available if all of ``seqs`` were released."""
-        counts: list[Counter] = [Counter() for _ in self.pools]
+        """Number of pages by group that would become available if all of ``seqs`` were released."""
+        uses: list[Counter] = [Counter() for _ in self.pools]
         for seq in seqs:
-            for counter, table in zip(counts, seq.tables):
+            for counter, table in zip(uses, seq.tables):
                 counter.update(table)
-        return [
-            sum(1 for page, n in counter.items() if page and pool.refs[page] == n)
-            for pool, counter in zip(self.pools, counts)
-        ]
+        pairs = zip(self.pools, uses)
+        return [sum(1 for page, n in counter.items() if page and pool.refs[page] == n) for pool, counter in pairs]
 
     # -------------------------------------------------------------------------------------------------------- private
 
     def _first(self, pool: _Pool, num_tokens: int) -> int:
-        """The first page that the row at position ``num_tokens`` sees: it sees ``window`` positions, itself
-        included."""
+        """The first page that the row at position ``num_tokens`` sees. It sees ``window`` positions with itself."""
         if pool.window is None:
             return 0
         return max(0, num_tokens - pool.window + 1) // self.page_slots
 
     def _peak(self, pool: _Pool, max_span: int) -> int:
-        """The most pages a sequence holds at once: ``window - 1`` positions and a span, at the worst alignment."""
+        """Most pages a sequence has at once: for ``window - 1`` positions and a span, at the worst alignment."""
         if pool.window is None:
             return pool.num_pages  # no bound but the length itself
         return (pool.window - 1 + max_span + 2 * self.page_slots - 2) // self.page_slots
 
     def _hit_pages(self, seq: Sequence, num_hit: int, parent: Sequence | None) -> list[list[int]]:
-        """Per group, the table of the first ``num_hit`` positions: 0 where the next row no longer looks."""
+        """Table of the first ``num_hit`` positions by group, with 0 for pages that the next row does not see."""
         end = -(-num_hit // self.page_slots)
         if parent is not None:
             tables = [table[:end] for table in parent.tables]
@@ -391,8 +393,8 @@ class PageManager:
         return tables
 
     def _count_hit(self, seq: Sequence, num_hit: int) -> None:
-        """What the prompt of a new request found, for its reply and for the statistics. Its first branch tells: what a
-        later one finds may be what that one has computed."""
+        """Count the tokens that a new prompt found in the cache. Later branches may find what the first has computed,
+        so only the first counts."""
         if not seq.num_preempted and not seq.branch:
             seq.num_cached = min(num_hit, seq.num_prompt)
             self.queried_tokens += seq.num_prompt if self.index else 0
@@ -403,22 +405,24 @@ class PageManager:
         for pool, table in zip(self.pools, tables):
             for page in table:
                 if page:
-                    pool.hold(page)
+                    pool.share(page)
         seq.tables = tables
         seq.num_computed = num_tokens
 
     def _tail(self, seq: Sequence, count: int, node: Node | None) -> None:
         if node is not None:
-            node.holds += 1
+            node.users += 1
         self._tails[seq] = (count, node)
 
     def _enlist(self, seq: Sequence, count: int, node: Node) -> None:
-        """Index pages ``count`` and on. A page whose content is indexed already stays private."""
+        """Index the full pages from page ``count`` on. Pages whose content is indexed already stay private."""
         full = seq.num_computed // self.page_slots
         last = node
         for i in range(count, full):
             child = self.index.child(last, seq, i)
-            if child is None:  # a collision: another prefix has this key; keep it, and index no more of this one
+            if (
+                child is None
+            ):  # a collision: another prefix has this key; keep that one, and stop indexing this sequence
                 if last is not node:
                     self.index.prune(last)
                 last = None
@@ -434,7 +438,7 @@ class PageManager:
     # --------------------------------------------------------------------------------------------------------- checks
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert every invariant, given all sequences that hold pages. Slow: for tests and debugging."""
+        """Assert every invariant, given all sequences that have pages. Slow: for tests and debugging."""
         sequences = [seq for seq in sequences if seq.tables]
         for pool in self.pools:
             self._check_pool(pool, sequences)
@@ -467,9 +471,8 @@ class PageManager:
                 node = pool.nodes[page] if page else None
                 depth = i
                 while node is not None and node.parent is not None:
-                    known = min(
-                        seq.num_computed - depth * size, size
-                    )  # less than a page where a fork starts inside one
+                    # A fork that starts inside a page has computed only a part of it.
+                    known = min(seq.num_computed - depth * size, size)
                     assert known > 0, f"{seq}: page {i} is indexed before it is committed"
                     assert node.tokens[:known] == seq.tokens[depth * size : depth * size + known], (
                         f"{seq}: page {i} is indexed under other tokens"
@@ -480,12 +483,12 @@ class PageManager:
                 )
 
     def _check_index(self, sequences: list[Sequence]) -> None:
-        holds = Counter(node.parent for node in self.index.nodes.values() if node.parent)
-        holds.update(tail for _, tail in self._tails.values() if tail is not None)
+        users = Counter(node.parent for node in self.index.nodes.values() if node.parent)
+        users.update(tail for _, tail in self._tails.values() if tail is not None)
         assert set(self._tails) == set(sequences), "a sequence that is gone is still being indexed"
         for key, node in self.index.nodes.items():
-            assert node.key == key and node.holds == holds[node], "a prefix node's holders are miscounted"
-            assert node.holds or any(node.pages), "a prefix node that nothing needs"
+            assert node.key == key and node.users == users[node], "a prefix node's users are miscounted"
+            assert node.users or any(node.pages), "a prefix node that nothing uses"
             assert node.parent is None or self.index.nodes.get(node.parent.key) is node.parent, (
                 "a prefix node hangs in the air"
             )

@@ -1,4 +1,4 @@
-"""Full pages that are being computed. A request that needs the same page waits a step for a prefix hit."""
+"""Full pages that are being computed: a sequence that needs one of them waits a step for a cache hit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvasir.types import Sequence
 
 
 class PagesAhead:
-    """Prefix keys of the pages that steps in flight, or the step in the making, compute."""
+    """Prefix keys of the pages that the step in flight computes, or that ``step`` grants running sequences so far."""
 
     def __init__(self, pages: PageManager, running: Iterable[Sequence], step: Step) -> None:
         self._pages = pages
@@ -21,14 +21,15 @@ class PagesAhead:
                 self.add(seq, length)
 
     def add(self, seq: Sequence, length: int) -> None:
-        """Add the pages of the first ``length`` uncommitted rows of ``seq``, partly computed pages included."""
+        """Note that ``length`` rows of ``seq`` are being computed, from the first that is not committed. Pages that
+        these rows touch only in part count, too."""
         size = self._pages.page_slots
         for page in range(seq.num_computed // size, -(-(seq.num_computed + length) // size)):
             if key := self._pages.page_key(seq, page):
                 self._keys.add(key)
 
     def hold_next_of(self, seq: Sequence, num_hit: int) -> bool:
-        """Whether the page that ``seq`` would compute after a hit of ``num_hit`` tokens is being computed already."""
+        """Whether the page that ``seq`` would compute first, after a hit of ``num_hit`` tokens, is being computed."""
         if not self._keys or unscored_from(seq) is not None or num_hit + self._pages.page_slots >= seq.num_tokens:
             return False
         return self._pages.page_key(seq, num_hit // self._pages.page_slots) in self._keys

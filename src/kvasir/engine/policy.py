@@ -1,11 +1,11 @@
 """The scheduler policy seam: who goes first, and who gives way when pages run out.
 
-A policy only ranks. The scheduler keeps what every policy must keep: budgets, the prompt quota, ageing (below), and
-that a sequence only ever gives way to one of higher rank.
+A policy only ranks. The scheduler enforces the rules that hold for every policy: the budgets, the prompts' share,
+ageing (below), and that a sequence only ever gives way to one of higher rank.
 
-Starvation bound, of every policy: the oldest in the queue is passed by later arrivals in at most ``MAX_SKIPS`` steps.
-Then nothing is admitted before it, so it starts once the work that is already running has made room. A sequence with k
-older ones in the queue is thus passed in at most ``(k + 1) * MAX_SKIPS`` steps.
+Ageing bounds starvation: later arrivals pass the oldest in the queue in at most ``MAX_SKIPS`` steps. After that nothing
+is admitted before it, so it starts once running sequences have made room. A sequence with k older ones in the queue is
+thus passed in at most ``(k + 1) * MAX_SKIPS`` steps.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from kvasir.technique import Technique
 from kvasir.types import Sequence, Status
 
 POLICIES = "kvasir.engine.schedulers"
-MAX_SKIPS = 64
+MAX_SKIPS = 64  # steps in which later arrivals may pass the oldest sequence in the queue
 
 
 class SchedulerPolicy(Technique):
-    """``static``: the order of two sequences never changes while they live, so the scheduler sorts only what is new;
-    say False where it depends on ``now`` or on what a sequence has done: all are then sorted each step. ``priorities``:
-    it looks at ``Request.priority``.
+    """Ranks the sequences in the queue and those that run.
 
-    What there is to rank by: ``request`` (``arrival`` on the clock of ``now``, ``priority``, ``affinity``, ``tenant``),
-    ``num_prompt``, ``max_output``, ``tokens``. It is not told when a sequence ends. A rank that is found once is kept
-    in ``Sequence.state``. One that raises is off from then on (``Guarded``)."""
+    ``static``: the order of two sequences never changes while they live, so the scheduler sorts only new ones. Set it
+    to False if the order depends on ``now`` or on what a sequence has done; all are then sorted every step.
+    ``priorities``: the policy looks at ``Request.priority``.
+
+    A policy may rank by ``request`` (``arrival`` on the clock of ``now``, ``priority``, ``affinity``, ``tenant``),
+    ``num_prompt``, ``max_output`` and ``tokens``. Keep a rank that is computed once in ``Sequence.state``: a policy is
+    not told when a sequence ends. A policy that raises is switched off (``Guarded``).
+    """
 
     exact = True
     affects_kv = False
@@ -38,35 +41,42 @@ class SchedulerPolicy(Technique):
 
     @abstractmethod
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
-        """The queue, first to admit first. Must be a stable sort of ``seqs``, the same for any two whoever else is
-        there (it is asked about two alone, to place what is new), and change none of them. ``now``: monotonic seconds.
-        One that is FINISHED has not come yet, and may be refused: who remembers sequences leaves it out."""
+        """The queue in the order of admission. ``now``: monotonic seconds.
+
+        It must be a stable sort of ``seqs`` that changes none of them, and the order of two must not depend on the
+        others: the queue asks about two alone to place a new one. A FINISHED sequence among them has not been queued
+        yet and may still be refused; do not remember it.
+        """
         raise NotImplementedError
 
     def order_running(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
-        """Rank: rows and pages go to the first. By default as in the queue."""
+        """Running sequences by rank: the first get rows and pages first. By default the order is that of the queue."""
         return self.order_waiting(seqs, now)
 
     def victim(self, running: abc.Sequence[Sequence], incoming: Sequence) -> Sequence | None:
-        """Who of ``running`` (by rank, all below ``incoming`` when that runs itself) loses its pages to ``incoming``.
+        """The sequence of ``running`` that loses its pages to ``incoming``; None: no sequence does.
 
-        A running sequence takes them from the last by rank. A waiting one, which could simply wait, takes them only
-        where the policy says so; by default never.
+        ``running`` is in order of rank, and if ``incoming`` runs itself, all of them rank below it. A running sequence
+        takes pages from the last by rank. A waiting one, which could simply wait, takes them only if the policy says
+        so; by default it never does.
         """
         return running[-1] if running and incoming.status is Status.RUNNING else None
 
 
 class ByArrival(SchedulerPolicy):
-    """The branches of a request in turn."""
+    """First come, first served; branches of a request go in the order of their numbers."""
 
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
         return sorted(seqs, key=lambda seq: (seq.request.arrival, seq.branch))
 
 
 class Guarded(SchedulerPolicy):
-    """A policy in the step loop, where what it does wrong would end every request, and again after each restart: it is
-    asked no more, and they go by arrival. Of one that is not ours, answers are checked: a sequence lost or doubled
-    would show later, as another fault."""
+    """Guards the step loop against faults of a policy, which would otherwise end every request, and again after each
+    restart.
+
+    A policy that raises is switched off, and requests go by arrival from then on. Answers of policies from outside the
+    package are checked as well: a lost or doubled sequence would show only later, as another fault.
+    """
 
     def __init__(self, policy: SchedulerPolicy) -> None:
         super().__init__()
@@ -97,8 +107,8 @@ class Guarded(SchedulerPolicy):
             if isinstance(self._policy, ByArrival):
                 raise
             log.exception(
-                "scheduling policy '%s' failed and is off until a restart; requests go by arrival. Repair its %s, or "
-                "choose another --scheduling-policy",
+                "scheduling policy '%s' failed and is off until a restart; requests go by arrival. "
+                "Repair its %s, or choose another --scheduling-policy",
                 self._policy.name,
                 method,
             )
@@ -108,9 +118,11 @@ class Guarded(SchedulerPolicy):
 
 def _check_order(seqs: abc.Sequence[Sequence], found: Any) -> None:
     if not isinstance(found, list) or len(found) != len(seqs) or set(found) != set(seqs):
-        raise ValueError(f"of {len(seqs)} sequences it must return a list of all, each once, not {found!r}")
+        raise ValueError(f"it must return a list of all {len(seqs)} sequences, each once, not {found!r}")
 
 
 def _check_victim(running: abc.Sequence[Sequence], found: Any) -> None:
     if found is not None and found not in running:
-        raise ValueError(f"a victim is one of the {len(running)} sequences it is asked about, or None, not {found!r}")
+        raise ValueError(
+            f"it must return one of the {len(running)} sequences it is asked about, or None, not {found!r}"
+        )

@@ -1,13 +1,13 @@
-"""The prefix index: which full pages of committed tokens are in the pools, found by their whole prefix.
+"""The prefix index: the full pages of committed tokens that are in the pools, found by their whole prefix.
 
-A page's key is a chained hash: ``key[i] = blake2b(key[i - 1] + tokens of page i)``, 128 bits, keyed with bytes drawn
-when the process starts, so that nobody can construct a collision. The chain starts from everything that changes KV (the
-engine's ``prefix_root``) and the tenant. A hash is only the way to an entry: a walk also compares the tokens, and that
-the entry hangs below the entry it just left, so even a collision never gives a wrong page.
+A page's key is a chained hash, ``key[i] = blake2b(key[i - 1] + tokens of page i)``, of 128 bits. It is keyed with bytes
+drawn when the process starts, so that nobody can construct a collision. The chain starts from everything that changes
+KV (the engine's ``prefix_root``) and the tenant. The hash only leads to an entry: a walk also compares the tokens and
+checks that the entry is a child of the one before, so even a collision never gives a wrong page.
 
-An entry is a ``Node``: one run of ``page_slots`` tokens after one exact prefix, and the page each cache group holds for
-it (0: none; a window group keeps few). Nodes form a tree; a node lives as long as it has a page, a child, or a sequence
-that will add a child.
+An entry is a ``Node``: one run of ``page_slots`` tokens after one exact prefix, with the page that each cache group has
+for it (0: none; a window group keeps few). Nodes form a tree. A node lives as long as it has a page, a child, or a
+sequence that will add a child.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from kvasir.types import Sequence
 
 
 class Node:
-    """``holds`` counts children and the sequences whose last indexed page this is; ``pages`` has one id a cache group.
+    """One indexed page of tokens. A tenant's root is a node, too: its ``tokens`` holds the tenant's name, and it has no
+    pages.
 
-    A tenant's root is a node, too: its ``tokens`` is the tenant's name and it has no pages.
+    ``users``: number of children, plus the sequences whose last indexed page this is. ``pages``: one page id a cache
+    group.
     """
 
-    __slots__ = ("key", "tokens", "parent", "holds", "pages")
+    __slots__ = ("key", "tokens", "parent", "users", "pages")
 
     def __init__(self, key: bytes, tokens: list, parent: Node | None, num_groups: int) -> None:
         self.key = key
         self.tokens = tokens
         self.parent = parent
-        self.holds = 0
+        self.users = 0
         self.pages = [0] * num_groups
 
 
 class PrefixIndex:
-    """Nodes by key. It knows page ids but owns no page: ``pages.PageManager`` tells it what is held and what is
-    gone."""
+    """Nodes by key. The index knows page ids but owns no page; ``pages.PageManager`` keeps it up to date."""
 
     def __init__(self, root: bytes, page_slots: int, num_groups: int) -> None:
         self.root = root
@@ -48,11 +49,12 @@ class PrefixIndex:
         self._secret = os.urandom(32)
 
     def digest(self, data: bytes) -> bytes:
+        """Keyed hash of ``data``: 16 bytes."""
         return blake2b(data, key=self._secret, digest_size=16).digest()
 
     def key(self, seq: Sequence, page: int) -> bytes:
-        """The key of a full page of ``seq.tokens`` (-1: of no page, the tenant's root); keys up to it are computed once
-        and kept in ``seq.page_keys``."""
+        """The key of full page ``page`` of ``seq.tokens`` (-1: of the tenant's root). Keys are computed once and kept
+        in ``seq.page_keys``."""
         if page < 0:
             return self._root_key(seq.request.tenant)
         keys, size = seq.page_keys, self.page_slots
@@ -64,7 +66,7 @@ class PrefixIndex:
         return keys[page]
 
     def walk(self, seq: Sequence, limit: int) -> Iterator[Node]:
-        """The nodes of the first pages of ``seq``, at most ``limit``, up to the first that is unknown."""
+        """The nodes of the first ``limit`` pages of ``seq``, as far as they are indexed."""
         node, size = self.nodes.get(self._root_key(seq.request.tenant)), self.page_slots
         if node is None or node.tokens != [seq.request.tenant]:
             return
@@ -76,26 +78,25 @@ class PrefixIndex:
             node = child
 
     def tenant(self, seq: Sequence) -> Node | None:
-        """The root of the tenant's tree, made when there is none. None: its key is another node's (a collision)."""
+        """The root of the tenant's tree, created if needed; None: another node has its key (a collision)."""
         return self._node(self._root_key(seq.request.tenant), [seq.request.tenant], None)
 
     def child(self, parent: Node, seq: Sequence, page: int) -> Node | None:
-        """The node below ``parent`` for full page ``page`` of ``seq``, made when there is none; None: a collision."""
-        return self._node(
-            self.key(seq, page), seq.tokens[page * self.page_slots : (page + 1) * self.page_slots], parent
-        )
+        """The child of ``parent`` for full page ``page`` of ``seq``, created if needed; None: a collision."""
+        tokens = seq.tokens[page * self.page_slots : (page + 1) * self.page_slots]
+        return self._node(self.key(seq, page), tokens, parent)
 
     def prune(self, node: Node | None) -> None:
-        """Forget ``node``, and the nodes above it, as far as nothing needs them."""
-        while node is not None and not node.holds and not any(node.pages):
+        """Forget ``node`` and its ancestors as far as nothing uses them."""
+        while node is not None and not node.users and not any(node.pages):
             del self.nodes[node.key]
             node = node.parent
             if node is not None:
-                node.holds -= 1
+                node.users -= 1
 
     def drop(self, node: Node) -> None:
-        """A sequence lets go of its last indexed node."""
-        node.holds -= 1
+        """Count one user less of ``node``: a sequence no longer has it as its last indexed node."""
+        node.users -= 1
         self.prune(node)
 
     def _root_key(self, tenant: str) -> bytes:
@@ -106,7 +107,7 @@ class PrefixIndex:
         if node is None:
             node = self.nodes[key] = Node(key, tokens, parent, self.num_groups)
             if parent is not None:
-                parent.holds += 1
+                parent.users += 1
         elif node.parent is not parent or node.tokens != tokens:
             return None
         return node

@@ -9,14 +9,18 @@ from kvasir.types import Sequence
 
 
 class Queue:
-    """Sequences in policy order. The order is sorted only when a new sequence does not belong at the end; sequences
-    that left are filtered out on the next read. ``rows``: sum of the rows to compute, as known when each was added."""
+    """Sequences in policy order. It sorts when a new one does not belong at the end, and filters out those that left
+    lazily.
+
+    ``order``: the policy's sort. ``static``: whether the order of two sequences never changes.
+    ``rows``: sum of the rows that they have to compute, as estimated when they came.
+    """
 
     def __init__(self, order: Callable[[list[Sequence], float], list[Sequence]], static: bool) -> None:
         self._sort = order
         self._static = static
         self.rows = 0
-        self._members: OrderedDict[Sequence, int] = OrderedDict()  # by entry, with their rows
+        self._members: OrderedDict[Sequence, int] = OrderedDict()  # their rows, by order of entry
         self._order: list[Sequence] = []
         self._gone = False
         self._dirty = False
@@ -34,7 +38,10 @@ class Queue:
         return self._members[seq]
 
     def rows_before(self, seq: Sequence, now: float) -> int:
-        """Sum of the rows of those that would stand before ``seq``, which is not in the queue: mostly all of them."""
+        """Rows of the sequences that would stand before ``seq``, which is not in the queue.
+
+        It first checks whether ``seq`` would be the last, as most new ones are.
+        """
         ordered = self.ordered(now)
         low, high, at = 0, len(ordered), len(ordered) - 1
         while low < high:
@@ -56,7 +63,7 @@ class Queue:
             self._gone = True
 
     def ordered(self, now: float) -> list[Sequence]:
-        """Return the sequences by policy. The list is not changed while sequences come and go."""
+        """All sequences in policy order. The returned list does not change while sequences come and go."""
         if self._dirty or not self._static:
             self._order = self._sort(list(self._members), now)
         elif self._gone:

@@ -1,15 +1,15 @@
-"""Making room when pages run out: who gives way, and how many may run for a while.
+"""Make room when pages run out: choose which sequence gives way, and bound how many run for a while.
 
-Leases go first, the oldest of them; then drafts; then the lowest in rank gives up its pages, to be computed again later
-(it keeps its place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them).
-Nobody gives way to a lower rank, so the highest always gets on; and alone it always fits (admission control sees to it:
-``PageManager.fits``).
+The oldest leases go first, then drafts. Then the sequence of the lowest rank is preempted: it gives up its pages and
+computes them again later. It keeps its place by arrival in the queue, and its full pages stay in the prefix index until
+they are taken. No sequence gives way to one of lower rank, so the highest always makes progress; alone it always fits,
+because admission control checks ``PageManager.fits``.
 
-A *lease* keeps the pages of a sequence that has ended, for one that goes on from it: a paused sequence is a request
-that ended and another whose prompt is what it had come to, cut or not. That one starts as a fork of the lease
-(`resumed`): its last token is the only row it computes, as if it had never paused, and the page in part, which no
-prefix hit could give it, is copied. Leases hold a half of the pages at most; who runs takes them before anyone gives
-way; who waits takes them only when nothing runs, for else memory will come back anyway.
+A *lease* keeps the pages of a sequence that has ended, for a request that goes on from it: one whose prompt is the
+ended sequence's tokens, possibly cut at the end. This request starts as a fork of the lease (``resumed``). Its last
+token is the only row that it computes, and the last page, which is not full and so not in the prefix index, is copied.
+Leases keep at most half of the pages. Running sequences take leased pages before anyone is preempted. Waiting ones take
+them only if nothing runs, because pages come back anyway while something runs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from kvasir.engine.queue import Queue
 from kvasir.engine.spans import Step
 from kvasir.types import Sequence, Status
 
-CAUTION_STEPS = 32  # number of steps with fewer sequences after pages ran out
-LEASED_SHARE = 0.5  # the largest share of the pages that leases may keep
-MAX_PREEMPTIONS = 4  # preemptions of a sequence after which others are preferred as victims
+CAUTION_STEPS = 32  # number of steps for which fewer sequences run after pages ran out
+LEASED_SHARE = 0.5  # largest share of the first group's pages that leases keep
+MAX_PREEMPTIONS = 4  # preemptions of one sequence, after which others are preferred as victims
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """``holder`` keeps pages ``until`` then (monotonic seconds). ``places``: the prefix keys of the full pages before
-    those positions at which one that goes on from it may start: in its last page or, where the end was told late, in
-    the one before."""
+    """Pages that ``holder`` keeps ``until`` a time in monotonic seconds.
+
+    ``places``: the positions at which another sequence may go on from it, as prefix keys of the full pages before them.
+    They are in the last page of ``holder`` or, as tokens may have been cut off its end, in the page before.
+    """
 
     until: float
     holder: Sequence
@@ -42,9 +44,12 @@ class Lease:
 
 
 class Room:
-    """``give_up(seq)``: take everything from a running sequence and queue it again. ``in_flight()``: the last launched
-    step, if it has not ended. ``preemptions`` and ``revoked`` (leases that had to go before their time) count since the
-    start."""
+    """Preemption and leases.
+
+    ``give_up(seq)``: takes everything from a running sequence and queues it again. ``in_flight()``: the last launched
+    step, or None if it has ended.
+    ``preemptions`` and ``revoked`` (leases ended before their time) count since the start.
+    """
 
     def __init__(
         self,
@@ -63,8 +68,8 @@ class Room:
         self._limit = float(max_num_seqs)
         self._steps_to_care = 0
         self._leases: deque[Lease] = deque()  # the oldest first
-        self._leased_pages: Counter[int] = Counter()  # leased pages of the first group
-        self._by_place: dict[bytes, list[Sequence]] = {}  # holders by the places of their leases
+        self._leased_pages: Counter[int] = Counter()  # pages of the first group, with the number of leases on each
+        self._by_place: dict[bytes, list[Sequence]] = {}  # holders of leases by the places of these
 
     @property
     def max_running(self) -> int:
@@ -72,7 +77,7 @@ class Room:
         return int(self._limit)
 
     def begin(self, now: float) -> None:
-        """Begin a step: let caution wear off and end leases whose time is over."""
+        """Begin a step: let more sequences run again, and end the leases whose time is over."""
         if self._steps_to_care:
             self._steps_to_care -= 1
         elif self._limit < self.max_num_seqs:
@@ -85,13 +90,15 @@ class Room:
     # ---------------------------------------------------------------------------------------------------- preemption
 
     def make(self, step: Step, seq: Sequence, end: int) -> bool:
-        """Grow ``seq`` to ``end`` positions at the cost of leases, then drafts, then lower ranks, then itself
-        (False)."""
+        """Grow ``seq`` to ``end`` positions, at the cost of leases, then drafts, then sequences of lower rank.
+
+        False: ``seq`` sits this step out, or was preempted itself because no other sequence could give way.
+        """
         seq.drop_draft()
         lower: list[Sequence] | None = None
         while not self.pages.grow(seq, end, step.copies):
             if self.pages.awaits(seq, end):
-                return False  # what it lacks is on its way back: sit this step out
+                return False  # the pages that it lacks are about to come back: sit this step out
             if self._revoke() or self._drop_planned_draft(step):
                 continue
             if lower is None:
@@ -107,8 +114,11 @@ class Room:
         return True
 
     def displace(self, step: Step, incoming: Sequence, lacking: list[int], seats: int) -> bool:
-        """Preempt running sequences for a waiting one where the policy says so and it helps. It starts next step.
-        ``seats``: how many more may run."""
+        """Preempt running sequences for a waiting one if the policy says so and it helps; return whether it was done.
+
+        ``incoming`` starts in the next step. ``lacking``: pages that it lacks, by group. ``seats``: how many more
+        sequences may run.
+        """
         lower = [s for s in self.running.ordered(step.now) if s.num_preempted < MAX_PREEMPTIONS]
         victims: list[Sequence] = []
         while victim := self.policy.victim(lower, incoming):
@@ -122,7 +132,7 @@ class Room:
         return False
 
     def _drop_planned_draft(self, step: Step) -> bool:
-        """Take back the draft and the guests of a planned span whose look-ahead holds a page."""
+        """Take back the draft and the guests of a planned span if that frees a page; return whether one was found."""
         for seq in list(reversed(step.spans)):
             if not (seq.draft or seq.guests):
                 continue
@@ -136,7 +146,7 @@ class Room:
         return False
 
     def _preempt(self, step: Step, seq: Sequence) -> None:
-        """Take everything from a running sequence; it goes back to its place in the queue and computes it again."""
+        """Take everything from a running sequence. It goes back to its place in the queue and computes it again."""
         assert not step.copies, "forks are admitted last, so no copy is planned yet whose page could go"
         step.remove(seq)
         step.preempted.append(seq)
@@ -145,19 +155,20 @@ class Room:
         self.preemptions += 1
 
     def _be_careful(self) -> None:
-        """Pages ran out: run a tenth fewer sequences than just now, for a while."""
+        """Let a tenth fewer sequences run than just now, for a while, because pages ran out."""
         self._limit = max(1.0, min(self._limit, (len(self.running) + 1) * 0.9))
         self._steps_to_care = CAUTION_STEPS
 
     # --------------------------------------------------------------------------------------------------------- leases
 
     def lease(self, seq: Sequence, now: float) -> None:
-        """Lease the computed pages of ``seq``, which is about to end, where its request asks for it."""
+        """Keep the pages of what ``seq`` has computed, if its request asks for a lease. Called just before ``seq``
+        releases its pages."""
         seconds, end = seq.request.params.lease, seq.num_computed
         if not seconds or not end or self.pages.index is None or not self.pages.can_fork(seq, end):
             return
         holder = Sequence(seq.request, seq.branch)
-        holder.tokens = seq.tokens[: end + 1]  # one more: a sequence has always something left to compute
+        holder.tokens = seq.tokens[: end + 1]  # one more than computed: a sequence always has something left to compute
         holder.page_keys = list(seq.page_keys)
         self.pages.fork(seq, holder, end)
         places = frozenset(self.pages.place_key(holder, at) for at in (end, max(0, end - self.pages.page_slots)))
@@ -169,7 +180,7 @@ class Room:
             pass
 
     def resumed(self, seq: Sequence) -> Sequence | None:
-        """Return the holder of a lease on all known tokens of waiting ``seq`` but the last, or None."""
+        """The holder of a lease on all tokens of the waiting ``seq`` except its last; None: there is none."""
         if not self._by_place:
             return None
         known = seq.num_tokens - 1
@@ -183,21 +194,21 @@ class Room:
         )
 
     def leased(self) -> Iterable[Sequence]:
-        """Return the holders of leased pages, for checks of invariants."""
+        """Holders of leases, for the checks of invariants."""
         return [lease.holder for lease in self._leases]
 
-    @property
-    def num_leased_pages(self) -> int:
-        """Number of pages of the first group that leases keep."""
-        return len(self._leased_pages)
-
     def check(self) -> None:
-        """Assert that pages and places of leases are counted right."""
-        pages = Counter(page for lease in self._leases for page in lease.holder.tables[0])
-        assert self._leased_pages == pages, "leased pages are miscounted"
-        places = [(place, lease.holder) for lease in self._leases for place in lease.places]
-        listed = [(place, holder) for place, holders in self._by_place.items() for holder in holders]
-        assert sorted(places, key=_by_place) == sorted(listed, key=_by_place), "the places of leases are listed wrong"
+        """Assert the invariants of leases, recounting their pages and places. Slow: for tests and debugging."""
+        in_lease = Counter(page for lease in self._leases for page in lease.holder.tables[0])
+        assert dict(self._leased_pages) == dict(in_lease), "leased pages are miscounted"  # Counters would ignore zeros
+        assert len(in_lease) <= LEASED_SHARE * self.pages.pools[0].num_pages, (
+            "leases keep more than their share of pages"
+        )
+        places = Counter((place, lease.holder) for lease in self._leases for place in lease.places)
+        assert Counter((p, h) for p, holders in self._by_place.items() for h in holders) == places, (
+            "a place leads to no lease"
+        )
+        assert all(self._by_place.values()), "a place without leases is kept"
 
     def lacking(
         self,
@@ -209,16 +220,16 @@ class Room:
         promised: Many[int],
         parent: Sequence | None,
     ) -> list[int]:
-        """Return ``PageManager.lacking``. Where nothing runs, leases are ended until nothing is lacking."""
+        """``PageManager.lacking`` after ending as many leases as it takes, which is allowed only if nothing runs."""
         while True:
             short = self.pages.lacking(seq, num_hit, num_tokens, max_span=max_span, promised=promised, parent=parent)
             if not any(short) or len(self.running) or self.pages.num_limbo or not self._revoke():
                 return short
             if parent is not None and not parent.tables:
-                return short  # the lease that it was to start from is gone
+                return short  # the lease that ``seq`` was to start from is gone
 
     def _revoke(self) -> bool:
-        """End the oldest lease before its time; False: there is none."""
+        """End the oldest lease before its time; return whether there was one."""
         if not self._leases:
             return False
         self.revoked += 1
@@ -233,8 +244,4 @@ class Room:
                 if not self._by_place[place]:
                     del self._by_place[place]
             self.pages.release(lease.holder, self._in_flight())
-        self._leased_pages = +self._leased_pages
-
-
-def _by_place(entry: tuple[bytes, Sequence]) -> tuple[bytes, int]:
-    return entry[0], id(entry[1])
+        self._leased_pages = +self._leased_pages  # without the pages that no lease is left on

@@ -1,6 +1,6 @@
-"""Scores of a prompt, reported once, with its first event: every token's log-probability, or one record of their sum.
+"""Scores of a prompt, reported once with its first event: every token's log-probability, or one record of their sum.
 
-Only rows that were asked for went through the head (``spans.next_span``), a slice at a time (``decoding.sampler``). A
+Only rows that were asked for go through the head (``spans.next_span``), a slice at a time (``decoding.sampler``). A
 prefix hit ends before the first of them: the cache holds keys and values, not logits.
 """
 
@@ -11,14 +11,14 @@ from kvasir.types import PromptScore, Sequence, TokenLogprob
 
 
 def prompt_logprobs(seq: Sequence) -> list[TokenLogprob | None] | None:
-    """Log-probabilities of all prompt tokens; the first has none. None: they were not asked for."""
+    """Log-probabilities of all prompt tokens, None for the first. None as a whole if they were not asked for."""
     if seq.request.params.prompt_logprobs is None or seq.branch:
         return None
     return [None, *seq.state.pop("scores", [])]
 
 
 def prompt_score(seq: Sequence) -> PromptScore | None:
-    """Score of the tokens from ``score_from`` on. None: it was not asked for."""
+    """Summary of the tokens from ``score_from`` on; None if it was not asked for."""
     params = seq.request.params
     if params.score_from is None or seq.branch:
         return None

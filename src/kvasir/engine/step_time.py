@@ -1,13 +1,15 @@
-"""How long a step takes, learnt while serving, and what follows: the largest chunk within a time, the wait for a first
-token.
+"""Predict how long a step takes, as learnt while serving, and from it the largest chunk within a time and the wait for
+a first token.
 
-    T = c0 + c1 rows + c2 sum over chunks of q (context + q / 2) + c3 sum over decode rows of context + c4 sequences
+T = c0 + c1 rows + c2 sum over chunks of q (context + q / 2) + c3 sum over decode rows of context + c4 sequences
 
-c0 is the weights' read (of a mixture of experts, of those that so many rows fall on) and the launch, c1 the matmuls, c2
-and c3 attention by arithmetic and by bytes, c4 what is done once a sequence. Steps replayed from CUDA graphs have
-coefficients of their own. The fit starts from a roofline, is recursive least squares with forgetting on *relative*
-errors (a step of 0.3 ms counts as much as one of 300 ms), bounds what one outlier can do, and keeps every coefficient
-at or above zero. Times are in seconds. Pure numpy; one update costs some 20 us.
+c0 is the launch and the read of the weights (in a mixture of experts, of the experts that the rows choose), c1 the
+matmuls, c2 and c3 attention by arithmetic and by bytes, c4 the work that is done once a sequence. Steps replayed from
+CUDA graphs have coefficients of their own.
+
+The fit is recursive least squares with forgetting. It starts from a roofline and minimises *relative* errors, so a step
+of 0.3 ms counts as much as one of 300 ms. It bounds the effect of a single outlier and keeps every coefficient at or
+above zero. Times are in seconds. It is pure numpy; one update costs some 20 us.
 """
 
 from __future__ import annotations
@@ -18,29 +20,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FORGETTING = 0.999  # a step's weight halves in about 700 steps
-PRIOR_TRUST = 0.05  # the noise of a measurement relative to how uncertain the roofline is
-SAME = 0.05  # of a term's variance, where another kind of step has shown what it costs
-OUTLIER = 5.0  # deviations
-ERROR_DECAY = 0.98  # of the running means of the errors: about the last 50 steps
-SLACK_SHARE = 0.9  # of the time left that a step is planned to take
-TILE_ROWS = 128  # matmul kernels work in tiles of so many rows: a few rows more cost a whole one
+FORGETTING = 0.999  # factor on the weight of past steps, once a step; the weight halves in about 700 steps
+PRIOR_TRUST = 0.05  # noise of a measurement relative to the uncertainty of the roofline
+SAME = 0.05  # share of a term's variance that is left once another kind of step has shown what the term costs
+OUTLIER = 5.0  # mean deviations from which on an error is cut off
+ERROR_DECAY = 0.98  # decay of the running means of errors, once a step: they cover about the last 50 steps
+SLACK_SHARE = 0.9  # share of the time left that a step is planned to take
+TILE_ROWS = 128  # rows of a tile in matmul kernels; a few rows more cost a whole tile more
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step's time depends on. ``rows``: as computed, so with the padding of a graph."""
+    """What a step's time depends on. ``rows``: rows that are computed, padding of a graph included."""
 
     rows: int = 0
-    chunk_pairs: float = (
-        0.0  # sum of q * (context + q / 2) over spans of more than one row: keys that its queries look at
-    )
+    # Number of keys that all queries look at: sum of q * (context + q / 2) over spans of more than one row.
+    chunk_pairs: float = 0.0
     decode_context: int = 0  # sum of context over spans of one row
     sequences: int = 0
 
     @classmethod
     def of(cls, spans: Iterable[tuple[int, int]]) -> StepShape:
-        """From (start, length) of each span."""
+        """The shape of a step with spans of (start, length)."""
         rows = context = count = 0
         pairs = 0.0
         for start, length in spans:
@@ -53,7 +54,7 @@ class StepShape:
         return cls(rows, pairs, context, count)
 
     def plus(self, start: int, length: int) -> StepShape:
-        """With one more span of ``length`` rows from position ``start``."""
+        """The shape with one more span of ``length`` rows from position ``start``."""
         chunk = length > 1
         return StepShape(
             self.rows + length,
@@ -65,29 +66,28 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What the device and the model allow at best: bytes a second, FLOP a second; per step, row, pair and context
-    token."""
+    """Limits that the device and the model set on the time of a step."""
 
-    bandwidth: float
-    flops: float
-    weight_bytes: float  # all that a step of many rows reads
+    bandwidth: float  # bytes a second
+    flops: float  # FLOP a second
+    weight_bytes: float  # bytes that a step of many rows reads
     row_flops: float  # 2 x active parameters
     pair_flops: float  # 4 x heads x head dim x layers
-    kv_bytes: float  # of one token in all layers
-    routed: tuple[tuple[float, float], ...] = ()  # of experts: the share that a row leaves alone, and the bytes of all
+    kv_bytes: float  # bytes of one token in all layers
+    routed: tuple[tuple[float, float], ...] = ()  # (share of experts that one row does not use, bytes of all experts)
 
     def share_read(self, rows: int) -> float:
-        """Of the weights, by even chance."""
+        """Expected share of the weights that ``rows`` rows read, if they choose experts evenly."""
         return 1.0 - sum(size * alone**rows for alone, size in self.routed) / self.weight_bytes
 
     def vector(self, shape: StepShape) -> np.ndarray:
-        """What the coefficients belong to."""
+        """The factors of the coefficients c0 to c4."""
         return np.array(
             [self.share_read(shape.rows), shape.rows, shape.chunk_pairs, shape.decode_context, shape.sequences]
         )
 
     def prior(self) -> np.ndarray:
-        """Coefficients as a good engine reaches them: 0.8 and 0.7 of the bandwidth, 0.6 of the arithmetic."""
+        """Coefficients of a good engine: 0.8 and 0.7 of the bandwidth, and 0.6 of the arithmetic."""
         return np.array(
             [
                 self.weight_bytes / (0.8 * self.bandwidth),
@@ -99,13 +99,13 @@ class Roofline:
         )
 
     def bound(self, shape: StepShape) -> float:
-        """No step is faster."""
+        """Lower bound on the seconds of a step."""
         moved = (self.weight_bytes * self.share_read(1) + self.kv_bytes * shape.decode_context) / self.bandwidth
         return max(moved, (self.row_flops * shape.rows + self.pair_flops * shape.chunk_pairs) / self.flops)
 
 
 class _Fit:
-    """Recursive least squares of relative errors. ``factors`` multiply the prior's coefficients."""
+    """Recursive least squares on relative errors. ``factors`` multiply the prior's coefficients."""
 
     def __init__(self, prior: np.ndarray) -> None:
         self.prior = prior
@@ -124,9 +124,8 @@ class _Fit:
         return self.prior * self.factors
 
     def observe(self, x: np.ndarray, seconds: float) -> None:
-        z = (
-            x * self.prior / seconds
-        )  # the share of the measured time that each term explains; together they should give 1
+        # The share of the measured time that each term explains; the shares should add up to 1.
+        z = x * self.prior / seconds
         residual = 1.0 - float(z @ self.factors)
         error = abs(residual)
         self.relative_error = (
@@ -139,45 +138,49 @@ class _Fit:
         gain = spread / (FORGETTING + float(z @ spread))
         freely = self.factors + gain * max(-bound, min(bound, residual))
         factors = np.maximum(freely, 0.0)
-        # What is cut off at zero would stay in the prediction of this very step, which then grows whatever was
-        # measured.
+        # Cutting a factor off at zero raises the prediction of this very step; scale the others so that it stays the
+        # same.
         self.factors = factors * (float(z @ freely) / max(float(z @ factors), 1e-30))
         covariance = (self._covariance - np.outer(gain, spread)) / FORGETTING
-        # Where no step tells anything, forgetting would grow without end: no term is ever less certain than at the
+        # Without steps that tell about a term, forgetting would raise its variance without end; bound it by that of the
         # start.
         scale = np.minimum(1.0, np.sqrt(self._most / np.maximum(np.diag(covariance), 1e-30)))
         self._covariance = (covariance + covariance.T) / 2 * np.outer(scale, scale)
 
 
 class StepTimeModel:
-    """Predicts step times, from a roofline at first, from what was measured soon after."""
+    """Predicts step times: from a roofline at first, soon from measurements."""
 
     def __init__(self, roofline: Roofline) -> None:
         self.roofline = roofline
         self._fits = {graph: _Fit(roofline.prior()) for graph in (False, True)}
 
     def observe(self, shape: StepShape, seconds: float, *, graph: bool = False) -> None:
-        """A step of this shape took ``seconds`` on the device."""
+        """Learn that a step of this shape took ``seconds`` on the device."""
         if seconds > 0.0 and math.isfinite(seconds):
             self._fits[graph].observe(self.roofline.vector(shape), seconds)
 
     def start_from(self, known: StepTimeModel, *, graph: bool, other: bool) -> None:
-        """Before the first observation of ``graph``: begin with what ``known`` has learnt of its steps of ``other``.
-        What differs is believed to be the launch and what is done once a sequence, rather than what a row and a key
-        cost."""
+        """Start the fit of ``graph`` from what ``known`` has learnt about steps of ``other``, before the first
+        observation.
+
+        The two kinds are expected to differ in the launch and in the work once a sequence, rather than in the cost of a
+        row or a key.
+        """
         self._fits[graph].start_from(known._fits[other].factors)
 
     def predict(self, shape: StepShape, *, graph: bool = False) -> float:
         return max(float(self.roofline.vector(shape) @ self._fits[graph].coefficients), self.roofline.bound(shape))
 
     def relative_error(self, *, graph: bool = False) -> float | None:
-        """Mean of |predicted - measured| / measured over about the last 50 steps, each predicted before it was learnt
-        from."""
+        """Mean of |predicted - measured| / measured over about the last 50 steps. Each is predicted before it is
+        learnt."""
         return self._fits[graph].relative_error
 
     def chunk_for(self, budget: float, running: StepShape, start: int, most: int) -> int:
         """Rows of the largest chunk from position ``start`` that may join ``running`` within ``budget`` seconds, at
-        most ``most``; 0 when none may. Where rows remain after it, the step's rows are rounded down to a whole tile."""
+        most ``most``; 0: none may. If more rows of the prompt remain, the step's rows are rounded down to a whole tile.
+        """
         if most < 1 or self.predict(running.plus(start, 1)) > budget:
             return 0
         low, high = 1, most + 1  # low fits, high does not
@@ -190,12 +193,14 @@ class StepTimeModel:
         return whole if whole > 0 else low
 
     def time_to_first_token(self, tokens_ahead: int, prompt_tokens: int, running: StepShape, step_rows: int) -> float:
-        """Seconds until a prompt that arrives now has its first token: ``tokens_ahead`` uncached prompt tokens are
-        computed before it, then its own, in steps of ``step_rows`` rows that also carry the decode rows of
-        ``running``."""
+        """Predicted seconds until a prompt that arrives now has its first token.
+
+        ``tokens_ahead`` uncached prompt tokens are computed before its own ``prompt_tokens``, in steps of ``step_rows``
+        rows that also carry the decode rows of ``running``.
+        """
         chunk = max(1, step_rows - running.rows)
         whole, rest = divmod(max(0, tokens_ahead), chunk)
-        # Of what waits ahead only the count is known: chunks without context.
+        # Only the number of tokens ahead is known, so their chunks count as chunks without context.
         seconds = whole * self.predict(running.plus(0, chunk)) + (self.predict(running.plus(0, rest)) if rest else 0.0)
         for start in range(0, max(1, prompt_tokens), chunk):
             seconds += self.predict(running.plus(start, min(chunk, max(1, prompt_tokens) - start)))
@@ -203,12 +208,12 @@ class StepTimeModel:
 
 
 def step_budget(limit: float, waited: Iterable[float]) -> float:
-    """Seconds the next step may take so that no running request exceeds ``limit`` between tokens. ``waited``: seconds
-    since each one's last token."""
+    """Seconds that the next step may take so that no running request waits more than ``limit`` between tokens.
+    ``waited``: seconds since the last token of each."""
     return SLACK_SHARE * max(0.0, limit - max(waited, default=0.0))
 
 
 def retry_after(predicted: float, deadline: float) -> int | None:
-    """None: a request with this predicted time to its first token is admitted. Else whole seconds (1 or more) after
-    which it may come again, for a 429's ``Retry-After``."""
+    """Whole seconds (1 or more) for the ``Retry-After`` of a 429; None: the ``predicted`` time to the first token is
+    within ``deadline``, so the request is admitted."""
     return None if predicted <= deadline else max(1, math.ceil(predicted - deadline))

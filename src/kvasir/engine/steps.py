@@ -1,9 +1,9 @@
-"""Launches plans and reads them back so that one bad request fails alone: halves on an error, a smaller row budget when
-memory runs out.
+"""Launch plans and read them back so that one bad request fails alone.
 
-A plan may be launched while the one before it is in flight. Whatever goes wrong is looked into when its turn to be
-resolved comes: then nothing older is in flight, every token its rows need is known to the host, and its parts run one
-after the other, each read before the next is launched.
+After an error a plan runs again in halves, and when memory runs out the row budget shrinks. A plan may be launched
+while the one before it is in flight. An error is handled when the plan's turn to be resolved comes. By then nothing
+older is in flight and the host knows every token that the rows need. The parts run one after the other, each read
+before the next is launched.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from kvasir.engine.runner import Runner
 from kvasir.logs import log
 from kvasir.types import Handle, PageCopy, Plan, Span, SpanResult
 
-RECOVERY_STEPS = 32  # number of steps at half the row budget after memory ran out
+RECOVERY_STEPS = 32  # number of steps with a halved row budget after memory ran out
 Outcome = tuple[list[Span], list[SpanResult | None]]
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched plan. ``handle`` is None where it must run again; ``error`` says why (None: the step before
-    failed)."""
+    """A launched plan.
+
+    ``handle``: None if the plan must run again. ``error`` says why; None: the step before it failed.
+    ``lost``: page copies for which there was no memory. ``lap``: set if the step is timed.
+    """
 
     plan: Plan
     handle: Handle | None
@@ -36,7 +39,10 @@ class _Flight:
 
 
 class StepRunner:
-    """Keep the row budget and turn exceptions of a step into results of single spans."""
+    """Keeps the row budget and turns exceptions of a step into results of single spans.
+
+    ``max_rows``: the row budget now. ``full_rows``: the row budget while memory suffices.
+    """
 
     def __init__(self, runner: Runner, max_rows: int, clock: StepClock | None = None) -> None:
         self.runner = runner
@@ -48,11 +54,12 @@ class StepRunner:
 
     @property
     def stalled(self) -> bool:
-        """Whether the oldest plan in flight does not run: nothing should be launched before it is resolved."""
+        """Whether the oldest plan in flight does not run, so that nothing should be launched before it is resolved."""
         return bool(self._flying) and self._flying[0].handle is None
 
     def launch(self, plan: Plan, timed: bool = False) -> None:
-        """Copy pages and launch. Raises only when the device is lost. ``timed``: the step-time model learns from it."""
+        """Copy pages and launch. It raises only if the device is lost. ``timed``: let the model of step times learn
+        from the step."""
         if self._recover_in:
             self._recover_in -= 1
             if not self._recover_in:
@@ -72,8 +79,11 @@ class StepRunner:
         self._flying.append(_Flight(plan, handle, error, lost, lap))
 
     def resolve(self) -> Iterator[Outcome]:
-        """Wait for the oldest plan in flight and yield (spans, results) for parts of it, together covering every span
-        that is still valid. A span that lacked memory has None for a result: it is planned again, smaller."""
+        """Wait for the oldest plan in flight and yield (spans, results) for its parts.
+
+        The parts cover every span that is still valid. A span that could not run for lack of memory has the result
+        None; it is planned again with fewer rows.
+        """
         flight = self._flying.popleft()
         plan, error = flight.plan, flight.error
         if flight.handle is not None:
@@ -88,7 +98,7 @@ class StepRunner:
                     self.clock.learn(flight.lap, plan.spans)
                 yield plan.spans, results
                 return
-        for later in self._flying:  # it read tokens that were never drawn
+        for later in self._flying:  # its rows read tokens that were never drawn
             later.handle = None
         self.runner.forget()
         yield from self._again(flight, error)
@@ -96,12 +106,10 @@ class StepRunner:
     def _again(self, flight: _Flight, error: Exception | None) -> Iterator[Outcome]:
         plan, spans = flight.plan, flight.plan.spans
         if flight.lost:
-            failed = [s for s in spans if _holds(s, flight.lost)]
-            spans = [s for s in spans if not _holds(s, flight.lost)]
-            yield (
-                failed,
-                [SpanResult(error="out_of_memory: a page of this request could not be copied") for _ in failed],
-            )
+            failed = [s for s in spans if _reads(s, flight.lost)]
+            spans = [s for s in spans if not _reads(s, flight.lost)]
+            error_text = "out_of_memory: a page of this request could not be copied"
+            yield failed, [SpanResult(error=error_text) for _ in failed]
         pending = [Plan(plan.step, spans)]
         if error is not None:
             yield from self._failed(pending.pop(), error, pending)
@@ -109,7 +117,7 @@ class StepRunner:
             part = pending.pop()
             spans = [s for s in part.spans if s.valid]  # a failed branch ends its siblings
             part.spans = [s for s in spans if s.start == s.seq.num_computed]
-            if len(part.spans) < len(spans):  # the step before left the rows out that these follow
+            if len(part.spans) < len(spans):  # the step before left out the rows that these follow
                 missed = [s for s in spans if s.start != s.seq.num_computed]
                 yield missed, [None] * len(missed)
             if not part.spans:
@@ -122,7 +130,7 @@ class StepRunner:
                 yield part.spans, results
 
     def _failed(self, part: Plan, error: Exception, pending: list[Plan]) -> Iterator[Outcome]:
-        """Put the halves of a failed part on the stack; of a single span, yield how it ended."""
+        """Put the halves of a failed part on the stack. If the part is a single span, yield its result."""
         if _is_fatal(error):
             raise error
         if out_of_memory := isinstance(error, torch.OutOfMemoryError):
@@ -134,16 +142,16 @@ class StepRunner:
             log.error("step %d: request %s failed alone", part.step, part.spans[0].seq.request.id, exc_info=error)
             yield part.spans, [SpanResult(error=f"internal_error: {type(error).__name__} while computing this request")]
         elif part.spans[0].length == 1:
-            yield (
-                part.spans,
-                [SpanResult(error="out_of_memory: one token of this request does not fit the device's memory")],
-            )
+            error_text = "out_of_memory: one token of this request does not fit the device's memory"
+            yield part.spans, [SpanResult(error=error_text)]
         else:
             yield part.spans, [None]
 
     def _copy(self, copies: list[PageCopy]) -> list[PageCopy]:
-        """Run the plan's page copies: once, and before any part of it, since committing a part may free their sources.
-        Returns those for which there is no memory."""
+        """Run the plan's page copies and return those for which there is no memory.
+
+        They run once, before any part of the plan, because committing a part may free their sources.
+        """
         try:
             self.runner.pool.copy(copies)
             return []
@@ -163,17 +171,18 @@ class StepRunner:
 
 
 def _halves(plan: Plan) -> list[Plan]:
-    """Two plans of half the spans, the one to run first last."""
+    """Two plans of half the spans each; the last one is to run first."""
     middle = len(plan.spans) // 2
     return [Plan(plan.step, plan.spans[middle:]), Plan(plan.step, plan.spans[:middle])]
 
 
-def _holds(span: Span, copies: list[PageCopy]) -> bool:
+def _reads(span: Span, copies: list[PageCopy]) -> bool:
+    """Whether one of the copied pages is in the tables of the span's sequence."""
     return any(copy.target in table for copy in copies for table in span.seq.tables[copy.group : copy.group + 1])
 
 
 def _is_fatal(error: Exception) -> bool:
-    """After these the CUDA context is lost: only a new process helps."""
+    """Whether the CUDA context is lost, so that only a new process helps."""
     return isinstance(error, RuntimeError) and (
         "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
     )

@@ -1,4 +1,4 @@
-"""Store a checkpoint packed: bf16 weights in about two thirds of their bytes, without loss (``models/packed.py``).
+"""Store a checkpoint packed: bf16 weights in about two thirds of their bytes. Exact (``models/packed.py``).
 
 Only kvasir reads packed folders. `kvasir convert unpack` makes the plain one that other programs read.
 """

@@ -1,4 +1,4 @@
-"""Store a packed checkpoint as plain safetensors, which every other program reads. Without loss."""
+"""Store a packed checkpoint as plain safetensors, which every other program reads. Exact."""
 
 from __future__ import annotations
 

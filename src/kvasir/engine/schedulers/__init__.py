@@ -1,1 +1,1 @@
-"""Scheduling policies: each orders the requests that wait for rows. One file, one policy."""
+"""Scheduler policies (``engine/policy.py``), one a file."""

@@ -1,8 +1,9 @@
-"""Order by problem: requests of one ``Request.affinity`` stand together, where the first of them came, so that they
-find the prompt they share while it is still in the cache, and a problem that was begun is ended before the next one
-takes its pages. Others by arrival.
+"""Keep requests with one ``Request.affinity`` (calls of one problem) together in the queue, where the first of them
+stood.
 
-Ordinary requests on the same engine are passed by calls of older problems; ageing bounds for how long (``policy.py``).
+They then find their shared prompt while it is still in the cache, and a problem is finished before the next one takes
+its pages. Requests without an affinity go by arrival. Calls of older problems pass them; ageing bounds for how long
+(``policy.py``).
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections import OrderedDict, abc
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.types import Sequence
 
-MAX_KNOWN = 4096  # problems whose first arrival is remembered, the last used ones
+MAX_KNOWN = 4096  # problems whose first arrival is remembered; the least recently used are forgotten
 
 
 class Affinity(SchedulerPolicy):
+    """Orders requests by the first arrival of their problem."""
+
     def __init__(self, config: None = None) -> None:
         super().__init__(config)
         self._first: OrderedDict[tuple[str, str], float] = OrderedDict()  # by tenant and affinity
@@ -24,7 +27,8 @@ class Affinity(SchedulerPolicy):
         return sorted(seqs, key=lambda seq: (self._rank(seq), seq.request.arrival, seq.branch))
 
     def _rank(self, seq: Sequence) -> float:
-        """When its problem came. Found once for every sequence, so that the order of two never changes."""
+        """First arrival of the sequence's problem. It is computed once a sequence, so that the order of two never
+        changes."""
         rank = seq.state.get("affinity")
         if rank is None:
             request = seq.request

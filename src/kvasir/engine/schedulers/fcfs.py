@@ -1,4 +1,4 @@
-"""First come, first served: order by arrival, the branches of a request in turn."""
+"""First come, first served; branches of a request go in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from kvasir.engine.policy import ByArrival
 
 
 class Fcfs(ByArrival):
-    """The default, and what the engine goes on with where another policy fails."""
+    """The default policy. The engine also falls back to this order when another policy fails."""

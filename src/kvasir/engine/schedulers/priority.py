@@ -1,5 +1,4 @@
-"""Order by ``Request.priority``, lower first, then by arrival; a much more urgent arrival takes the place of a running
-request."""
+"""Order by ``Request.priority`` (lower first), then by arrival. A far more urgent request displaces a running one."""
 
 from __future__ import annotations
 
@@ -13,12 +12,14 @@ from kvasir.types import Sequence, Status
 
 @dataclass(frozen=True)
 class Config:
-    """``threshold``: how much lower a waiting request's priority must be than that of the running one it displaces."""
+    """``threshold``: by how much a waiting request's priority must be below that of the running one it displaces."""
 
     threshold: int = 10
 
 
 class Priority(SchedulerPolicy):
+    """Orders requests by their priority."""
+
     priorities = True
 
     def __init__(self, config: Config) -> None:

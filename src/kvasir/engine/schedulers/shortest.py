@@ -1,10 +1,10 @@
-"""Short prompts first, as far as there is a queue, and nobody long after his time.
+"""Short prompts first while there is a queue, with a bound on how long a long prompt waits.
 
-Where prompts wait for rows, the mean wait is least when the shortest go first; but then the long ones wait for ever,
-and where nothing waits there is nothing to win. Here a prompt stands as if it had come later by ``WEIGHT`` x (mean wait
-x its length / mean length) of the requests before it. One of mean length lets pass what came within twice the mean wait
-behind it, and nothing later; without a queue the order is that of arrival. Ranks are given once. The simulation of
-traces that chose the weight: ``tools/simulate_serving.py``.
+Where prompts wait for rows, the mean wait is shortest when the shortest prompts go first, but then long ones may wait
+for ever. Here a prompt is ranked as if it had arrived later, by ``WEIGHT`` x mean wait x its length / mean length, with
+means over the requests before it. A prompt of mean length thus lets pass those that arrive within ``WEIGHT`` mean waits
+after it, and no later ones. Without a queue the mean wait is 0 and the order is that of arrival. A rank is given once.
+``tools/simulate_serving.py`` is the simulation of traces that chose the weight.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections import abc, deque
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.types import Sequence, Status
 
-WEIGHT = 2.0
-LAST = 32  # requests before it that tell how long one waits
-RANK = "shortest"  # in a sequence's state
+WEIGHT = 2.0  # mean waits by which a prompt of mean length is set back; chosen by tools/simulate_serving.py
+LAST = 32  # number of latest requests that the mean wait and length are taken over
+RANK = "shortest"  # key of the rank in a sequence's state
 
 
 class Shortest(SchedulerPolicy):
+    """Orders requests by arrival, set back by the length of their prompts."""
+
     def __init__(self, config: None = None) -> None:
         super().__init__(config)
         self._last: deque[Sequence] = deque(maxlen=LAST)
@@ -31,7 +33,7 @@ class Shortest(SchedulerPolicy):
         return sorted(seqs, key=lambda seq: (seq.state[RANK], seq.request.arrival, seq.branch))
 
     def _give_ranks(self, seqs: list[Sequence], now: float) -> None:
-        """When they would have come, had they come by this order. The branches of a request stand together."""
+        """Give each sequence its rank, an arrival time set back by its length. Branches of a request share one."""
         waits = sum(
             max(0.0, (now if s.first_scheduled is None else s.first_scheduled) - s.request.arrival) for s in self._last
         )
