@@ -93,8 +93,7 @@ class Clock:
             ]
 
     def figures(self) -> dict[str, float]:
-        """Milliseconds of a step by part: median and p99, and the median of processor time. Warm-up steps are left out.
-        """
+        """Milliseconds of a step by part: median and p99, and median processor time, without warm-up steps."""
         found = {}
         for name in self.wall:
             wall, processor = (times[name][WARM_STEPS:] or times[name] for times in (self.wall, self.processor))

@@ -64,7 +64,8 @@ class Clock:
 class Graphs:
     """Stand-in for captured steps, which hold chains only.
 
-    ``ready``: every bucket has a graph from the start, as after an idle moment."""
+    ``ready``: every bucket has a graph from the start, as after an idle moment.
+    """
 
     trees = False
 
@@ -99,7 +100,8 @@ class Machine:
     ``scale`` is the model's work as a share of the measured model's. ``sync``, ``per_seq`` and ``per_draft`` are the
     host time of a drafted step, which nothing overlaps. ``launch`` is the host time until a step with prompts is
     launched. ``jitter`` is the relative standard deviation of a step's time, ``outliers`` the share of steps that take
-    1.6 times as long."""
+    1.6 times as long.
+    """
 
     scale: float = 1.0
     sync: float = 0.37e-3
@@ -122,7 +124,8 @@ class Machine:
     def decodes(self, graphs: Graphs, seqs: int, context: int, drafts: int, drafted: bool) -> float:
         """Seconds that decodes take on the device.
 
-        In a graph each drafted row reads its keys itself; otherwise the rows of a sequence share the read."""
+        In a graph each drafted row reads its keys itself; otherwise the rows of a sequence share the read.
+        """
         rows, keys = seqs + drafts, context * KV_BYTES / BANDWIDTH
         if rows <= (graphs.most_drafted if drafted else graphs.buckets[-1]):
             return self.scale * (self.linear(graphs.bucket(rows)) + keys * (1 + 0.6 * drafts / seqs))
@@ -143,7 +146,8 @@ class Coins(Drafter):
     same.
 
     ``boast`` is the confidence that it claims instead of the true probability. ``call`` and ``each`` are the seconds of
-    a call and of each sequence in it."""
+    a call and of each sequence in it.
+    """
 
     def __init__(
         self,
@@ -182,7 +186,8 @@ class Load:
     """``count`` sequences (0: ``batch``), at most ``batch`` of them at once.
 
     Each has ``prompt`` prompt tokens and the next of ``outputs`` as its number of output tokens. ``spread`` is in
-    seconds between arrivals; 0 means that all arrive at once."""
+    seconds between arrivals; 0 means that all arrive at once.
+    """
 
     batch: int
     count: int = 0
@@ -201,7 +206,8 @@ class Simulation:
     ``drafter`` makes a drafter for the clock; None turns drafts off. ``depth`` is the most tokens drafted for a
     sequence, ``control`` the setting ``draft_control``. ``shape`` is the model shape that the controller's step-time
     model starts from; it should agree with the machine's ``scale``. Another call of ``run`` continues with what was
-    learnt."""
+    learnt.
+    """
 
     def __init__(
         self,
@@ -374,7 +380,8 @@ class Compared:
     """Rates of output tokens relative to a run without drafts, with the prompts' time taken off.
 
     ``rounds`` are consecutive rounds of one engine under the controller, which starts without any observation.
-    ``fixed`` maps a fixed depth to its rate."""
+    ``fixed`` maps a fixed depth to its rate.
+    """
 
     rounds: list[float]
     fixed: dict[int, float]

@@ -77,7 +77,8 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
     """Metrics of a decode step of ``batch`` sequences after prompts of ``prompt`` tokens, and with a new prompt of
     ``mixed`` tokens in each step.
 
-    Times are in milliseconds, those of kernels in microseconds."""
+    Times are in milliseconds, those of kernels in microseconds.
+    """
     import torch
 
     from kvasir.api.llm import LLM
@@ -89,7 +90,8 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
             raise ConfigError(
                 f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: "
                 f"the context is {llm.info.max_model_len}, max_num_seqs {config.scheduler.max_num_seqs}"
-                + " (with --mixed, three are left free)" * bool(mixed)
+                + " (with --mixed, three are left free)"
+                * bool(mixed)
             )
         engine, gpu = llm.engine, choose_device(config).type == "cuda"
         # Prompts would queue up, and decodes would wait while prompts fill whole steps.

@@ -48,7 +48,8 @@ class Rollouts:
 
     ``prompts`` holds the token ids of each problem, ``others`` those of problems that are not asked and serve for
     warming up. ``checkpoints`` has a folder a round, or is empty. ``noise`` is the standard deviation of the noise that
-    each round adds to every matrix, relative to the matrix's own."""
+    each round adds to every matrix, relative to the matrix's own.
+    """
 
     def __init__(
         self,
@@ -75,7 +76,8 @@ class Rollouts:
     def _warm(self, prompts: list[list[int]]) -> None:
         """Compile and capture on other prompts: one round without drafts and two with drafts.
 
-        Afterwards drafters forget what they learnt from them."""
+        Afterwards drafters forget what they learnt from them.
+        """
         draft = dataclasses.replace(ARMS["suffix fixed"], max_draft_tokens=3)
         for speculation in (SpeculationConfig(), draft, draft):
             self.llm.engine.draft_with(speculation)

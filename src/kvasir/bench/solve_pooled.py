@@ -24,7 +24,8 @@ TIMES = ("seconds", "device_seconds")
 def pooled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join results into one; those of several machines lose their times.
 
-    Raises ConfigError where the tasks differ, or where one strategy occurs twice with the same seed."""
+    Raises ConfigError where the tasks differ, or where one strategy occurs twice with the same seed.
+    """
     first = results[0]["arms"][0]["config"]
     machines = list(dict.fromkeys(found["machine"] for found in results))
     runs: dict[str, dict[int, tuple[dict[str, Any], str]]] = {}

@@ -36,7 +36,8 @@ def run(files: Sequence[Path], page: Path, together: bool = False) -> None:
     """Write ``page`` (Markdown), and a PNG for each file next to it.
 
     ``together``: all files as one result, with the seeds pooled (``solve_pooled``). Raises ConfigError for a file that
-    is no result of solve, or without matplotlib."""
+    is no result of solve, or without matplotlib.
+    """
     if not files:
         raise ConfigError("kvasir solve report: name the JSON files that kvasir solve --json wrote")
     plots.check()
@@ -201,7 +202,8 @@ def bounds(found: dict[str, Any]) -> list[str]:
 
     The bound is 1 / (phi + (1 - phi) r2 / r1), where phi is the large model's share of the calls. r1 / r2 is the ratio
     of the two models' output tokens a second, each alone, where the file has both; otherwise it is the ratio of their
-    active parameters."""
+    active parameters.
+    """
     metrics, config = _metrics(found), found["arms"][0]["config"]
     models = list(config["models"])
     if len(models) < 2:

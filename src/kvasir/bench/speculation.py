@@ -117,7 +117,8 @@ def measure(
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Metrics of one configuration, and the outputs of all rounds.
 
-    The first round warms up kernels, graphs and the controller, and does not count."""
+    The first round warms up kernels, graphs and the controller, and does not count.
+    """
     from kvasir.api.llm import LLM
 
     rates: list[float] = []
@@ -233,7 +234,8 @@ class Sweep:
     def _compare(self, batch: int, accepts: Sequence[float]) -> None:
         """Compare the controller with the best fixed depth, or no drafts where those are faster.
 
-        Only the first round counts. Fixed depths run only that one, and other rounds spoil other tokens."""
+        Only the first round counts. Fixed depths run only that one, and other rounds spoil other tokens.
+        """
         found = {a["name"]: a["metrics"] for a in self.arms}
         for accept in accepts:
             beside = [
