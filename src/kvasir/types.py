@@ -53,7 +53,7 @@ class SamplingParams:
     ``seed=None`` draws a fresh stream. ``logprobs``: number of alternatives to report with the sampled token.
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
     ``num_draft_tokens``: the most draft tokens a step, where a drafter runs (0: none). ``drafter``: the drafter to use,
-    where several run. Neither changes a token.
+    where several run. Neither changes a token in exact mode; elsewhere a tie may end differently.
     ``confidence`` k > 0: every log-probability comes with the mean negative log-probability of the k likeliest tokens
     (Fu et al. 2025, DeepConf). ``score_from``: the prompt's tokens from this place on are scored and summed up in one
     `PromptScore`, with windows of ``confidence_window`` tokens (0: none). ``finish_after`` m: only the first m of the

@@ -421,7 +421,7 @@ def test_there_are_stored_cases():
                     "w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["prefill"], "targets": {"decode": 1}}
                 }
             },
-            "measured is prefill",
+            "only prefill is measured",
         ),
         ({"targets": {"too.decode_tok_s kvasir/vllm": 1}}, "'too.decode_tok_s' is not measured.*'two.decode_tok_s'"),
         ({"cached": True}, "target names prefill, but only decode is measured"),
