@@ -57,7 +57,7 @@ class Reply:
 
 
 class _Stream(asyncio.Protocol):
-    """Sends one request and reads its server-sent events. ``done`` is set when the connection ends."""
+    """A connection that sends one request and reads server-sent events. ``done`` is set when it ends."""
 
     def __init__(self, request: bytes, reply: Reply, done: asyncio.Future) -> None:
         self.request, self.reply, self.done = request, reply, done

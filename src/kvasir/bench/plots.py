@@ -23,7 +23,8 @@ MARKERS = "osD^vP*X"
 COLOURS = 128
 # The metadata key under which a PNG file stores the numbers that it shows.
 DATA = "kvasir-figures"
-Curve = list[tuple[float, float, float, float]]  # (x, y, least, most), by x
+# Points (x, y, lower bound of y, upper bound of y), sorted by x.
+Curve = list[tuple[float, float, float, float]]
 
 
 def run(files: list[Path], folder: Path) -> list[Path]:

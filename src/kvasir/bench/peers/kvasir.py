@@ -33,7 +33,7 @@ def main() -> None:
 
         def rest() -> None:
             for llm in llms:
-                while llm.engine.idle():  # graphs are captured
+                while llm.engine.idle():  # capture graphs
                     pass
 
         channel.serve(start, rest)
