@@ -26,5 +26,5 @@ def test_times_and_memory(capsys):
 
 
 def test_drafters_on_the_device_are_refused():
-    with pytest.raises(ConfigError, match="the host"):
+    with pytest.raises(ConfigError, match="--host measures CPU drafters"):
         drafting_host.run("nano", drafters=["layer_skip"], **COMMON)

@@ -84,7 +84,7 @@ def test_stored_results_make_a_page(tmp_path, monkeypatch):
 
 def test_a_file_that_is_no_result(tmp_path):
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no result of kvasir bench"):
+    with pytest.raises(ConfigError, match="not a result of kvasir bench"):
         report.run([tmp_path / "a.json"], tmp_path / "r.html")
     with pytest.raises(ConfigError, match="cannot read the result"):
         report.run([tmp_path / "no.json"], tmp_path / "r.html")

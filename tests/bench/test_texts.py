@@ -141,7 +141,7 @@ def test_vllms_ngram_needs_its_package():
         ({"cached": True}, "prompts that are not cached"),
         ({"peer": {"name": "transformers"}}, "no other peer than vllm"),
         ({"model": "", "shape": "small"}, "a model of the lab"),
-        ({"on_disk": True}, "on_disk is for a shape"),
+        ({"on_disk": True}, "on_disk needs a shape"),
     ],
 )
 def test_what_cannot_be(change, message):
