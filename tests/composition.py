@@ -344,8 +344,8 @@ def page() -> str:
         table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in own(CODECS))], drafter_rows()),
         text(f"""
             Controls ({named(FACTORS["control"])}) and scheduling policies ({named(FACTORS["policy"])}) combine with
-            all of them and change no token. Several drafters may be joined by `+`, each once. Two drafters with
-            guest rows are refused.
+            all of them. They change no token in exact mode; elsewhere only ties may end differently. Several drafters
+            may be joined by `+`, each once. Two drafters with guest rows are refused.
             """),
         table(
             ["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs"],

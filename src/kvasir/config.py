@@ -129,7 +129,7 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """The drafts that steps verify. In exact mode they change no token, elsewhere only ties; they save steps."""
+    """The drafts that steps verify, which saves steps. In exact mode they change no token, elsewhere only ties."""
 
     drafter: str = opt(
         "",

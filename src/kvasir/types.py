@@ -54,7 +54,7 @@ class SamplingParams:
     ``seed=None`` draws a new stream. ``logprobs``: number of alternatives to report in addition to the sampled token.
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
     ``num_draft_tokens``: most tokens to draft a step (0: none). ``drafter``: the drafter to use, where several run.
-    Neither changes a token.
+    Neither changes a token in exact mode; elsewhere a tie may end differently.
     ``confidence`` k > 0: report, with every log-probability, the mean negative log-probability of the k likeliest
     tokens (Fu et al. 2025, DeepConf).
     ``score_from``: score the prompt's tokens from this position on and return them summed up as one `PromptScore`.

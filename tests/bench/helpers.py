@@ -1,4 +1,4 @@
-"""What the tests of the benchmark share: the stand-in for vLLM, and a shape small enough for a CPU."""
+"""Shared by the tests of the benchmark: the stand-in for vLLM, and a shape small enough for a CPU."""
 
 import json
 from pathlib import Path
@@ -19,5 +19,5 @@ SMALL = SHAPES["qwen3-0.6b"] | dict(
 
 
 def log_of(file):
-    """What the stand-in wrote down, in order."""
+    """The calls that the stand-in recorded, in order."""
     return [json.loads(line) for line in Path(file).read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The open-loop client: what it counts, whatever way the bytes are cut; failures; its own lateness; its own speed."""
+"""The open-loop client: its counts, however the bytes are split; failures; its own lateness and speed."""
 
 import asyncio
 import io
@@ -34,7 +34,7 @@ class Done:
 
 
 def framed(*events):
-    """A chunked reply, as a server frames it."""
+    """A chunked reply, framed as a server does it."""
     parts = [f"data: {e if isinstance(e, str) else json.dumps(e)}\n\n".encode() for e in events]
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     return head + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n"
@@ -154,7 +154,7 @@ def test_arrivals_do_not_wait_for_answers(fake):  # noqa: F811
 
 
 def test_a_client_that_is_held_up_says_so(fake):  # noqa: F811
-    """A task that hogs the loop makes the client late: the figures that tell must move."""
+    """A task that blocks the event loop makes the client late, and its figures show that."""
 
     async def hogged():
         async def hog():
@@ -172,7 +172,7 @@ def test_a_client_that_is_held_up_says_so(fake):  # noqa: F811
 
 
 def test_it_reads_far_more_events_than_an_engine_makes():
-    """20,000 tokens a second of one GPU leave most of a core idle."""
+    """Reading 20,000 tokens a second, the rate of one GPU, leaves most of a core idle."""
     data = framed(
         *[
             chunk(f" word{i}") | {"id": "cmpl-12345678", "object": "text_completion", "created": 1, "model": "m"}
@@ -216,7 +216,7 @@ def test_several_tokens_an_event():
 
 
 def test_capacity_is_the_rate_while_the_server_is_full(caplog):
-    """Fifty requests of four tokens, 40 tokens a second, after a slow start and before a long tail."""
+    """Fifty requests of four tokens at 40 tokens a second, between a slow start and a long tail."""
     times = [*(0.5 * i for i in range(40)), *(20.0 + 0.025 * i for i in range(120)), *(23.0 + i for i in range(40))]
     replies = [Reply(0.0, 0.0, 200) for _ in range(50)]
     for i, t in enumerate(times):

@@ -1,4 +1,4 @@
-"""The study of codecs: its order, its pairing and its clock, with engines that are not there."""
+"""The study of codecs with stand-ins for engines: its order, its pairing and its time limit."""
 
 import contextlib
 from types import SimpleNamespace
@@ -15,12 +15,13 @@ from kvasir.models import checkpoint
 from tests.bench.test_result import check
 
 NANO = checkpoint.resolve("nano")
-WRONG = {"plain": 0, "int4_bdr": 1, "int4": 4, "nvfp4": 2}  # problems of an exam that a codec gets wrong
+# Problems of an exam that a codec gets wrong.
+WRONG = {"plain": 0, "int4_bdr": 1, "int4": 4, "nvfp4": 2}
 
 
 @pytest.fixture
 def study(monkeypatch):
-    """Answers a codec's share of problems right, one second an exam."""
+    """A study in which a codec answers its own share of problems right, and an exam takes one second."""
     clock = SimpleNamespace(now=0.0, asked=[])
     monkeypatch.setattr(codec_quality.time, "monotonic", lambda: clock.now)
 

@@ -1,4 +1,4 @@
-"""``kvasir bench run``: real processes: our engine with the embedded model between two runs of a stand-in for vLLM."""
+"""``kvasir bench run`` with real processes: the embedded model between two runs of a stand-in for vLLM."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ def log(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rated(monkeypatch):
-    """Rates of a machine without measuring them each time."""
+    """Fix the machine's rates, so that no test measures them."""
     monkeypatch.setattr(
         roofline, "machine_rates", lambda device, dtype: {"copy_bytes_s": 1e10, "matmul_flop_s": 1e11, "dtype_bytes": 4}
     )
@@ -109,9 +109,9 @@ def test_without_the_peer_and_one_workload(log, rated):
 
 
 def still(monkeypatch, asked=None):
-    """Replace engines by stand-ins without a process; returns the options of each life, in order.
+    """Replace engines by stand-ins without a process. Returns the options of each life, in order.
 
-    ``asked`` holds prompts, tokens of the first prompt and tokens of the answers.
+    ``asked`` holds the prompts, the tokens of the first prompt and the tokens of the answers.
     """
     asked = [] if asked is None else asked
     lives = []
@@ -412,7 +412,7 @@ def test_there_are_stored_cases():
         ({"targets": {"kvasir/vllm of": 1}}, "expected 'METRIC ARM/ARM'"),
         (
             {"cached": True, "workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["total"]}}},
-            "decoding is all that is measured",
+            "a case with cached prompts measures only decoding",
         ),
         ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["ttft"]}}}, "has no key 'ttft'"),
         (
@@ -421,10 +421,10 @@ def test_there_are_stored_cases():
                     "w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["prefill"], "targets": {"decode": 1}}
                 }
             },
-            "measured is prefill",
+            "only prefill is measured",
         ),
         ({"targets": {"too.decode_tok_s kvasir/vllm": 1}}, "'too.decode_tok_s' is not measured.*'two.decode_tok_s'"),
-        ({"cached": True}, "target speaks of prefill, but what is measured is decode"),
+        ({"cached": True}, "target names prefill, but only decode is measured"),
         ({"cached": True, "workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0}}}, "no cached prompts"),
         ({"rounds": 2, "workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0}}}, "no rounds"),
         (

@@ -1,4 +1,4 @@
-"""`python -m tools.kernels native` without engines: one noisy workload costs none of the others."""
+"""``python -m tools.kernels native`` without engines: a noisy workload loses no other workload's figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafters' cost on the host: every drafter reads the same documents, and what it holds stays bounded."""
+"""The cost of drafters on the host: every drafter reads the same documents, and its memory stays bounded."""
 
 import json
 
@@ -14,7 +14,7 @@ def test_times_and_memory(capsys):
     drafting_host.run("nano", drafters=["suffix:max_tokens=1500", "token_recycling"], **COMMON)
     arms = json.loads(capsys.readouterr().out)["arms"]
     suffix, *reference, recycling = (a["metrics"] for a in arms)
-    for plain in reference:  # where there is native code
+    for plain in reference:  # drafters with native code have one
         assert "without native code" in arms[1]["name"]
         assert (
             all(plain[name] == suffix[name] for name in ("steps", "tokens", "drafted", "accepted"))
@@ -26,5 +26,5 @@ def test_times_and_memory(capsys):
 
 
 def test_drafters_on_the_device_are_refused():
-    with pytest.raises(ConfigError, match="the host"):
+    with pytest.raises(ConfigError, match="--host measures CPU drafters"):
         drafting_host.run("nano", drafters=["layer_skip"], **COMMON)

@@ -1,4 +1,4 @@
-"""``kvasir bench offline`` at tiny size: what it counts, what it refuses, and a peer in the same run."""
+"""``kvasir bench offline`` at tiny size: its measurements, its refusals, and a peer in the same run."""
 
 import contextlib
 import json
@@ -96,7 +96,7 @@ def test_refusals(capsys, options, message):
 
 
 def test_what_is_measured():
-    """Each round is one generate of one token and one in full, arm after arm; the first round does not count."""
+    """Each round runs one token and then the whole output, arm after arm; the first round does not count."""
     calls = []
 
     def seconds(name):
@@ -112,7 +112,7 @@ def test_what_is_measured():
 
 
 def test_rates():
-    """0.5 s to the first token, 2.5 s in all, for 2 prompts of 10 tokens and 5 tokens each."""
+    """2 prompts of 10 tokens and 5 output tokens each take 0.5 s to the first token, and 2.5 s in all."""
     found = measure({"a": lambda prompts, count: 0.5 if count == 1 else 2.5}, [Batch("w", 2, 10, 5)], 1000, repeats=1)[
         "a"
     ]
@@ -181,22 +181,22 @@ def test_decoding_alone_computes_the_prompts_once():
             list(found) == ["x.decode_tok_s"] and len(found["x.decode_tok_s"]) == 2 and min(found["x.decode_tok_s"]) > 0
         )
         assert llm.engine.pages.cached_tokens == 2 * 5 * 48, (
-            "both prompts, but for their last pages, in both runs of both rounds and one before"
+            "both prompts except their last pages, in both runs of both rounds and in one run before"
         )
         offline.decoding(offline.timed(generate), Batch("y", 1, 96, 30), 500, repeats=1, life=0)
         assert llm.engine.pages.cached_tokens == 2 * 5 * 48 + 64 + 3 * 80, "a longer prompt begins with the shorter one"
 
 
 def test_a_round_that_says_nothing_is_run_again(caplog):
-    """The first start behind cached prompts, which compiles, does not count; a delayed short run is repeated."""
+    """The first run on cached prompts, which compiles, does not count. A delayed short run is repeated."""
     batch, took = Batch("x", 2, 8, 11), iter([9.0, 5.0, 1.0, 3.0, 4.0, 3.0, 1.0, 3.0])
     assert offline.decoding(lambda prompts, count: next(took), batch, 500, repeats=2, life=0) == {
         "x.decode_tok_s": [10.0, 10.0]
     }
-    assert "both are run again" in caplog.text and not list(took)
+    assert "both are measured again" in caplog.text and not list(took)
     took = iter([4.0, 3.0, 1.0, 3.0])
     assert rounds({"a": lambda prompts, count: next(took)}, batch, 500, 1, kinds=("decode",)) == {
         "a": {"x.decode_tok_s": [10.0]}
     }
-    with pytest.raises(ConfigError, match="take no longer than one"):
+    with pytest.raises(ConfigError, match="took no longer than one token"):
         rounds({"a": lambda prompts, count: 1.0}, batch, 500, 1)

@@ -1,4 +1,4 @@
-"""``kvasir bench serve`` against a small server that answers as it is told: arrivals, latencies, failures."""
+"""``kvasir bench serve`` against a small server with scripted answers: arrivals, latencies, failures."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,10 @@ from kvasir.errors import ConfigError
 
 
 class Fake:
-    """An ASGI app. ``behaviour(number)`` -> a status, or the chunks of the stream; "cut" breaks the connection off."""
+    """An ASGI app with scripted replies.
+
+    ``behaviour(number)`` returns a status or the chunks of the stream; "cut" breaks the connection.
+    """
 
     def __init__(self):
         self.bodies, self.keys, self.hold = [], [], 0
@@ -110,7 +113,7 @@ def test_failures_are_counted_and_not_timed(fake):
 
 
 def test_arrivals_do_not_wait_for_answers(fake):
-    """The server answers nobody before all have arrived: a client that waits for an answer would wait for ever."""
+    """The server answers only after all requests have arrived, so a client that waited for an answer would hang."""
     fake.hold = 20
     found = asyncio.run(asyncio.wait_for(online.load(fake.url, 200.0, 20, 5, 3, None), 30))
     assert found["requests_by_status"] == {"200": 20}

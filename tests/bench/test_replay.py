@@ -1,4 +1,4 @@
-"""``kvasir bench trace`` with servers: ours with the embedded model and a stand-in for vLLM's, a few requests."""
+"""``kvasir bench trace`` with servers, ours with the embedded model and a stand-in for vLLM's, on a few requests."""
 
 import json
 
@@ -20,7 +20,7 @@ LOAD = {"file": "t.jsonl", "rate": 60.0, "num_requests": 12, "seconds": 0.0, "sc
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Twelve requests of a Mooncake trace: two blocks each, the first of which all share."""
+    """Twelve requests of a Mooncake trace with two blocks each, the first of which is the same for all."""
     monkeypatch.setitem(SHAPES, "small", SMALL)
     monkeypatch.setattr("kvasir.bench.replay.REST", 0.1)
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
@@ -148,7 +148,7 @@ def test_a_load_may_have_fewer_windows_than_the_case_repeats(data):
 
 
 def test_weights_on_disk_are_the_same_for_both(data):
-    """Not what each engine fills in: on a GPU the clocks depend on the numbers."""
+    """Both engines read the weights from disk. Own weights would not compare, since a GPU's clocks depend on them."""
     table = {
         "shape": "small",
         "on_disk": True,

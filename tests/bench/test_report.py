@@ -1,4 +1,4 @@
-"""``kvasir bench report`` and ``merge``: stored results as a page, and runs put together."""
+"""``kvasir bench report`` and ``merge``: stored results as a page, and joined runs."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def test_long_names_leave_room_for_the_bars():
 
 
 def test_stored_results_make_a_page(tmp_path, monkeypatch):
-    """Of plots, the first of each number of groups and arms is drawn: drawing takes most of the time."""
+    """Only the first plot of each number of groups and arms is drawn, since drawing takes most of the time."""
     draw, drawn = report._plot, set()
 
     def first_of_its_form(found, kind, groups):
@@ -84,7 +84,7 @@ def test_stored_results_make_a_page(tmp_path, monkeypatch):
 
 def test_a_file_that_is_no_result(tmp_path):
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no result of kvasir bench"):
+    with pytest.raises(ConfigError, match="not a result of kvasir bench"):
         report.run([tmp_path / "a.json"], tmp_path / "r.html")
     with pytest.raises(ConfigError, match="cannot read the result"):
         report.run([tmp_path / "no.json"], tmp_path / "r.html")

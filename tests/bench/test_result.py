@@ -1,4 +1,4 @@
-"""The one result schema: what makes it, what is stored in it, and the statistics inside."""
+"""The result schema: building a result, the stored results, and the statistics in them."""
 
 import datetime
 import json
@@ -16,13 +16,13 @@ from kvasir.bench.result import arm, finish, judged, percentile, ratios_of, resu
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"case", "machine", "commit", "date", "versions", "command", "arms", "ratios", "limits"}
-# Results of before their hardware was recorded; the number may only be lowered.
+# Number of results without recorded hardware. It may only be lowered.
 LISTED = 119
 STORED = sorted((ROOT / "bench" / "results").rglob("*.json"))
 
 
 def check(found):
-    """Raises AssertionError where ``found`` is not exactly of the schema."""
+    """Raise AssertionError unless ``found`` matches the schema exactly."""
     optional = {"hardware", "peer_version_source", "targets", "differences", "frontier", "right", "left_out", "pool"}
     assert KEYS <= set(found) <= KEYS | optional
     assert all(v and isinstance(v, str) for v in found.get("hardware", {}).values())
@@ -60,7 +60,7 @@ def test_there_are_stored_results():
 
 
 def test_every_stored_result_says_where_it_comes_from():
-    """Only the results on the list, which can but shrink, lack facts, and exactly those that the list names."""
+    """Only listed results lack facts, and exactly the facts that the list names. The list can only shrink."""
     root = ROOT / "bench" / "results"
     listed = tomllib.loads((root / "incomplete.toml").read_text())
     lacking = {str(f.relative_to(root)): missing(json.loads(f.read_text())) for f in STORED}

@@ -1,4 +1,4 @@
-"""The rollout benchmark end to end on the smallest model: forwards fall as problems recur, outputs stay."""
+"""The rollout benchmark end to end on the smallest model: forwards fall as problems recur, outputs stay the same."""
 
 import json
 
@@ -46,8 +46,8 @@ def test_perturbed_weights_change_the_policy_and_come_back(capsys):
 
 
 def test_every_step_reads_the_noise(monkeypatch):
-    """A native call has copies of matrices, torch's own products read them where they are: the same tokens."""
-    prompt = [300, 307]  # so short that one call runs every step, on any processor
+    """Native calls copy matrices, torch's products read them in place: after noise, both give the same tokens."""
+    prompt = [300, 307]  # short enough that one call runs every step, on any processor
     tokens = []
     for native in (True, False):
         if not native:

@@ -1,4 +1,4 @@
-"""Limits of the machine, against figures worked out by hand."""
+"""Limits of the machine, compared with figures worked out by hand."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ RATES = {"copy_bytes_s": 4.1e12, "matmul_flop_s": 795e12, "dtype_bytes": 2}
 
 
 def test_llama_8b_on_an_h200():
-    """15.0 GB of weights at 4.1 TB/s are 273 tokens a second; 16 x 32k reads 84 GB a step; 16 GFLOP a prompt token."""
+    """15.0 GB of weights at 4.1 TB/s allow 273 tokens/s; 16 x 32k reads 84 GB a step; a prompt token takes 16 GFLOP."""
     spec = build_spec(SHAPES["llama-8b"])
     found = roofline.limits(
         spec, [Batch("one", 1, 128, 2), Batch("long", 16, 32768, 2), Batch("fill", 1, 1024, 2)], RATES
@@ -66,7 +66,7 @@ def test_a_codec_whose_step_caches_hold_has_no_limit_not_that_of_others():
 
 
 def test_a_mixture_reads_the_experts_that_are_hit():
-    """Each expert is left alone by a row with probability 1 - 8/128."""
+    """Every expert is left out by a row with probability 1 - 8/128."""
     table = dict(
         SHAPES["qwen3-0.6b"],
         architectures=["Qwen3MoeForCausalLM"],

@@ -1,4 +1,4 @@
-"""The page of a solve study: what it says follows from the file and nothing else."""
+"""The page of a solve study: it says what follows from the file, and nothing else."""
 
 from __future__ import annotations
 
@@ -95,9 +95,8 @@ def test_the_page(found, tmp_path):
 
 def test_controls_are_paired(found):
     [line] = solve_report.controls(found)
-    assert (
-        line == f"- `{PLAIN}` minus `{SHUFFLED}`: +0.0 points (-8.8 to +8.8)"
-    )  # no problem differs: what 40 problems cannot exclude
+    # No problem differs; the interval is what 40 problems cannot exclude.
+    assert line == f"- `{PLAIN}` minus `{SHUFFLED}`: +0.0 points (-8.8 to +8.8)"
     assert (
         solve_report.plain_of(SHUFFLED) == PLAIN
         and solve_report.plain_of("squeeze_evolve:route=random") == "squeeze_evolve"
@@ -144,13 +143,13 @@ def seeded(found, seed, task="countdown"):
 
 
 def test_seeds_stand_together(found):
-    """Pairs are of the same seed and problem; what one file has twice, or another task, is refused."""
+    """Pooled pairs have the same seed and problem. Strategies that occur twice, and other tasks, are refused."""
     first, second = seeded(found, 7), seeded(found, 8)
-    second["arms"] = second["arms"][:2]  # LARGE and PLAIN alone
+    second["arms"] = second["arms"][:2]  # only LARGE and PLAIN
     second["right"] = {LARGE: "1" * 40, PLAIN: "0" * 40}
     second["arms"][0]["metrics"] |= {"right": 40, "exact": 1.0}
     second["arms"][1]["metrics"] |= {"right": 0, "exact": 0.0}
-    second["arms"][1]["config"] = {}  # as stored: that of the first
+    second["arms"][1]["config"] = {}  # stored results keep shared settings only in the first arm
     both = pooled([second, first])
     metrics = {a["name"]: a["metrics"] for a in both["arms"]}
     assert metrics[LARGE]["right"] == 70 and metrics[LARGE]["problems"] == 80 and metrics[SHUFFLED]["problems"] == 40

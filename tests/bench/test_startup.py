@@ -1,4 +1,4 @@
-"""``kvasir bench startup``: a real start, in order, and a start that fails."""
+"""``kvasir bench startup``: a real start, its phases in order, and a start that fails."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_one_start(capfd, tmp_path):
 
 
 def test_a_shape_on_disk_beside_a_peer(tmp_path, monkeypatch, capfd):
-    """The peer is a stand-in; the checkpoint is real: our server loads what transformers wrote."""
+    """The peer is a stand-in; the checkpoint is real, so our server loads what transformers wrote."""
     monkeypatch.setitem(SHAPES, "small", SMALL)
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
     weights, begin = [], startup.start_once

@@ -1,4 +1,4 @@
-"""Drafts beside a peer's on prompts with structure: real processes, with a stand-in for vLLM."""
+"""Drafts compared with a peer's on prompts with structure: real processes, with a stand-in for vLLM."""
 
 import contextlib
 import importlib.util
@@ -61,7 +61,7 @@ def test_problems_for_both_engines(tmp_path):
 
 
 def test_random_weights_that_both_read(monkeypatch):
-    """Written once; every engine is given the folder, and nobody makes up weights of its own."""
+    """The weights are written once, and every engine gets the folder; none makes random weights of its own."""
     lives = []
 
     class Still(Worker):
@@ -119,7 +119,7 @@ def test_prompts():
     )
     edits, _ = made.prompts("edits", Batch("a", 8, 1000, 2), 0)
     assert min(map(len, edits)) > 60
-    with pytest.raises(ConfigError, match="let prompts be longer than 20"):
+    with pytest.raises(ConfigError, match="allow prompts of more than 20"):
         made.prompts("tasks", Batch("a", 8, 20, 2), 0)
 
 
@@ -141,7 +141,7 @@ def test_vllms_ngram_needs_its_package():
         ({"cached": True}, "prompts that are not cached"),
         ({"peer": {"name": "transformers"}}, "no other peer than vllm"),
         ({"model": "", "shape": "small"}, "a model of the lab"),
-        ({"on_disk": True}, "on_disk is for a shape"),
+        ({"on_disk": True}, "on_disk needs a shape"),
     ],
 )
 def test_what_cannot_be(change, message):

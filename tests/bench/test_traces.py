@@ -1,4 +1,4 @@
-"""Request traces: both formats, arrivals, and prompts that share what the recorded ones shared."""
+"""Request traces: both formats, arrivals, and prompts that share the prefixes that the recorded ones shared."""
 
 import gzip
 import json
@@ -117,7 +117,7 @@ def test_a_trace_that_runs_out_says_so(caplog):
 
 @pytest.mark.parametrize("arrivals", ["poisson", "recorded"])
 def test_a_window_is_no_shorter_than_asked(arrivals):
-    """Until the last arrival, which is where it ends, and no longer than to the first that makes it so."""
+    """A window ends at its last arrival, the first one at which it is long enough and has enough requests."""
     due = schedule(EVEN, arrivals=arrivals, rate=10.0, num_requests=10, seconds=20.0)
     assert due[-2] < 20.0 <= due[-1]
 

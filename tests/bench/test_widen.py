@@ -1,4 +1,4 @@
-"""tools/widen_checkpoint.py: a small model in a corner of a large one answers as the small one does."""
+"""``tools/widen_checkpoint.py``: a small model in a corner of a large one answers as the small one does."""
 
 import json
 
@@ -9,9 +9,8 @@ from kvasir.errors import ConfigError
 from tests import checkpoints
 from tools import widen_checkpoint as tool
 
-SIZE = tool.Size(
-    hidden=80, layers=5, ffn=96, heads=12, kv_heads=3
-)  # groups of 4 query heads; those of the small model have 2
+# Groups of 4 query heads; the small model's have 2.
+SIZE = tool.Size(hidden=80, layers=5, ffn=96, heads=12, kv_heads=3)
 IDS = torch.tensor([[5, 17, 3, 88, 41, 41, 9, 2, 60, 13, 77, 30]])
 
 

@@ -433,7 +433,7 @@ def test_other_weights_of_the_same_shape_are_a_warning(tmp_path, caplog, monkeyp
     said = []
     monkeypatch.setattr(heads.log, "warning", lambda text, *args: said.append(text % args))
     driver(f"medusa:model={folder}").close()
-    assert "drafts worse" in said[0]
+    assert "drafts are worse" in said[0]
 
 
 @pytest.mark.parametrize("kind", STEPS)

@@ -2,30 +2,30 @@
 
 title = "..."                      what the table is about, for readers of the file
 shape = "llama-8b"                 a known shape with random weights; or model = "..." (a folder or hub id)
-repeats = 5                        rounds that count; with several arms, lives of each, which take turns
-rounds = 1                         rounds of each life, where several arms take turns
-cached = true                      time decoding alone: a life computes its prompts once and then has them cached
-on_disk = true                     write a shape's random weights for all engines to read; else each makes its own
-settings = { max_num_seqs = 256 }  settings of every arm of ours
-[arms.kvasir]                      one arm of ours, with its own settings; targets refer to the first arm
+repeats = 5                        rounds that count; with several arms, lives of each arm, in turns
+rounds = 1                         rounds of each life, with several arms
+cached = true                      time only decoding: a life computes its prompts once and then has them cached
+on_disk = true                     write a shape's random weights for all engines; else each makes its own
+settings = { max_num_seqs = 256 }  settings of each of our arms
+[arms.kvasir]                      one of our arms, with its own settings; targets refer to the first arm
 [peer]
 name = "vllm"
 repeats = [3, 2]                   rounds before ours and after it
 options = { ... }                  the peer's own settings
-variants.vllm_fp8 = { ... }        optional: the peer once more by that name, with these settings changed
+variants.vllm_fp8 = { ... }        optional: another arm of the peer, with these settings changed
 [workloads.decode8]
 batch = 8
 prompt = 1024                      tokens of each prompt
 output = 128                       tokens of each answer
-warmup_prompt = 1024               optional: the round that warms up may have shorter prompts
+warmup_prompt = 1024               optional: prompt tokens of the warm-up round, if fewer
 text = "repeated"                  optional: prompts with structure, for drafts: repeated, tasks or edits
-measure = ["prefill"]              optional: some of prefill, decode and total; total alone is a load
-targets = { decode = 1.10 }        least ratio to the peer of decode, prefill or total
-[targets]                          or of any metric and any two arms: "METRIC ARM/ARM" = least ratio
+measure = ["prefill"]              optional: some of prefill, decode and total; only total makes a load
+targets = { decode = 1.10 }        least ratio to the peer, for decode, prefill or total
+[targets]                          or for any metric and any two arms: "METRIC ARM/ARM" = least ratio
 [traces.half]                      or a request trace through servers; see ``load.Load`` for the keys
 
-An empty or missing model is the one in the package. Prompts of tasks and edits come from the lab and have at most
-``prompt`` tokens. A load (total alone) may have more sequences than run at once.
+An empty or missing model means the one in the package. Prompts of tasks and edits come from the lab and have at most
+``prompt`` tokens. A load (only total is measured) may have more sequences than run at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Workload:
     batch: Batch
     warmup: Batch
     targets: dict[str, float]  # kind -> least ratio to the peer
-    kinds: tuple[str, ...] = KINDS  # what is measured
+    kinds: tuple[str, ...] = KINDS  # measured rates
     text: str = "random"
 
 
@@ -58,8 +58,8 @@ class Workload:
 class Peer:
     name: str
     options: dict[str, Any]
-    repeats: tuple[int, int]  # rounds before ours, after ours
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> what it changes in the options
+    repeats: tuple[int, int]  # rounds before and after ours
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> changed options
 
     @property
     def arms(self) -> dict[str, dict[str, Any]]:
@@ -91,7 +91,7 @@ class Case:
 
 
 def read(path: Path) -> Case:
-    """Raises ConfigError with the file, the key and what is wrong."""
+    """Read a case. Raises ConfigError with the file, the key and what is wrong."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as e:
@@ -151,9 +151,9 @@ def parse(name: str, table: dict[str, Any]) -> Case:
             "variants of the peer"
         )
     if cached and (odd := [w.batch.name for w in workloads if w.kinds != ("decode",) and w.kinds != KINDS]):
-        raise ConfigError(f"workload {odd[0]}: in a case with cached prompts decoding is all that is measured")
+        raise ConfigError(f"workload {odd[0]}: a case with cached prompts measures only decoding")
     if table.get("on_disk") and not shape:
-        raise ConfigError("on_disk is for a shape, whose weights are made up: a model has its own")
+        raise ConfigError("on_disk needs a shape, whose weights are random; a model has weights on disk")
     rates: list[str] = []
     for w in workloads:
         if w.text != "random" and (cached or peer and peer.name != "vllm" or w.text != "repeated" and shape):
@@ -164,8 +164,7 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         measured = w.kinds if w.text == "random" and not cached else ("decode",)
         if odd := [kind for kind in w.targets if kind not in measured]:
             raise ConfigError(
-                f"workload {w.batch.name}: a target speaks of {odd[0]}, but what is measured is "
-                f"{' and '.join(measured)}"
+                f"workload {w.batch.name}: a target names {odd[0]}, but only {' and '.join(measured)} is measured"
             )
         rates += [f"{w.batch.name}.{kind}_tok_s" for kind in measured]
     for metric in targets:
@@ -173,9 +172,8 @@ def parse(name: str, table: dict[str, Any]) -> Case:
             raise ConfigError(
                 f"target {metric!r}: expected 'METRIC ARM/ARM' with arms of the case: {', '.join([*arms, *others])}"
             )
-        if (rate := metric.rpartition(" ")[0]).endswith(
-            "_tok_s"
-        ) and rate not in rates:  # it would be met by never being judged
+        # A target that is never judged would never be missed.
+        if (rate := metric.rpartition(" ")[0]).endswith("_tok_s") and rate not in rates:
             raise ConfigError(f"target {metric!r}: '{rate}' is not measured.{nearest(rate, rates)}")
     return Case(
         name,

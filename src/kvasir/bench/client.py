@@ -1,7 +1,8 @@
 """An open-loop client of ``/v1/completions``: requests leave when they are due, whatever the server does.
 
-It speaks HTTP itself and only counts the lines of a stream, so that tens of thousands of tokens a second leave it idle;
-how late it was with sending, and how late its event loop ran, are measured and reported beside the server's figures.
+It speaks HTTP itself and only counts the lines of a stream, so that tens of thousands of tokens a second leave it
+mostly idle. It measures how late it sent requests and how late its event loop ran, and reports both next to the
+server's figures.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from kvasir.logs import log
 _COMPLETION = re.compile(rb'"completion_tokens":\s*(\d+)')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
 _NO_CHOICE = re.compile(rb'"choices":\s*\[\]')
-TICK = 0.01  # seconds between looks at the event loop's clock
+# Seconds between looks at the event loop's clock.
+TICK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to come. ``due``: seconds from the start of the window."""
+    """One request to send. ``due`` is in seconds from the start of the window."""
 
     due: float
     prompt: list[int]
@@ -55,7 +57,7 @@ class Reply:
 
 
 class _Stream(asyncio.Protocol):
-    """Sends one request and reads its server-sent events. ``done`` is set when the connection ends."""
+    """A connection that sends one request and reads server-sent events. ``done`` is set when it ends."""
 
     def __init__(self, request: bytes, reply: Reply, done: asyncio.Future) -> None:
         self.request, self.reply, self.done = request, reply, done
@@ -76,9 +78,8 @@ class _Stream(asyncio.Protocol):
                 self.rest = data
                 return
             self.reply.status, self.in_body, data = int(head.split(b" ", 2)[1]), True, body
-        *lines, self.rest = data.split(
-            b"\n"
-        )  # a line is an event; what frames the chunks of the body stands on lines of its own
+        # Every event is one line. The framing of the body's chunks is on lines of its own.
+        *lines, self.rest = data.split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
                 self._event(line, now)
@@ -100,7 +101,7 @@ class _Stream(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.reply.ended = time.perf_counter()
         if error is not None or (self.reply.status == 200 and not self.reply.completion):
-            self.reply.status = 0  # cut off before its end
+            self.reply.status = 0  # the connection ended before the reply did
         if not self.done.done():
             self.done.set_result(None)
 
@@ -174,7 +175,7 @@ async def _tick(lags: list[float]) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection in the window, and room for a connection a request."""
+    """Turn garbage collection off in the window, and allow a connection for each request."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -189,12 +190,12 @@ def _undisturbed() -> Iterator[None]:
 
 
 def root(url: str) -> str:
-    """Address of an API's root, from an address that ends in ``/v1`` or does not."""
+    """The root of an API, from an address with or without ``/v1`` at its end."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def served_model(url: str, api_key: str | None = None) -> str:
-    """The name of the model that a server has. Raises ConfigError."""
+    """The name of the model that a server serves. Raises ConfigError."""
     import urllib.error
     import urllib.request
 
@@ -205,24 +206,24 @@ def served_model(url: str, api_key: str | None = None) -> str:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return json.load(reply)["data"][0]["id"]
     except urllib.error.HTTPError as e:
-        hint = "; it wants a key: set KVASIR_API_KEY" if e.code in (401, 403) else ""
+        hint = "; it requires a key: set KVASIR_API_KEY" if e.code in (401, 403) else ""
         raise ConfigError(f"the server at {url} answers {e.code} to GET /v1/models{hint}") from e
     except (urllib.error.URLError, ValueError, LookupError, TypeError, OSError) as e:
         raise ConfigError(f"no server with an OpenAI API answers at {url}: {e}") from e
 
 
 def summarise(replies: list[Reply], calls: list[Call], lags: list[float]) -> dict[str, Any]:
-    """Metrics of one window, from the first due time to the last. Latencies in milliseconds count from when a request
-    was due.
+    """Metrics of one window, from the first due time to the last.
 
-    ``itl``: gaps between events with tokens (``tokens_per_event`` says whether that is per token). ``tpot``: time from
-    the first event to the last over the other tokens. ``output_tok_s``: tokens that came within the window, over its
-    length. ``client_late``: sending after due; ``client_lag``: the event loop.
+    Latencies are in milliseconds from when a request was due. ``itl`` holds the gaps between events with tokens;
+    ``tokens_per_event`` tells whether that is per token. ``tpot`` is the time from the first event to the last, divided
+    by the number of tokens after the first. ``output_tok_s`` is the number of tokens that came within the window, over
+    its length. ``client_late`` is how late requests were sent, ``client_lag`` how late the event loop ran.
     """
     good = [r for r in replies if r.status == 200 and r.events]
     first, last = replies[0].due, replies[-1].due
     ended = max(r.ended for r in replies)
-    until = last if last > first else ended  # all at once: the window is the whole run
+    until = last if last > first else ended  # requests that are all due at once: the window is the whole run
     per_event = sum(r.completion for r in good) / max(1, sum(len(r.events) for r in good))
     inside = sum(sum(1 for t in r.events if t <= until) * r.completion / len(r.events) for r in good)
     metrics: dict[str, Any] = {
@@ -258,9 +259,9 @@ def capacity(replies: list[Reply]) -> float:
     good = [r for r in replies if r.status == 200 and r.events]
     if len(good) < 10:
         raise ConfigError(f"the capacity needs at least 10 good replies; there were {len(good)} of {len(replies)}")
-    if len(good) < len(replies):  # a server that turns some away gets through the rest sooner
+    if len(good) < len(replies):  # a server that rejects some completes the others sooner
         log.warning(
-            "%d of %d requests failed while the capacity was measured: it is that of the others",
+            "%d of %d requests failed while the capacity was measured; it counts only the others",
             len(replies) - len(good),
             len(replies),
         )

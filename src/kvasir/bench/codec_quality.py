@@ -1,9 +1,9 @@
 """Quality of quantised caches: one model and its outlier twins answer the same problems with every codec.
 
-Each codec and model has an engine. Problems, prompts and random numbers are those of the plain cache, so that every
-difference is paired. The most important arms come first, and the list ends where the time is up. A twin computes the
-same function with outlier channels in its keys (``convert.converters.outlier_twin``), so the plain cache of the model
-itself is its baseline, too.
+Every pair of codec and model has an engine of its own. Problems, prompts and random numbers are those of the plain
+cache, so every difference is paired. The most important arms come first; those that time does not reach are left out. A
+twin computes the same function with outlier channels in its keys (``convert.converters.outlier_twin``), so the model
+itself with a plain cache is the twins' baseline, too.
 """
 
 from __future__ import annotations
@@ -47,11 +47,15 @@ REST = (
 TWINS = ("int4", "int4_bdr")
 LATE_TWINS = ("nvfp4", "nvfp4:search=false", "fp8")
 OUTLIERS = (8, 16, 4, 32, 2)
-LENGTHS, DEPTHS = (512, 1024, 2048, 4064), (0, 0.5, 1)  # of needles
-DOCUMENTS = 48  # of held-out prose: more of it would say the same passages again
-SLOW = 250  # problems of a task for a codec that no kernel reads: it runs on the reference path
-MEMORY = 0.4  # share of the GPU: what is left of one engine must not keep the next from starting
-# Of the figures, what goes into the result: the per-difficulty tables of a hundred arms would be a book.
+# Prompt tokens of the needle tasks, and places of the needle as a share of the prompt.
+LENGTHS, DEPTHS = (512, 1024, 2048, 4064), (0, 0.5, 1)
+# Most documents of held-out prose; more would repeat the same passages.
+DOCUMENTS = 48
+# Most problems of a task for a codec without a kernel, since it runs on the slow reference path.
+SLOW = 250
+# Share of the GPU's memory for an engine: remains of the last one must not keep the next from starting.
+MEMORY = 0.4
+# Figures that go into the result. Tables by difficulty would be too long for a hundred arms.
 KEPT = (
     "exact",
     "interval",
@@ -69,7 +73,7 @@ KEPT = (
 class Job:
     """One life of an engine.
 
-    ``outliers`` is the size of the twin's outlier channels, 0 for the model itself; ``seeds`` are those of the
+    ``outliers`` is the size of the twin's outlier channels, 0 for the model itself. ``seeds`` are those of the
     problems.
     """
 
@@ -80,7 +84,8 @@ class Job:
 
 
 def task_specs(name: str, count: int) -> dict[str, int]:
-    """Tasks of the lab for a task of the table, with problem counts; needles spread over lengths and depths."""
+    """Specs of lab tasks for a task of the table, with their problem counts. Needles are spread over lengths and
+    depths."""
     if name == "needle":
         cells = [f"needle:min_length={length},length={length},depth={depth}" for length in LENGTHS for depth in DEPTHS]
         return dict.fromkeys(cells, -(-count // len(cells)))
@@ -90,8 +95,11 @@ def task_specs(name: str, count: int) -> dict[str, int]:
 def jobs(
     tasks: Sequence[str], seeds: Sequence[int], outliers: Sequence[int], codecs: Sequence[str] | None = None
 ) -> list[Job]:
-    """The list, the most important first: the model with the main codecs and all seeds, the curve over the twins, other
-    codecs, the twins with other codecs, and the other codecs' remaining seeds. ``codecs``: only these and ``plain``."""
+    """The jobs, the most important first.
+
+    The order is: the model with the main codecs and all seeds, the curve over the twins, the model with other codecs,
+    the twins with other codecs, and the remaining seeds of the other codecs. ``codecs`` keeps only these and ``plain``.
+    """
     tasks, seeds = tuple(tasks), tuple(seeds)
     found = [Job(codec, 0, tasks, seeds) for codec in FIRST]
     found += [Job(codec, size, tasks[:1], seeds) for size in outliers for codec in TWINS]
@@ -106,8 +114,8 @@ def jobs(
 class Study:
     """A study in progress.
 
-    ``outcomes`` maps (codec, outliers) to task to seed to the outcomes of the task's parts. ``limit`` is in seconds for
-    everything.
+    ``outcomes`` maps (codec, outliers) to task to seed to the outcomes of the task's parts. ``limit`` is the number of
+    seconds for the whole study.
     """
 
     folder: Path
@@ -118,19 +126,19 @@ class Study:
     limit: float
     outcomes: dict[tuple[str, int], dict[str, dict[int, list[Outcome]]]] = field(default_factory=dict)
     _exams: dict[tuple[str, int], list[tuple[Plan, Exam]]] = field(default_factory=dict)
-    _seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # (codec, task) -> what the latest took
-    _figures: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(
-        default_factory=dict
-    )  # how many outcomes they are of, and they
+    # Seconds of the latest exam, by codec and task.
+    _seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    # The number of outcomes and the metrics computed from them, by codec and outliers.
+    _figures: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
     _started: float = field(default_factory=lambda: time.monotonic())
 
     def left(self) -> float:
         return self.limit - (time.monotonic() - self._started)
 
     def exams(self, task: str, seed: int) -> list[tuple[Plan, Exam]]:
-        """Problems that are drawn once, so that every codec gets the same.
+        """Problems of a task, drawn once, so that every codec gets the same.
 
-        Empty, with a line in the log, where a task has too few problems.
+        The list is empty, and the log says so, where a task has too few problems.
         """
         if (task, seed) not in self._exams:
             plans = [Plan((spec,), count=count, seed=seed) for spec, count in task_specs(task, self.count).items()]
@@ -142,7 +150,7 @@ class Study:
         return self._exams[task, seed]
 
     def run(self, job: Job) -> bool:
-        """Put what the clock allows of a job to an engine. False: nothing was."""
+        """Give an engine as much of a job as time allows. Returns False where nothing was measured."""
         if not self._fits(job.codec, job.tasks[0]):
             return False
         config = EngineConfig.of(
@@ -158,7 +166,7 @@ class Study:
                 for task in job.tasks:
                     done = found.get(task, {})
                     if seed in done or (done and loss_only(task)) or not self._fits(job.codec, task):
-                        continue  # prose is little: other seeds would draw the same again
+                        continue  # there is little prose: other seeds would draw the same
                     began = time.monotonic()
                     if not (parts := self.exams(task, seed)):
                         continue
@@ -173,7 +181,7 @@ class Study:
         return self.left() > self._seconds.get((codec, task), self._seconds.get(("plain", task), 0.0))
 
     def arms(self) -> list[dict[str, Any]]:
-        """Results of what was measured so far; kept figures of arms that have not changed are not computed again."""
+        """Results of what was measured so far. The figures of arms that have not changed are reused."""
         return [
             arm(codec, {"outliers": outliers} if outliers else {}, self.metrics(codec, outliers))
             for codec, outliers in self.outcomes
@@ -254,7 +262,7 @@ def first(outcome: Outcome, count: int) -> Outcome:
 
 
 def pooled(outcomes: Sequence[Outcome]) -> Outcome:
-    """Outcomes of one task with several seeds or dials as one."""
+    """Join the outcomes of one task, with several seeds or difficulties, into one."""
     head = outcomes[0]
     if len(outcomes) == 1:
         return head
@@ -284,7 +292,8 @@ def pooled(outcomes: Sequence[Outcome]) -> Outcome:
 def row_errors(
     folder: Path, device: str, prompts: Sequence[list[int]], codecs: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Codec -> squared error of the keys and of the values that ``prompts`` leave in the cache, over their squares."""
+    """Squared error of the keys and of the values that ``prompts`` leave in the cache, relative to their squares, by
+    codec."""
     import torch
 
     from kvasir import technique
@@ -336,9 +345,9 @@ def row_errors(
 
 
 def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Run all jobs in order while the clock allows; ``save`` gets the arms after each.
+    """Run all jobs in order while time allows. ``save`` gets the arms after each job.
 
-    A codec that cannot run here loses its own arms only.
+    A codec that cannot run here loses only its own arms.
     """
     for job in todo:
         where = f"{job.codec}{f', outliers {job.outliers}' if job.outliers else ''}"
@@ -365,8 +374,11 @@ def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any
 
 
 def verdicts(arms: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Ratios and targets of a result: ``int4_bdr`` beside ``plain`` on the model itself, on the mildest twin that costs
-    ``int4`` 20 points or more, and what ScaleSearch saves of NVFP4's error on the model's own keys and values."""
+    """Ratios and targets of a result.
+
+    ``int4_bdr`` is compared with ``plain`` on the model itself, and on the mildest twin that costs ``int4`` 20 points
+    or more. ``nvfp4`` is compared with itself without ScaleSearch, by the error on the model's own keys and values.
+    """
     by_name = {(a["name"], a["config"].get("outliers", 0)): a["metrics"] for a in arms}
     plain, main = by_name.get(("plain", 0), {}), by_name.get(("int4_bdr", 0), {})
     ratios: dict[str, float] = {}

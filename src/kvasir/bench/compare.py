@@ -1,10 +1,10 @@
 """``kvasir bench run CASE``: run our arms in turns between two runs of a peer (A-B-A).
 
 Every engine runs in a process of its own, which ends before the next one needs the device. All get the same prompts as
-token ids. A round is one pass over every workload. Where several arms are compared, each lives for one round at a time,
-so that drift of the machine meets all of them. The peer's two runs form one arm, and the ratio of their medians says
-how much the machine drifted. A peer may have variants (another cache type, for instance), which run whenever it does.
-The result is written after every life.
+token ids. A round is one pass over every workload. Several arms live for one round at a time, so that drift of the
+machine affects all of them alike. The peer's two runs form one arm, and the ratio of their medians shows how much the
+machine drifted. A peer may have variants (another cache type, for instance), which run whenever it does. The result is
+written after every life.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run_case(
 
 
 def keeper(output: Path | None, commit: str | None) -> Callable[[dict[str, Any]], None]:
-    """Writes what there is so far to ``output``, if any."""
+    """A function that writes the result so far to ``output``, if given."""
 
     def keep(so_far: dict[str, Any]) -> None:
         if output is not None:
@@ -75,9 +75,9 @@ def measure(
     only: list[str] | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda so_far: None,
 ) -> dict[str, Any]:
-    """Result of the case.
+    """The result of a case.
 
-    ``peer=False`` leaves the peer out. ``keep`` is given the result so far after every life from our first one on.
+    ``peer=False`` leaves the peer out. ``keep`` gets the result so far after every life, from our first one on.
     """
     with_peer = case.peer if peer else None
     if with_peer:
@@ -98,8 +98,8 @@ def measure(
         made, known = texts.Texts(model, vocab), {}
 
         def visit(name: str, driver: str, options: dict[str, Any], first_round: int, count: int, label: str) -> None:
-            """One life of one engine: ``count`` rounds over every workload, after one that does not count."""
-            from kvasir.convert.checkpoint import plain_folder  # torch is imported where a peer needs it, not before
+            """Run one life of one engine: ``count`` rounds over every workload, after one that does not count."""
+            from kvasir.convert.checkpoint import plain_folder  # imports torch, which only a peer needs
 
             own, folder = driver == "kvasir", checkpoint.resolve(model)
             with Worker(driver, str(folder if own else plain_folder(folder)), options, None if own else site) as worker:
@@ -150,7 +150,7 @@ def measure(
 def _life(
     worker: Worker, workload: Workload, vocab: int, count: int, first_round: int, cached: bool
 ) -> dict[str, list[float]]:
-    """A value a round for every metric of one workload, from one life of an engine."""
+    """Metrics of one workload from one life of an engine, with a value for each round."""
     if cached:
         return decoding(worker.seconds, workload.batch, vocab, count, first_round)
     rounds({"": worker.seconds}, workload.warmup, vocab, 1, first=-1, kinds=workload.kinds)
@@ -166,9 +166,10 @@ def _life(
 
 
 def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[str, float]) -> dict[str, Any]:
-    """Limits of the machine by metric, and by "METRIC ARM" where arms store KV in different numbers of bytes.
+    """Limits of the machine by metric, and by "METRIC ARM" for arms that store keys and values in other numbers of
+    bytes.
 
-    Variants of a peer have no limits, since what they change is their own.
+    Variants of a peer have no limits, since only the peer knows what their options change.
     """
     batches = [w.batch for w in workloads]
     plain = roofline.limits(spec, batches, rates)
@@ -178,9 +179,8 @@ def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[
             found = roofline.limits(
                 spec, batches, rates, kv_share=roofline.kv_share(spec, codec, int(rates["dtype_bytes"]))
             )
-            limits |= {
-                f"{metric} {name}": found.get(metric) for metric in plain
-            }  # none, where a CPU's caches hold its step alone
+            # A limit is None where a CPU's caches hold everything that the arm's step reads.
+            limits |= {f"{metric} {name}": found.get(metric) for metric in plain}
     return limits | {f"{metric} {name}": None for name in (case.peer.variants if case.peer else ()) for metric in plain}
 
 
@@ -191,7 +191,7 @@ class State:
 
 @contextlib.contextmanager
 def kept(worth: Callable[[], Any]) -> Iterator[State]:
-    """Keep what was measured when an engine fails or SIGTERM comes, once ``worth`` is true.
+    """Keep what was measured when an engine fails or SIGTERM arrives, once ``worth`` returns true.
 
     The ``n`` of a spread shows what is missing.
     """
@@ -242,9 +242,8 @@ def _result(
         for key, values in samples.get("after", {}).get(peer, {}).items():
             if isinstance(values[0], dict):
                 continue
-            if before := statistics.median(
-                samples["before"][peer].get(key, [0])
-            ):  # none of a load's drafts may have been accepted
+            # The median is zero where none of a load's drafts was accepted.
+            if before := statistics.median(samples["before"][peer].get(key, [0])):
                 extra[f"{key} {peer} after/before"] = round(statistics.median(values) / before, 3)
     ratios = ratios_of(entries, pairs)
     if "before" in samples:

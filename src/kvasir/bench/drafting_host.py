@@ -1,13 +1,14 @@
-"""``kvasir bench speculation --host``: what drafters that run on the CPU cost a step, and how much memory they hold.
+"""``kvasir bench speculation --host``: what CPU drafters cost a step, and how much memory they hold.
 
-No model runs: sequences read the lab's own documents, so many tokens a step as the proposal had right and one more,
-through the engine's own ``Drafting``, on a runner that is not there. Timed are, by the wall and by the processor (which
-other processes on the machine do not slow down), ``propose``: the drafter's proposals for all sequences of a step;
-``cut``: the controller's choice among them, for its time only, since they are verified whole; ``around``: the rest of
-``Drafting``, from asking to observing what was right. Memory is what the drafter says it holds, at its most, beside
-what the process grew by.
+No model runs. Sequences read the lab's own documents through the engine's own ``Drafting``, on a stand-in for the
+runner. A step advances a sequence by the draft tokens that match its document, plus one.
 
-A drafter with native code is measured without it, too.
+Three parts of a step are timed, by the wall clock and by processor time, which other processes do not lengthen.
+``propose``: the drafter's proposals for all sequences. ``cut``: the controller's choice among them; only its time
+counts, since the proposals are verified whole. ``around``: the rest of ``Drafting``, from asking to observing what was
+right. Memory is the most that the drafter reports, next to the growth of the process.
+
+A drafter with native code is measured both with and without it.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ from kvasir.speculation.router import load_drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Request, SamplingParams, Sequence, Span, SpanResult, Status
 
+# Most tokens drafted for a sequence in a step.
 NODES = 8
+# First steps, which do not count.
 WARM_STEPS = 20
 
 
 def documents(folder: str, tasks: list[str]) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompt and reply of problem after problem, the tasks in turns, without end."""
+    """Yield the prompt and the reply of one problem after another, alternating between the tasks, without end."""
     from kvasir.lab import tokenizer as lab_tokenizer
     from kvasir.lab.lookup import load_task
 
@@ -63,7 +66,7 @@ def resident_bytes() -> int:
 
 
 class Clock:
-    """Seconds of the parts of each step: ``wall`` and ``processor``, by name."""
+    """Seconds of the parts of each step, by name: ``wall`` clock and ``processor`` time."""
 
     def __init__(self) -> None:
         self.wall: dict[str, list[float]] = {}
@@ -83,14 +86,14 @@ class Clock:
         self.processor.setdefault(name, []).append(processor)
 
     def part(self, name: str, wholes: list[str], less: str) -> None:
-        """Time of the steps of ``wholes``, less the part ``less``."""
+        """Set part ``name`` to the sum of the parts ``wholes`` minus the part ``less``, step by step."""
         for times in (self.wall, self.processor):
             times[name] = [
                 sum(parts) - inner for *parts, inner in zip(*(times.pop(whole) for whole in wholes), times[less])
             ]
 
     def figures(self) -> dict[str, float]:
-        """Milliseconds a step."""
+        """Milliseconds of a step by part: median and p99, and median processor time, without warm-up steps."""
         found = {}
         for name in self.wall:
             wall, processor = (times[name][WARM_STEPS:] or times[name] for times in (self.wall, self.processor))
@@ -103,7 +106,7 @@ class Clock:
 
 
 class Reader:
-    """A sequence that reads its document. ``left``: what it has not read."""
+    """A sequence that reads its document. ``left`` holds the tokens that it has not read."""
 
     def __init__(self, number: int, prompt: list[int], reply: list[int], table: list[int]) -> None:
         self.seq = seq = Sequence(
@@ -115,7 +118,7 @@ class Reader:
         self.left = reply
 
     def verify(self, path: list[int]) -> tuple[Span, SpanResult]:
-        """The step that found the nodes of ``path`` right."""
+        """The span and the result of a step in which the draft nodes of ``path`` are right."""
         seq, rows = self.seq, 1 + len(self.seq.draft)
         parents = [-1, *(parent + 1 for parent in seq.draft_parents)] if seq.draft_parents else None
         span = Span(
@@ -130,7 +133,7 @@ class Reader:
 
 
 def _runner(folder: str) -> SimpleNamespace:
-    """Stand-in for the runner that ``Drafting`` asks, without a model."""
+    """Stand-in, without a model, for the runner that ``Drafting`` asks."""
     model = SimpleNamespace(spec=build_spec(read_config(resolve(folder))), place=SimpleNamespace(dtype=torch.float32))
     pool = SimpleNamespace(page_slots=16, move_slots=lambda group, sources, targets: None)
     return SimpleNamespace(
@@ -148,7 +151,7 @@ def _runner(folder: str) -> SimpleNamespace:
 def measure(
     drafter: Drafter, folder: str, source: Iterator[tuple[list[int], list[int]]], num_seqs: int, num_tokens: int
 ) -> dict[str, float | int]:
-    """Read ``num_tokens`` tokens, prompts included, ``num_seqs`` sequences at a time."""
+    """Metrics of reading ``num_tokens`` tokens, prompts included, with ``num_seqs`` sequences at a time."""
     control = Controller(lambda seqs, context, drafts, drafted: 1.0 + 0.001 * (seqs + drafts))
     control._rest = 0
     config = SpeculationConfig(drafter=drafter.name, draft_control="fixed", max_draft_tokens=NODES)
@@ -224,7 +227,7 @@ def run(
             drafter = load_drafter(spec)
             if drafter.place != "cpu":
                 raise ConfigError(
-                    f"{spec} runs on the device; what is measured here is the host: ngram, suffix, token_recycling"
+                    f"{spec} runs on the device; --host measures CPU drafters: ngram, suffix, token_recycling"
                 )
             tasks = tasks or list(TASKS)
             for name, one in ((spec, drafter), (f"{spec} without native code", drafter.reference())):

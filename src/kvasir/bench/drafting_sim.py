@@ -1,12 +1,14 @@
-"""Speculation on a simulated GPU: the engine's own drafting, controller, router and step-time models on a clock that no
-hardware drives.
+"""Speculation on a simulated GPU: the engine's own drafting, controller, router and step-time models on a simulated
+clock.
 
-Step times are those that an H200 took at the llama-8b shape in bf16 (bench/results/h200/speculation-llama-8b.json:
-plain steps and one to eight drafts a sequence at batch 1, 8, 64 and 256; offline-llama-8b.json for longer contexts),
-with noise, outliers, graphs that are captured when they were used, kernels that compile when they are first used, host
-work that plain steps overlap and drafted ones do not, and prompts that are computed in between. Everything is drawn
-from seeds, so a run repeats to the bit. What it shows is how the controller decides, not how fast a GPU is: its figures
-are simulated, and named so wherever they stand.
+Step times are those of an H200 at the llama-8b shape in bf16. Plain steps, and steps with one to eight drafts a
+sequence at batch 1, 8, 64 and 256, come from bench/results/h200/speculation-llama-8b.json; longer contexts come from
+offline-llama-8b.json. The simulation adds noise, outliers, prompts that are computed in between, graphs that are
+captured after some uses, and kernels that compile on first use. Plain steps overlap their host work; drafted steps do
+not.
+
+Everything is drawn from seeds, so a run repeats to the bit. The simulation shows how the controller decides, not how
+fast a GPU is. Its figures are labelled as simulated wherever they are shown.
 """
 
 from __future__ import annotations
@@ -30,19 +32,25 @@ from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Plan, Request, SamplingParams, Sequence, Span, SpanResult, Status
 
-RIGHT, WRONG = 1, 2  # tokens: every output is ones
+# Token ids of a right and of a wrong draft: every output consists of ones.
+RIGHT, WRONG = 1, 2
+# Bytes of a token's keys and values at the llama-8b shape, and bytes a second that reading them takes.
 KV_BYTES, BANDWIDTH = 131072.0, 4.4e12
-# Milliseconds of a step without reading keys, by rows: measured plain and drafted steps less their keys and host work.
+# Milliseconds of a step by its rows, without reading keys: measured plain and drafted steps minus keys and host work.
 LINEAR = {1: 4.25, 2: 4.26, 8: 4.45, 24: 4.47, 32: 4.6, 40: 4.95, 64: 5.24, 128: 5.75, 256: 8.71, 512: 13.96}
-ROW = 21.5e-3  # beyond the table
-PROMPT_ROW = 21.8e-6  # seconds
-EAGER = 1.2e-3  # of a step that is launched kernel by kernel, beside a graph's
+# Milliseconds of each row beyond the table.
+ROW = 21.5e-3
+# Seconds of a row of a step with prompts.
+PROMPT_ROW = 21.8e-6
+# Seconds that a step launched kernel by kernel takes longer than a replayed graph.
+EAGER = 1.2e-3
+# Most rows of a step.
 MAX_ROWS = 8192
-COMPILES, CAPTURES = 0.4, 0.03  # seconds, once a kind of step
+# Seconds to compile and to capture a kind of step, once each.
+COMPILES, CAPTURES = 0.4, 0.03
 
-Accept = Callable[
-    [int, int], float
-]  # (which sequence, which of its output tokens) -> chance that a draft of it is right
+# Probability that a draft is right, by number of the sequence and number of its output token.
+Accept = Callable[[int, int], float]
 
 
 @dataclass(slots=True)
@@ -54,10 +62,9 @@ class Clock:
 
 
 class Graphs:
-    """Stand-in for captured steps, which hold chains alone.
+    """Stand-in for captured steps, which hold chains only.
 
-    ``ready`` says that every bucket has a graph, as after an idle moment.
-
+    ``ready``: every bucket has a graph from the start, as after an idle moment.
     """
 
     trees = False
@@ -79,7 +86,7 @@ class Graphs:
         return self._ready or self._uses[size, drafted] > EAGER_STEPS
 
     def used(self, size: int, drafted: bool) -> bool:
-        """Whether this use captures it."""
+        """Count a use, and return whether it captures the graph."""
         self._uses[size, drafted] += 1
         captures = not self._ready and self._uses[size, drafted] == EAGER_STEPS + 1
         self.captures += captures
@@ -88,9 +95,13 @@ class Graphs:
 
 @dataclass
 class Machine:
-    """Step times in seconds. ``scale``: a share of the model's work, for smaller ones. ``sync``, ``per_seq``,
-    ``per_draft``: the host's part of a drafted step, which nothing overlaps; ``launch``: that of a step with prompts,
-    until it is launched; ``jitter``: the spread of a step's time; ``outliers``: how many are long."""
+    """Step times in seconds.
+
+    ``scale`` is the model's work as a share of the measured model's. ``sync``, ``per_seq`` and ``per_draft`` are the
+    host time of a drafted step, which nothing overlaps. ``launch`` is the host time until a step with prompts is
+    launched. ``jitter`` is the relative standard deviation of a step's time, ``outliers`` the share of steps that take
+    1.6 times as long.
+    """
 
     scale: float = 1.0
     sync: float = 0.37e-3
@@ -111,7 +122,7 @@ class Machine:
         return (LINEAR[low] + (LINEAR[high] - LINEAR[low]) * (rows - low) / (high - low)) * 1e-3
 
     def decodes(self, graphs: Graphs, seqs: int, context: int, drafts: int, drafted: bool) -> float:
-        """Milliseconds of decodes on the device.
+        """Seconds that decodes take on the device.
 
         In a graph each drafted row reads its keys itself; otherwise the rows of a sequence share the read.
         """
@@ -131,8 +142,12 @@ class Machine:
 
 
 class Coins(Drafter):
-    """Chains of which each token is right with a set probability, the same whenever it is proposed. ``boast``: what it
-    says of itself where that is not the truth; ``call``, ``each``: seconds of a call and of a sequence in it."""
+    """Drafter of chains in which each token is right with a set probability. Repeated proposals for a position are the
+    same.
+
+    ``boast`` is the confidence that it claims instead of the true probability. ``call`` and ``each`` are the seconds of
+    a call and of each sequence in it.
+    """
 
     def __init__(
         self,
@@ -148,14 +163,8 @@ class Coins(Drafter):
     ) -> None:
         super().__init__()
         self.name, self.place = name, place
-        self._clock, self._accept, self._boast, self._call, self._each, self._seed = (
-            clock,
-            accept,
-            boast,
-            call,
-            each,
-            seed,
-        )
+        self._clock, self._accept, self._boast = clock, accept, boast
+        self._call, self._each, self._seed = call, each, seed
 
     def open(self, seq: Sequence) -> None:
         index, rng = int(seq.request.id), random.Random(f"{self._seed} {self.name} {seq.request.id}")
@@ -174,8 +183,11 @@ class Coins(Drafter):
 
 @dataclass(frozen=True)
 class Load:
-    """``batch`` sequences at once, ``count`` in all (default: ``batch``), each of ``prompt`` tokens and one of
-    ``outputs`` in turn. ``spread``: seconds between arrivals, 0: all are there at once."""
+    """``count`` sequences (0: ``batch``), at most ``batch`` of them at once.
+
+    Each has ``prompt`` prompt tokens and the next of ``outputs`` as its number of output tokens. ``spread`` is in
+    seconds between arrivals; 0 means that all arrive at once.
+    """
 
     batch: int
     count: int = 0
@@ -189,9 +201,13 @@ class _Runner(SimpleNamespace):
 
 
 class Simulation:
-    """One engine. ``drafter``: makes one for the clock; None: drafts are off. ``depth``: the most tokens drafted a
-    sequence; ``fixed``: always so many; ``shape``: what the step times start from, to go with the machine's ``scale``.
-    Calling ``run`` again goes on with what was learnt."""
+    """One simulated engine.
+
+    ``drafter`` makes a drafter for the clock; None turns drafts off. ``depth`` is the most tokens drafted for a
+    sequence, ``control`` the setting ``draft_control``. ``shape`` is the model shape that the controller's step-time
+    model starts from; it should agree with the machine's ``scale``. Another call of ``run`` continues with what was
+    learnt.
+    """
 
     def __init__(
         self,
@@ -223,10 +239,11 @@ class Simulation:
         self._step = 0
         self._device_free = self._once = 0.0
         self._compiled: Counter[tuple] = Counter()
-        self._flight: deque[tuple[Plan, bool, float]] = deque()  # with whether it verifies drafts, and when it ends
+        # Launched steps: the plan, whether it verifies drafts, and when it ends.
+        self._flight: deque[tuple[Plan, bool, float]] = deque()
 
     def run(self, load: Load) -> float:
-        """Seconds, but for what compiling and capturing took."""
+        """Simulate a load. Returns its seconds, without those for compiling and capturing."""
         began, once = self.clock.now, self._once
         total = load.count or load.batch
         waiting = deque((began + i * load.spread, self._sequence(load, i)) for i in range(total))
@@ -307,7 +324,7 @@ class Simulation:
                 self._compiled[kind] += 1
                 once = COMPILES if self._compiled[kind] == 1 else 0.0
             if drafted:
-                self.clock.now += self.machine.host(len(spans), drafts) / 2  # half before, half when it is read
+                self.clock.now += self.machine.host(len(spans), drafts) / 2  # the rest follows when it is read
         self._once += once
         seconds = seconds if prompts else self.machine.noisy(seconds, self._rng)
         self._device_free = max(self._device_free, self.clock.now) + seconds + once
@@ -360,15 +377,18 @@ def coins(accept: float | Accept, **options: Any) -> Callable[[Clock], Drafter]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Rates of output tokens over those without drafts, prompts' time taken off: ``rounds`` of one engine under
-    control, the first of which knows nothing, and ``fixed`` by depth."""
+    """Rates of output tokens relative to a run without drafts, with the prompts' time taken off.
+
+    ``rounds`` are consecutive rounds of one engine under the controller, which starts without any observation.
+    ``fixed`` maps a fixed depth to its rate.
+    """
 
     rounds: list[float]
     fixed: dict[int, float]
 
     @property
     def best(self) -> float:
-        """The best fixed setting, none included."""
+        """The rate of the best fixed setting; 1.0 where no drafts are best."""
         return max([1.0, *self.fixed.values()])
 
 
@@ -381,7 +401,7 @@ def compare(
     depths: Iterable[int] = (1, 2, 4, 8),
     **options: Any,
 ) -> Compared:
-    """The controller, fixed depths and no drafts on the same tokens. ``options``: of ``Simulation``."""
+    """Compare the controller, fixed depths and no drafts on the same tokens. ``options`` go to ``Simulation``."""
 
     def seconds(made: Callable[[Clock], Drafter] | None, number: int, times: int = 1, **more: Any) -> list[float]:
         simulation = Simulation(load.batch, made, seed=100 * seed + number, **more, **options)

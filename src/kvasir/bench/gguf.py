@@ -1,8 +1,8 @@
-"""A checkpoint of ours as a GGUF file, so that llama.cpp runs on the same weights. Dense Llama- and Qwen3-shaped
-models.
+"""Write a checkpoint of ours as a GGUF file, so that llama.cpp runs on the same weights. For dense Llama- and
+Qwen3-shaped models.
 
-The file has no vocabulary: the benchmark speaks in token ids. Layout and names are those of the ``gguf`` package, which
-writes it.
+The file has no vocabulary, since the benchmark exchanges token ids. Layout and names are those of the ``gguf`` package,
+which writes the file.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from kvasir.layers.spec import RopeSpec
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
 
-ARCHITECTURES = {"LlamaForCausalLM": "LLAMA", "Qwen3ForCausalLM": "QWEN3"}  # ours -> the package's
+# Architectures by our name -> the package's name.
+ARCHITECTURES = {"LlamaForCausalLM": "LLAMA", "Qwen3ForCausalLM": "QWEN3"}
 FILE_TYPES = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-SPECIAL = (
-    "rope_scaling",
-    "sliding_window",
-    "attention_bias",
-    "mlp_bias",
-)  # where set, the file would need more than is written here
+# Settings of a config that this writer does not support.
+SPECIAL = ("rope_scaling", "sliding_window", "attention_bias", "mlp_bias")
 
 
 def write(folder: Path, file: Path, file_type: str) -> None:
-    """Write ``folder``'s weights to ``file``. ``file_type``: f32 and bf16 keep the values of a bf16 checkpoint exactly;
-    q8_0 rounds matrices to 8 bits in blocks of 32. Norms are f32 in each. Raises ConfigError for what it cannot
-    write."""
+    """Write ``folder``'s weights to ``file``.
+
+    File types f32 and bf16 keep the values of a bf16 checkpoint exactly; q8_0 rounds matrices to 8 bits in blocks of
+    32. Norms are always f32. Raises ConfigError for a model that cannot be written.
+    """
     import gguf
     import torch
 

@@ -16,14 +16,18 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 
-RUNGS = ("cuda_graphs", "overlap", "fused_kernels")  # in the order in which they are turned on
-FOR_A_GPU = ("cuda_graphs", "overlap")  # beside a CPU there is no device that a step could run ahead on
-DEFAULT = ("decode1:1:128:128", "decode64:64:1024:128")  # of a shape
-LIVES = 2  # of each arm; the rounds that count are divided among them
+# Switches, in the order in which they are turned on.
+RUNGS = ("cuda_graphs", "overlap", "fused_kernels")
+# Switches that change nothing on a CPU, which has no device that could run ahead.
+FOR_A_GPU = ("cuda_graphs", "overlap")
+# Default workloads of a shape.
+DEFAULT = ("decode1:1:128:128", "decode64:64:1024:128")
+# Lives of each arm, among which the rounds that count are divided.
+LIVES = 2
 
 
 def arms(settings: dict[str, object], rungs: tuple[str, ...]) -> dict[str, dict[str, object]]:
-    """ "plain" with every switch off, then one arm a rung, which keeps those before it."""
+    """ "plain" with every switch off, then one arm for each rung, which keeps the switches before it on."""
     found = {"plain": settings | dict.fromkeys(rungs, False)}
     for i, rung in enumerate(rungs):
         found[f"+{rung}"] = settings | {r: rungs.index(r) <= i for r in rungs}
@@ -31,7 +35,7 @@ def arms(settings: dict[str, object], rungs: tuple[str, ...]) -> dict[str, dict[
 
 
 def reachable(settings: dict[str, object], rungs: tuple[str, ...]) -> tuple[str, ...]:
-    """The rungs that can change anything here. Raises ConfigError where there is none."""
+    """The rungs that can change anything on this device. Raises ConfigError where there is none."""
     import torch
 
     if settings.get("device", "auto") != "cpu" and torch.cuda.is_available():

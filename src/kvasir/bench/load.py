@@ -13,12 +13,12 @@ from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
 
 # Bounds of a load that must be no worse than the peer's. Below its capacity a server completes whatever comes in, the
-# same requests on both sides, so throughput can only be lost: 0.995 is the least that rounds to 1.00x.
+# same requests on both sides, so throughput can only be lost: 0.995 is the smallest ratio that rounds to 1.00x.
 NO_WORSE = {
     "at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0},
     "at_least": {"output_tok_s": 0.995, "capacity_requests_s": 1.0},
 }
-# What a target may speak of: another name would be met by never being judged.
+# Metrics that a target may name. A target on any other name would never be judged, and so never missed.
 METRICS = (
     *(f"{name}_ms_p{share}" for name in ("ttft", "itl") for share in (50, 90, 99)),
     *(f"{name}_ms_p{share}" for name in ("tpot", "e2e") for share in (50, 99)),
@@ -36,20 +36,19 @@ class Load:
     name: str
     file: str
     rate: float | None = None  # requests a second; None: as recorded, or by share
-    share: float | None = None  # of the peer's capacity
-    arrivals: str = "poisson"  # or recorded
-    num_requests: int = 1000  # at least, and
-    seconds: float = 60.0  # at least
-    clip: int | None = None  # longest prompt
-    scale: float = 1.0  # of all lengths, for models with a short context
-    windows: int | None = None  # of one life of a server, and no more; None: as many as the case repeats
-    targets: dict[str, dict[str, float]] = field(
-        default_factory=lambda: NO_WORSE
-    )  # at_most and at_least: metric -> ratio to the peer
+    share: float | None = None  # share of the peer's capacity, as the rate
+    arrivals: str = "poisson"  # or "recorded"
+    num_requests: int = 1000  # least number of requests in a window
+    seconds: float = 60.0  # least length of a window
+    clip: int | None = None  # most tokens of a prompt
+    scale: float = 1.0  # factor of all lengths, for models with a short context
+    windows: int | None = None  # most windows in one life of a server; None: as many as the case repeats
+    # "at_most" and "at_least" -> metric -> ratio to the peer.
+    targets: dict[str, dict[str, float]] = field(default_factory=lambda: NO_WORSE)
 
     @classmethod
     def of(cls, name: str, table: dict[str, Any]) -> Load:
-        """Load from a case's table. Raises ConfigError."""
+        """Make the load from a case's table. Raises ConfigError."""
         keys = [f.name for f in dataclasses.fields(cls) if f.name != "name"]
         for key in table:
             if key not in keys:
@@ -62,14 +61,14 @@ class Load:
         load = cls(name, **table)
         if load.rate and load.share:
             raise ConfigError(
-                f"trace {name}: a rate and a share of the peer's capacity, which is a rate, too: give one of them"
+                f"trace {name}: both a rate and a share of the peer's capacity set the rate: give one of them"
             )
         if load.arrivals not in ("poisson", "recorded"):
             raise ConfigError(f"trace {name}: arrivals '{load.arrivals}' are neither poisson nor recorded")
         if odd := [kind for kind in load.targets if kind not in NO_WORSE]:
             raise ConfigError(f"trace {name}: targets are at_most or at_least, not '{odd[0]}'")
         if odd := [metric for metrics in load.targets.values() for metric in metrics if metric not in METRICS]:
-            raise ConfigError(f"trace {name}: no target can speak of '{odd[0]}'.{nearest(odd[0], METRICS)}")
+            raise ConfigError(f"trace {name}: no target can name '{odd[0]}'.{nearest(odd[0], METRICS)}")
         if load.arrivals == "poisson" and load.rate is None and load.share is None:
             raise ConfigError(f"trace {name}: Poisson arrivals need a rate, or a share of the peer's capacity")
         return load

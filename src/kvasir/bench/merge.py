@@ -1,4 +1,4 @@
-"""``kvasir bench merge``: join several runs of one case, for cases that take longer than a machine can be had."""
+"""``kvasir bench merge``: join several runs of one case that takes longer than a machine can be reserved."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvasir.errors import ConfigError
 
 
 def load(file: Path) -> dict[str, Any]:
-    """A result file. Raises ConfigError."""
+    """Read a result file. Raises ConfigError."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as e:
         raise ConfigError(f"cannot read the result {file}: {e}") from e
     if not isinstance(found, dict) or "arms" not in found or "case" not in found:
-        raise ConfigError(f"{file} is no result of kvasir bench")
+        raise ConfigError(f"{file} is not a result of kvasir bench")
     return found
 
 
@@ -49,7 +49,8 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     entries = list(arms.values())
     pairs = dict.fromkeys(tuple(n.rsplit(" ", 1)[-1].split("/")) for n in names if n.rsplit(" ", 1)[-1].count("/") == 1)
     anew = ratios_of(entries, [p for p in pairs if set(p) <= set(arms)])
-    kinds = {_kind(n) for n in names}  # of ratios; of loads whose arms ran in different commands no result has any yet
+    # Metrics and pairs of the ratios. Loads whose arms ran in different commands have no ratio in any single result.
+    kinds = {_kind(n) for n in names}
     names += [n for n in anew if n not in names and "." in n.split(" ")[0] and _kind(n) in kinds]
     ratios = {n: anew[n] if n in anew else next(r["ratios"][n] for r in results if n in r["ratios"]) for n in names}
     judgements = {}
@@ -68,12 +69,12 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(name: str) -> tuple[str, str]:
-    """Metric and pair of a ratio named "LOAD.METRIC PAIR"."""
+    """Metric and pair of arms of a ratio named "LOAD.METRIC PAIR"."""
     metric, _, pair = name.partition(" ")
     return metric.rsplit(".", 1)[-1], pair
 
 
 def _together(one: Any, other: Any) -> Any:
-    """Both values of a metric in one spread; the later one where they are no numbers."""
+    """Join two values of a metric into one spread; the later one wins where they are not numbers."""
     values = [v for value in (one, other) for v in (value.get("values", []) if isinstance(value, dict) else [value])]
     return spread(values) if values and all(middle(v) is not None for v in values) else other

@@ -1,7 +1,7 @@
-"""``kvasir bench offline``: batches of random prompts through the Python API, beside a peer in the same run.
+"""``kvasir bench offline``: batches of random prompts through the Python API, compared with a peer in the same run.
 
-Each workload runs twice: once for one token (the prompts' cost) and once in full; the difference is decoding. Greedy,
-``ignore_eos``, no prefix reuse. Arms take turns, the median of the repeats counts.
+Each workload runs twice, once for one token (the prompts' cost) and once in full; the difference is decoding. Decoding
+is greedy, with ``ignore_eos`` and without prefix reuse. Arms take turns, and the median of the repeats counts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from kvasir.api.llm import LLM
 
 DEFAULT = ("decode1:1:64:128", "decode16:16:64:128")
-# Complete these prompts by exactly this many tokens; what it counted meanwhile, by name.
+# Times that a round is measured before it counts as too noisy.
 ATTEMPTS = 3
+# Completes prompts by exactly so many tokens, and returns what the engine counted meanwhile, by name.
 Generate = Callable[..., dict[str, Any] | None]
-Timed = Callable[[list[list[int]], int], float]  # the same, and return the seconds it took
-Samples = dict[str, dict[str, list[float]]]  # arm -> metric -> a value a round
+# Completes prompts by exactly so many tokens, and returns the seconds it took.
+Timed = Callable[[list[list[int]], int], float]
+# Arm -> metric -> one value for each round.
+Samples = dict[str, dict[str, list[float]]]
 
 
 def run(
@@ -108,7 +111,7 @@ class TooNoisy(ConfigError):
 
 
 def measure(arms: dict[str, Timed], batches: list[Batch], vocab_size: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Spread of every metric by arm, over ``repeats`` rounds after one that warms caches up and does not count."""
+    """Spreads of every metric by arm over ``repeats`` rounds. A first round warms caches up and does not count."""
     samples = {name: {} for name in arms}
     for batch in batches:
         rounds(arms, batch, vocab_size, 1)
@@ -127,8 +130,8 @@ def rounds(
 ) -> Samples:
     """Run ``repeats`` rounds in which the arms take turns with the same prompts.
 
-    Round ``first + i`` has the same prompts everywhere. ``kinds`` are the rates that are wanted; runs that none of them
-    needs are left out.
+    The prompts of round ``first + i`` are the same in every call. ``kinds`` are the wanted rates; runs that none of
+    them needs are left out.
     """
     samples: Samples = {name: {} for name in arms}
     for repeat in range(first, first + repeats):
@@ -152,11 +155,11 @@ def rounds(
 
 
 def decoding(seconds: Timed, batch: Batch, vocab_size: int, repeats: int, life: int) -> dict[str, list[float]]:
-    """Decode rates by metric of an engine with a prefix cache.
+    """Decode rates by metric, for an engine with a prefix cache.
 
-    The prompts of a ``life`` are the same in every round, and a shorter prompt is the beginning of a longer one. A
-    first run, which does not count, computes them; they are cached from then on. A second run that does not count
-    starts behind cached prompts and compiles what only such steps need.
+    The prompts of a ``life`` are the same in every round, and a shorter prompt is the beginning of a longer one. Two
+    runs do not count. The first computes the prompts, which are cached from then on. The second starts from cached
+    prompts and compiles what only such steps need.
     """
     prompts = batch.beginnings(vocab_size, f"life {life}")
     seconds(prompts, batch.output)
@@ -169,21 +172,24 @@ def decoding(seconds: Timed, batch: Batch, vocab_size: int, repeats: int, life: 
 
 
 def _start_and_total(seconds: Timed, prompts: list[list[int]], batch: Batch) -> tuple[float, float]:
-    """Seconds to the first tokens, and of the whole run.
+    """Seconds to the first tokens, and seconds of the whole run.
 
-    Both are measured again where something delayed the shorter run, so that their difference says nothing. Raises
-    TooNoisy where this goes on.
+    Both are measured again when a delay made the shorter run take as long as the whole. Raises TooNoisy when that
+    happens every time.
     """
     for _ in range(ATTEMPTS):
         start, total = seconds(prompts, 1), seconds(prompts, batch.output)
         if total > start:
             return start, total
         log.warning(
-            "%s: a run of one token took %.3g s, the whole %.3g s; both are run again", batch.name, start, total
+            "%s: a run of one token took %.3g s, the whole run %.3g s; both are measured again",
+            batch.name,
+            start,
+            total,
         )
     raise TooNoisy(
-        f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, "
-        "or look at what else this machine does."
+        f"workload {batch.name}: {batch.output} tokens took no longer than one token, {ATTEMPTS} times. "
+        "Ask for more tokens, or check what else runs on this machine."
     )
 
 

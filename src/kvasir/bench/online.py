@@ -1,7 +1,7 @@
-"""``kvasir bench serve``: a running server under open-loop load.
+"""``kvasir bench serve``: load a running server with requests that do not wait for answers (open loop).
 
-Arrivals are Poisson and do not wait for answers, so a slow server meets a growing queue, as it would in life. Latency
-is counted from the moment a request was due, not from when a busy client got round to sending it.
+Arrivals are Poisson, so a slow server meets a growing queue, as in production. Latency counts from the moment a request
+was due, not from when a busy client sent it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from kvasir.errors import ConfigError
 
 @dataclass(slots=True)
 class Sample:
-    """Times of one request in seconds from when it was due. ``status``: of the reply, or of the error that ended its
-    stream; 0 means the connection failed."""
+    """Times of one request in seconds from when it was due.
+
+    ``status`` is that of the reply, or of the error that ended its stream; 0 means that the connection failed.
+    """
 
     status: int = 0
     first: float | None = None
@@ -95,7 +97,7 @@ async def _model(client: Any, url: str) -> str:
     except (httpx.HTTPError, httpx.InvalidURL) as e:
         raise ConfigError(f"no server answers at {url}: {e or type(e).__name__}. Start one with `kvasir serve`.") from e
     if reply.status_code in (401, 403):
-        raise ConfigError(f"{url} wants a key: pass --api-key")
+        raise ConfigError(f"{url} requires a key: pass --api-key")
     try:
         return reply.raise_for_status().json()["data"][0]["id"]
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as e:

@@ -1,7 +1,7 @@
-"""``kvasir bench plot``: draw the curves in results as PNG files: decode rates over the context, right answers over the
-size of outliers.
+"""``kvasir bench plot``: draw the curves in results as PNG files: decode rates by context length, and right answers by
+the size of outliers.
 
-Also the bars that ``kvasir bench pages`` draws.
+This module also draws the bars of ``kvasir bench pages``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any
 from kvasir.bench.merge import load
 from kvasir.errors import ConfigError
 
-# The decode rate of a workload named by its context, as cases over context lengths name them.
+# The decode rate of a workload named by its context length.
 CONTEXT = re.compile(r"context(\d+)k\.decode_tok_s")
 MARKERS = "osD^vP*X"
-# Colours of the palette of a PNG file.
+# Number of colours in the palette of a PNG file.
 COLOURS = 128
-# The key under which a PNG file keeps the numbers that it shows.
+# The metadata key under which a PNG file stores the numbers that it shows.
 DATA = "kvasir-figures"
-Curve = list[tuple[float, float, float, float]]  # (x, y, least, most), by x
+# Points (x, y, lower bound of y, upper bound of y), sorted by x.
+Curve = list[tuple[float, float, float, float]]
 
 
 def run(files: list[Path], folder: Path) -> list[Path]:
@@ -58,7 +59,7 @@ def run(files: list[Path], folder: Path) -> list[Path]:
 
 
 def over_context(found: dict[str, Any]) -> dict[str, Curve]:
-    """Arm -> decode rate by thousands of tokens; empty where fewer than two lengths were measured."""
+    """Decode rates by arm and thousands of context tokens; empty where fewer than two lengths were measured."""
     curves: dict[str, Curve] = {}
     for entry in found["arms"]:
         points = [
@@ -72,7 +73,7 @@ def over_context(found: dict[str, Any]) -> dict[str, Curve]:
 
 
 def over_outliers(found: dict[str, Any]) -> dict[str, Curve]:
-    """Codec -> share of right answers in %, by the size of the outliers. Codecs without outlier twins have no curve."""
+    """Right answers in %, by codec and size of the outliers. Codecs without outlier twins have no curve."""
     task, curves = _task(found), {}
     if task is None:
         return {}
@@ -86,7 +87,7 @@ def over_outliers(found: dict[str, Any]) -> dict[str, Curve]:
 
 
 def _task(found: dict[str, Any]) -> str | None:
-    """The task that the outlier twins were given; None without twins."""
+    """The task that the outlier twins answered; None without twins."""
     return next(
         (
             task
@@ -100,9 +101,9 @@ def _task(found: dict[str, Any]) -> str | None:
 
 
 def draw_bars(file: Path, title: str, rows: list[list[Any]], data: str) -> None:
-    """Draw ``rows`` (a label, our rate, the peer's) as bars relative to the peer.
+    """Draw ``rows`` (a label, our rate, the peer's rate) as bars relative to the peer.
 
-    ``data`` is kept in the metadata of the PNG.
+    ``data`` is stored in the metadata of the PNG.
     """
     figure, axes = _figure(6.4, 0.9 + 0.42 * len(rows))
     for i, (_, own, peer) in enumerate(reversed(rows)):
@@ -120,7 +121,7 @@ def draw_bars(file: Path, title: str, rows: list[list[Any]], data: str) -> None:
 
 
 def stored(file: Path) -> str | None:
-    """The data that ``draw_bars`` kept in a PNG file; None where there is none. Needs no library for images."""
+    """The data that ``draw_bars`` stored in a PNG file; None where there is none. Needs no image library."""
     content, at, prefix = file.read_bytes(), 8, DATA.encode() + b"\0"
     while at + 8 <= len(content):
         length, kind = struct.unpack_from(">I4s", content, at)
@@ -154,7 +155,7 @@ def _draw(
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure of so many inches and its axes. Raises ConfigError without matplotlib."""
+    """A figure of this size in inches, and its axes. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -168,7 +169,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _save(file: Path, figure: Any, data: str | None = None) -> None:
-    """Write a PNG with a palette, which takes a quarter of the bytes, and ``data`` in its metadata."""
+    """Write a PNG with a palette, which makes it a quarter of the size, and ``data`` in its metadata."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

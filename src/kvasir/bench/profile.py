@@ -1,15 +1,16 @@
-"""``kvasir bench profile``: where one decode step's time goes: kernels by time, and the share of it that the GPU has
-nothing to do.
+"""``kvasir bench profile``: where the time of a decode step goes: kernels by time, and the share in which the GPU is
+idle.
 
-With ``mixed`` every step also computes a prompt of so many tokens: attention at least is launched kernel by kernel, and
-the idle share says from how many rows on that costs nothing.
+With ``mixed`` every step also computes a prompt of so many tokens. Attention, at least, is then launched kernel by
+kernel; the idle share shows from how many rows on the launches cost nothing.
 
-``step_ms`` is the wall time of steps without a profiler. Busy and idle are of others, under ``torch.profiler``, and of
-one timeline, that of the GPU from the first kernel of those steps to the end of the last (``gpu_step_ms``, a step): it
-is busy while any kernel runs, and idle for the rest. What the profiler costs is by how much that exceeds
-``unprofiled_step_ms``, the wall time of the rounds just before and just after, since steps grow with their contexts:
-with it a launch takes the host longer, and a kernel the GPU. Where kernels are launched one by one, the idle share is
-therefore an upper bound.
+``step_ms`` is the wall time of steps without a profiler. Busy and idle times come from other steps, under
+``torch.profiler``. They share one timeline, that of the GPU from the first kernel of those steps to the end of the
+last: the GPU is busy while any kernel runs, and idle otherwise. ``gpu_step_ms`` is the length of that timeline a step.
+
+The profiler lengthens launches on the host and kernels on the GPU. Its cost is ``gpu_step_ms`` minus
+``unprofiled_step_ms``, the wall time of the rounds just before and just after, since steps grow with their contexts.
+Where kernels are launched one by one, the idle share is therefore an upper bound.
 """
 
 from __future__ import annotations
@@ -34,13 +35,12 @@ from kvasir.types import SamplingParams
 if TYPE_CHECKING:
     from kvasir.engine.engine import Engine
 
-WARMUP, TIMED, TRACED = (
-    48,
-    32,
-    32,
-)  # steps: until graphs are captured and clocks settle; timed, in each round; under the profiler
-SHOWN = 40  # kernels in the result
-NAME = 90  # characters of a kernel's name
+# Steps until graphs are captured and clocks settle, timed steps in each round, and steps under the profiler.
+WARMUP, TIMED, TRACED = 48, 32, 32
+# Most kernels in the result.
+SHOWN = 40
+# Most characters of a kernel's name.
+NAME = 90
 
 
 def run(
@@ -74,8 +74,11 @@ def run(
 
 
 def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: int = 0) -> dict[str, Any]:
-    """Metrics of a decode step of ``batch`` sequences after prompts of ``prompt`` tokens, and a new prompt of ``mixed``
-    tokens in each. Times in milliseconds and microseconds."""
+    """Metrics of a decode step of ``batch`` sequences after prompts of ``prompt`` tokens, and with a new prompt of
+    ``mixed`` tokens in each step.
+
+    Times are in milliseconds, those of kernels in microseconds.
+    """
     import torch
 
     from kvasir.api.llm import LLM
@@ -86,19 +89,18 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
         if prompt + steps + 8 > llm.info.max_model_len or batch + 3 * bool(mixed) > config.scheduler.max_num_seqs:
             raise ConfigError(
                 f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: "
-                f"the context is {llm.info.max_model_len}, "
-                f"max_num_seqs {config.scheduler.max_num_seqs}" + " (with --mixed, three are left free)" * bool(mixed)
+                f"the context is {llm.info.max_model_len}, max_num_seqs {config.scheduler.max_num_seqs}"
+                + " (with --mixed, three are left free)"
+                * bool(mixed)
             )
         engine, gpu = llm.engine, choose_device(config).type == "cuda"
-        if (
-            mixed and batch + mixed > engine.steps.full_rows
-        ):  # prompts would queue up, and decodes sit out while they fill whole steps
+        # Prompts would queue up, and decodes would wait while prompts fill whole steps.
+        if mixed and batch + mixed > engine.steps.full_rows:
             raise ConfigError(
                 f"{batch} decodes and a prompt of {mixed} tokens do not fit a step of {engine.steps.full_rows} rows: "
-                "raise "
-                "--max-num-batched-tokens, or lower --mixed"
+                "raise --max-num-batched-tokens, or lower --mixed"
             )
-        # The first sequences decode while the last prompts are computed: none may end before the last step is taken.
+        # The first sequences decode while the last prompts are computed; none may end before the last step is measured.
         params = SamplingParams(
             temperature=0.0, max_tokens=llm.info.max_model_len - prompt, ignore_eos=True, detokenize=False
         )
@@ -176,7 +178,7 @@ def _wait(gpu: bool) -> None:
 def on_the_gpu(kernels: list[tuple[float, float]]) -> dict[str, float]:
     """Metrics of the profiled steps, from the times in microseconds at which their kernels ran."""
     if not kernels:
-        raise ConfigError("the profiler saw no kernel: this machine does not let it")
+        raise ConfigError("the profiler saw no kernel: this machine does not permit profiling of the GPU")
     busy, idle = timeline(kernels)
     return {
         "gpu_busy_ms": round(busy / 1000 / TRACED, 4),

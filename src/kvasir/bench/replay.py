@@ -1,12 +1,12 @@
 """``kvasir bench trace``, and cases with traces: send a recorded request stream to servers.
 
-Ours runs between two runs of the peer's.
+Our servers run between two runs of the peer's. Each server runs alone, in a process of its own, and gets the same
+requests at the same times. A load names its rate, or its share of the peer's capacity: the rate at which the peer
+completes requests that all wait at once. All capacities, ours included, are measured first; loads of one trace share
+them. The result is written after every load.
 
-Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or
-its share of the peer's capacity: the rate at which the peer completes requests that all wait at once. Capacities are
-measured first, ours too, and loads of one trace share them. The result is written after every load. Our arms also
-report the relative error of predicted step times by kind of step, the mean over about the last 50 timed steps of each
-load.
+Our arms also report the relative error of predicted step times by kind of step: the mean over about the last 50 timed
+steps of each load.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvasir.models import checkpoint
 
 # Milliseconds that the client may be late (p99); beyond this, the figures are partly the client's own.
 LATE_MS = 5.0
-# Requests before the window.
+# Requests that warm a server up before the first window.
 WARMUP = 8
 # Seconds without requests after a server's first ones, so that work of its idle time (ours captures graphs) is done.
 REST = 8.0
@@ -48,7 +48,7 @@ FULL = 600
 
 @dataclass(slots=True)
 class Measured:
-    """One arm so far: metric -> a value a window, and when its server was ready."""
+    """One arm so far: a list of values for each metric, one a window, and the seconds until its server was ready."""
 
     values: dict[str, list[float]] = field(default_factory=dict)
     ready_s: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ def run_case(
 ) -> None:
     """Measure a case of traces and show the result.
 
-    ``data`` is the folder of the case's files. ``capacity`` is the peer's, where an earlier run measured it.
+    ``data`` is the folder of the case's files. ``capacity`` is the peer's, from an earlier run that measured it.
     """
     keep = keeper(output, commit)
     finish(
@@ -92,7 +92,7 @@ def run_load(
     output: Path | None,
     commit: str | None,
 ) -> None:
-    """One load without a case file. The peer gets those of our settings that it knows by the same name."""
+    """Measure one load without a case file. The peer gets those of our settings that it knows by the same name."""
     against = Peer(peer, {k: v for k, v in settings.items() if k in SHARED}, (repeats, repeats)) if peer else None
     name = f"trace-{load.name}-{shape or model or 'embedded'}"
     case = Case(name, shape, model, repeats, {"kvasir": settings}, (), {load.name: load}, against)
@@ -112,7 +112,7 @@ def run_load(
 def run_url(
     load: Load, url: str, *, data: Path, repeats: int, api_key: str | None, output: Path | None, commit: str | None
 ) -> None:
-    """One load against a server that somebody else started."""
+    """Measure one load against a server that is already running."""
     if load.share:
         raise ConfigError("a share of the peer's capacity needs the peer; give a rate instead")
     measured = Measured()
@@ -139,7 +139,7 @@ def measure(
     capacity: float | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda so_far: None,
 ) -> dict[str, Any]:
-    """The case's result. ``keep`` is given the result so far after every load of every server."""
+    """The case's result. ``keep`` gets the result so far after every load of every server."""
     peer = case.peer if with_peer else None
     if peer:
         check_peer(peer.name, site)
@@ -150,9 +150,8 @@ def measure(
     if any(load.share for load in loads.values()) and not capacity and not peer:
         raise ConfigError("a share of the peer's capacity needs the peer, or its capacity from an earlier run")
     measured: dict[str, dict[str, Measured]] = {}
-    capacities: dict[tuple[Any, ...], dict[str, float]] = {
-        load.stream: {} for load in loads.values()
-    }  # stream -> arm -> requests a second
+    # Requests a second, by stream and arm.
+    capacities: dict[tuple[Any, ...], dict[str, float]] = {load.stream: {} for load in loads.values()}
     with contextlib.ExitStack() as stack:
         if not case.shape:
             folder, dummy = str(checkpoint.resolve(case.model)), {}
@@ -210,9 +209,10 @@ def measure(
 def windows(
     url: str, calls: list[Call], count: int, api_key: str | None = None, first: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """Metrics of ``count`` windows against a running server, after a few requests that warm it up.
+    """Yield the metrics of ``count`` windows against a running server, after a few requests that warm it up.
 
-    ``first``: the first window's number. Windows of other numbers have other prompts."""
+    ``first`` is the number of the first window. Windows with other numbers have other prompts.
+    """
     model = _warm_up(url, calls, api_key)
     for number in range(first, first + count):
         shifted = [dataclasses.replace(c, prompt=_shifted(c.prompt, number)) for c in calls]
@@ -222,7 +222,7 @@ def windows(
             raise ConfigError(f"no request of the window succeeded at {url}")
         late = max(metrics.get("client_late_ms_p99", 0.0), metrics.get("client_lag_ms_p99", 0.0))
         if late > LATE_MS:
-            log.warning("the client itself was late by %.1f ms (p99): part of these figures is its own", late)
+            log.warning("the client itself was late by %.1f ms (p99), which is part of these figures", late)
         yield metrics
         log.info(
             "window %d of %d: %d requests, TTFT p50 %.0f ms",
@@ -234,17 +234,16 @@ def windows(
 
 
 def _warm_up(url: str, calls: list[Call], api_key: str | None = None) -> str:
-    """A few requests at once. Returns the name of the model that is served."""
+    """Send a few requests at once. Returns the name of the served model."""
     model = client.served_model(url, api_key)
-    warmup = [
-        Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]
-    ]  # backwards: the same sizes, but no prefix that the window has
+    # Reversed prompts have the same lengths, but no prefix of the window's.
+    warmup = [Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]]
     asyncio.run(client.replay(url, model, warmup, api_key))
     return model
 
 
 def _shifted(prompt: list[int], number: int) -> list[int]:
-    """Another prompt for another window, or a prefix cache would know them all; what shares a prefix still does."""
+    """Change a prompt for window ``number``, so that a prefix cache does not know it. Shared prefixes stay shared."""
     low, high = traces.IDS
     return [low + (t - low + number) % (high - low) for t in prompt]
 

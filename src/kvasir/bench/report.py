@@ -16,6 +16,7 @@ table { border-collapse: collapse; margin: 1em 0 }
 th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right }
 th:first-child, td:first-child { text-align: left } .met { color: #17692b } .missed { color: #a11; font-weight: 600 }
 .facts { color: #666; font-size: 13px } code { font-size: 13px } svg { max-width: 100%; height: auto }"""
+# Kinds of metric that get a plot -> title of the plot.
 WORDS = {
     "decode_tok_s": "decode, tokens a second",
     "prefill_tok_s": "prefill, tokens a second",
@@ -25,12 +26,12 @@ WORDS = {
     "output_tok_s": "output, tokens a second",
     "cached_tokens": "cached tokens",
     "first_token_s": "exec to first token, s",
-}  # which kinds of metric get a plot, and its title
+}
 COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#805ad5", "#718096")
 
 
 def run(files: list[Path], output: Path) -> None:
-    """Raises ConfigError for a file that is no result, or without matplotlib."""
+    """Write the page. Raises ConfigError for a file that is not a result, or without matplotlib."""
     results = [load(f) for f in files]
     output.write_text(page(results))
 
@@ -71,7 +72,7 @@ def _verdicts(found: dict[str, Any]) -> str:
 
 
 def _metrics(found: dict[str, Any]) -> str:
-    """Metrics down, arms across, then the ratios of the same metric and the share of its limit."""
+    """A table with metrics down and arms across, then the ratios of each metric and its share of the limit."""
     arms, limits = found["arms"], found["limits"]
     names = list(dict.fromkeys(name for a in arms for name in a["metrics"]))
     pairs = list(dict.fromkeys(r.split(" ", 1)[1] for r in found["ratios"] if " " in r))
@@ -112,9 +113,9 @@ def _plot(found: dict[str, Any], kind: str, groups: list[str]) -> str:
     except ImportError as e:
         raise ConfigError("the report draws with matplotlib: pip install 'kvasir[plots]'") from e
     arms = found["arms"]
-    legend = 0.8 + 0.075 * max(len(entry["name"]) for entry in arms)  # inches beside the bars
+    legend = 0.8 + 0.075 * max(len(entry["name"]) for entry in arms)  # inches to the right of the bars
     figure = Figure(figsize=(legend + len(groups) * max(1.5, 0.55 * len(arms)), 2.9), layout="constrained")
-    # A scale for each group: batch 1 and batch 256 are two orders of magnitude apart.
+    # Every group has its own scale, since batch 1 and batch 256 are two orders of magnitude apart.
     for place, (axes, group) in enumerate(zip(figure.subplots(1, len(groups), squeeze=False)[0], groups)):
         for i, entry in enumerate(arms):
             metric = entry["metrics"].get(f"{group}.{kind}")

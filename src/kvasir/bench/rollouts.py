@@ -1,10 +1,14 @@
-"""``kvasir bench rollouts``: the generation phase of reinforcement learning, over rounds, with and without drafts.
+"""``kvasir bench rollouts``: the generation phase of reinforcement learning over several rounds, with and without
+drafts.
 
-The same problems every round, ``samples`` of each at temperature 1, with new noise streams every round. What changes
-between rounds are the weights: those of successive checkpoints (``--checkpoint``, one a round), none (*frozen*), or a
-stand-in, labelled so: noise on every matrix, a little more each round (*perturbed*), which moves the policy without
-teaching it anything. Printed are forwards, the makespan of each round, the lengths' percentiles, and what was accepted.
-Streams are the same in every arm, so outputs are, up to ties on devices whose bits depend on the batch.
+Every round asks the same problems, ``samples`` of each at temperature 1, with new random numbers. Weights may change
+between rounds in one of three ways. Successive checkpoints (``--checkpoint``, one a round) are real training. *frozen*
+keeps the weights. *perturbed* is a stand-in and labelled so: it adds noise to every matrix, a little more each round,
+which moves the policy without teaching it anything.
+
+The output shows forwards, the makespan of each round, percentiles of the lengths, and what was accepted. Random numbers
+are the same in every arm. Outputs are the same, too, in exact mode, and up to ties on devices whose bits depend on the
+batch.
 """
 
 from __future__ import annotations
@@ -26,13 +30,10 @@ from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
 from kvasir.types import SamplingParams
 
-WARM_SEED = 1  # of the problems for warming up
-VERIFIABLE = (
-    "chain",
-    "state",
-    "countdown",
-    "long_add",
-)  # what reinforcement learning is done on: problems with a checker
+# Seed of the problems for warming up.
+WARM_SEED = 1
+# Tasks with a checker, as reinforcement learning needs.
+VERIFIABLE = ("chain", "state", "countdown", "long_add")
 ARMS = {
     "plain": SpeculationConfig(),
     "ngram": SpeculationConfig(drafter="ngram"),
@@ -43,9 +44,12 @@ ARMS = {
 
 
 class Rollouts:
-    """``prompts``: token ids of each problem; ``others``: of problems that are not asked, to warm up with;
-    ``checkpoints``: a folder a round, or none; ``noise``: standard deviation added to every matrix each round, as a
-    share of its own."""
+    """The problems, weights and rounds that every arm shares.
+
+    ``prompts`` holds the token ids of each problem, ``others`` those of problems that are not asked and serve for
+    warming up. ``checkpoints`` has a folder a round, or is empty. ``noise`` is the standard deviation of the noise that
+    each round adds to every matrix, relative to the matrix's own.
+    """
 
     def __init__(
         self,
@@ -70,9 +74,9 @@ class Rollouts:
         self._warm(others)
 
     def _warm(self, prompts: list[list[int]]) -> None:
-        """Compile and capture: a round without drafts and two with drafts, on other prompts.
+        """Compile and capture on other prompts: one round without drafts and two with drafts.
 
-        Drafters forget afterwards what they learnt from them.
+        Afterwards drafters forget what they learnt from them.
         """
         draft = dataclasses.replace(ARMS["suffix fixed"], max_draft_tokens=3)
         for speculation in (SpeculationConfig(), draft, draft):
@@ -84,7 +88,7 @@ class Rollouts:
                 pass
 
     def weights(self, r: int) -> None:
-        """Those of round ``r``, the same in every arm."""
+        """Load the weights of round ``r``, the same in every arm."""
         engine = self.llm.engine
         if self.checkpoints:
             engine.update_weights(self.checkpoints[min(r, len(self.checkpoints) - 1)])
@@ -102,7 +106,7 @@ class Rollouts:
     def run(
         self, speculation: SpeculationConfig, expected: list[list[list[int]]] | None
     ) -> tuple[dict[str, Any], list[list[list[int]]]]:
-        """Metrics and the outputs of every round. ``expected``: the plain arm's."""
+        """Metrics, and the outputs of every round. ``expected`` are the outputs of the plain arm."""
         self.llm.engine.draft_with(speculation)
         rounds: dict[str, list[Any]] = {}
         outputs: list[list[list[int]]] = []

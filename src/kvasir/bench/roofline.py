@@ -1,8 +1,8 @@
 """What the machine could do at most: measured rates, and from them and the model's shape a limit for each workload.
 
 The rates are measured in a process of their own (``python -m kvasir.bench.roofline [cpu|cuda] DTYPE``), which gives the
-device's memory back when it ends. A figure above its limit is a fault of the benchmark. What a CPU's caches can hold
-need not come from memory; where that is all of a decode step, memory is no limit of it, and none is given.
+device's memory back when it ends. A figure above its limit is a fault of the benchmark. Data that a CPU's caches hold
+need not come from memory; where they hold all that a decode step reads, no limit is given.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def machine_rates(device: str, dtype: str) -> dict[str, float]:
 
 
 def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_share: float = 1.0) -> dict[str, float]:
-    """Tokens a second that no engine can exceed, as metric -> limit: bytes moved and operations done, whichever takes
-    longer.
+    """Tokens a second that no engine can exceed, by metric. Each is set by the bytes moved or the operations done,
+    whichever takes longer.
 
-    ``kv_share``: bytes of keys and values over those of a plain cache."""
+    ``kv_share`` is the number of bytes of keys and values relative to a plain cache.
+    """
     width = int(rates["dtype_bytes"])
     cached = rates.get("cache_bytes", 0)
     head = 2 * spec.vocab_size * spec.hidden_size  # operations of one row's logits
@@ -71,7 +72,7 @@ def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_sh
 
 
 def kv_share(spec: ModelSpec, codec: str, width: int) -> float:
-    """Bytes of a token's keys and values in ``codec``, over those of a plain cache of numbers of ``width`` bytes."""
+    """Bytes of a token's keys and values in ``codec``, relative to a plain cache of numbers of ``width`` bytes."""
     return sum(token_bytes(spec.cache_groups(), codec, width).values()) / sum(
         cost.kv_bytes_per_token(spec, width).values()
     )
@@ -79,8 +80,8 @@ def kv_share(spec: ModelSpec, codec: str, width: int) -> float:
 
 def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
     """Bytes of the CPU's last-level caches together; 0 where the system does not tell."""
-    found: dict[int, dict[str, int]] = {}  # by level, then by whose they are
-    for size in cpus.glob("cpu[0-9]*/cache/index*/size"):  # some systems list caches and not their sizes
+    found: dict[int, dict[str, int]] = {}  # by level, then by the CPUs that share them
+    for size in cpus.glob("cpu[0-9]*/cache/index*/size"):  # some systems list caches without sizes
         level, whose = (size.with_name(name).read_text().strip() for name in ("level", "shared_cpu_list"))
         found.setdefault(int(level), {})[whose] = int(size.read_text().strip().removesuffix("K")) << 10
     return sum(found[max(found)].values()) if found else 0

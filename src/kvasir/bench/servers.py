@@ -1,4 +1,4 @@
-"""OpenAI servers as child processes, ours and a peer's: start them, wait for them, end them with their children."""
+"""OpenAI servers as child processes, ours and a peer's: start them, wait for them, and end them with their children."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from kvasir.bench.worker import environment
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 
-LIMIT = 900.0  # seconds a start may take
+# Most seconds that a start may take.
+LIMIT = 900.0
+# Seconds that a server has to end before it is killed.
 END_SECONDS = 60.0
-STDERR = 2  # where a server's words go: stdout belongs to the result
+# File descriptor for a server's output, since stdout belongs to the result.
+STDERR = 2
+# Our settings that vLLM has under the same name.
 SHARED = (
     "max_model_len",
     "max_num_seqs",
@@ -31,16 +35,15 @@ SHARED = (
     "gpu_memory_utilization",
     "max_num_batched_tokens",
     "enable_prefix_caching",
-)  # settings of ours that vLLM has by the same name
-OFF = {
-    f.name for section in fields(EngineConfig) for f in fields(section.default_factory) if f.default is False
-}  # they have no --no-
+)
+# Settings that are off by default; they have no flag --no-NAME.
+OFF = {f.name for section in fields(EngineConfig) for f in fields(section.default_factory) if f.default is False}
 LIVE, READY = "/health/live", "/health/ready"
 
 
 @dataclass(slots=True)
 class Server:
-    """A running server. ``started``: ``time.perf_counter`` at exec."""
+    """A running server. ``started`` is ``time.perf_counter`` at exec."""
 
     name: str
     port: int
@@ -52,7 +55,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self, path: str = "") -> float:
-        """Seconds from exec until ``path`` (default: where readiness is told) answers 200. Raises ConfigError."""
+        """Seconds from exec until ``path`` answers 200; by default the path of readiness. Raises ConfigError."""
         path = path or (READY if self.name == "kvasir" else "/health")
         while time.perf_counter() - self.started < LIMIT:
             if self.process.poll() is not None:
@@ -67,7 +70,7 @@ class Server:
         raise ConfigError(f"{path} did not answer within {LIMIT:.0f} s")
 
     def gauges(self, name: str) -> dict[str, float]:
-        """A gauge of ours from /metrics, by its one label ("" for one without); empty where it has no value."""
+        """Values of one of our gauges on /metrics, by its only label ("" without a label); empty without a value."""
         with urllib.request.urlopen(f"{self.url}/metrics") as reply:
             text = reply.read().decode()
         return {
@@ -77,7 +80,7 @@ class Server:
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:
-    """Settings as command-line flags; vLLM and we spell them alike."""
+    """Settings as command-line flags, which vLLM and kvasir spell alike."""
     flags: list[str] = []
     for name, value in options.items():
         if value is None or (value is False and name in OFF):
@@ -114,20 +117,19 @@ def command(name: str, model: str, port: int, flags: list[str]) -> list[str]:
             "--enable-prompt-tokens-details",
             *flags,
         ]
-    raise ConfigError(f"'{name}' has no server that the benchmark knows; kvasir and vllm have")
+    raise ConfigError(f"the benchmark knows no server of '{name}'; it knows those of kvasir and vllm")
 
 
 @contextlib.contextmanager
 def serving(name: str, model: str, flags: list[str], site: str | None = None) -> Iterator[Server]:
-    """A server from exec on, ready or not: call ``wait``. Ends the process and what it started."""
+    """Start a server, and yield it at exec; call ``wait`` for readiness. Ends the process and its children."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     argv = command(name, model, port, flags)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (hard, hard)
-    )  # inherited: a thousand requests at once are a thousand connections
+    # The server inherits the limit: a thousand requests at once are a thousand connections.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     started = time.perf_counter()
     process = subprocess.Popen(
         argv, env=environment(site if name != "kvasir" else None), stdout=STDERR, start_new_session=True
@@ -140,6 +142,6 @@ def serving(name: str, model: str, flags: list[str], site: str | None = None) ->
             process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-        with contextlib.suppress(ProcessLookupError):  # engine processes that it left behind
+        with contextlib.suppress(ProcessLookupError):  # engine processes that the server left behind
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

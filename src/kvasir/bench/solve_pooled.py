@@ -1,7 +1,7 @@
-"""``kvasir solve report --together``: runs of one task over several seeds, or of several strategies, as one result.
+"""``kvasir solve report --together``: join runs of one task, over several seeds or strategies, into one result.
 
-Marks of a strategy stand seed after seed, ``.`` where it did not run, so that pairs are still pairs: same seed, same
-problem.
+The marks of a strategy are joined seed after seed, with ``.`` where it did not run. Pairs are therefore still of the
+same seed and the same problem.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from kvasir.errors import ConfigError
 from kvasir.lab.evaluation.statistics import wilson
 from kvasir.scaling.report import CURRENCIES, frontier
 
+# Mark of a problem on which a strategy did not run.
 MISSING = "."
-SAME = ("task", "n", "split", "temperature")  # of all arms that may stand together
-TIMES = ("seconds", "device_seconds")  # currencies that machines do not share
+# Settings that must be equal in all arms that are joined.
+SAME = ("task", "n", "split", "temperature")
+# Currencies that cannot be compared between machines.
+TIMES = ("seconds", "device_seconds")
 
 
 def pooled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One result of all; of several machines, without times. Raises ConfigError where they are of different tasks, or
-    hold one strategy twice with one seed."""
+    """Join results into one; those of several machines lose their times.
+
+    Raises ConfigError where the tasks differ, or where one strategy occurs twice with the same seed.
+    """
     first = results[0]["arms"][0]["config"]
     machines = list(dict.fromkeys(found["machine"] for found in results))
     runs: dict[str, dict[int, tuple[dict[str, Any], str]]] = {}
@@ -56,7 +61,7 @@ def pooled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(parts: list[dict[str, Any]], timed: bool) -> dict[str, Any]:
-    """Metrics of one strategy over its seeds: problems and tokens added, costs and loops averaged by problems."""
+    """Metrics of one strategy over its seeds: problems and tokens are added, costs and loops averaged by problems."""
     problems = sum(m["problems"] for m in parts)
 
     def mean(values: Sequence[float]) -> float:

@@ -1,5 +1,8 @@
-"""``kvasir solve report``: one page from the JSON of solve runs: tables with intervals, frontiers as pictures,
-controls, bounds, and what did not pay. Everything is read from the files; what they do not hold is left out."""
+"""``kvasir solve report``: a page made from the JSON of solve runs: tables with intervals, frontiers as pictures,
+controls, bounds, and what did not pay.
+
+Everything is read from the files. Parts for which they hold no data are left out.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,18 @@ UNITS = {
 }
 SCALE = {"flops": 1e-9}
 CONTROLS = ("fitness=shuffled", "route=random")
-MOST_PAIRED = 12  # strategies whose pairs fit a table
-CHANCE = 0.55  # a signal that ranks no better than this says next to nothing
+# Most strategies whose pairs fit a table.
+MOST_PAIRED = 12
+# A signal with an AUC up to this tells little: 0.5 is a coin.
+CHANCE = 0.55
 
 
 def run(files: Sequence[Path], page: Path, together: bool = False) -> None:
-    """Write ``page`` (Markdown) and a PNG a file beside it. ``together``: all files as one result, seeds pooled
-    (`solve_pooled`). Raises ConfigError for a file that is no result of solve, or without matplotlib."""
+    """Write ``page`` (Markdown), and a PNG for each file next to it.
+
+    ``together``: all files as one result, with the seeds pooled (``solve_pooled``). Raises ConfigError for a file that
+    is no result of solve, or without matplotlib.
+    """
     if not files:
         raise ConfigError("kvasir solve report: name the JSON files that kvasir solve --json wrote")
     plots.check()
@@ -52,7 +60,7 @@ def run(files: Sequence[Path], page: Path, together: bool = False) -> None:
 
 
 def section(found: dict[str, Any], name: str, picture: str) -> list[str]:
-    """A file's part of the page, as paragraphs."""
+    """The page's section about one file, as paragraphs."""
     config = found["arms"][0]["config"]
     facts = (
         f"{config['n']} problems of `{config['task']}`, seed {config['seed']}, split {config['split']}, "
@@ -137,7 +145,7 @@ def _shown(change: tuple[float, tuple[float, float]]) -> str:
 
 
 def bought(found: dict[str, Any]) -> list[str]:
-    """Every strategy against the most accurate of those that cost no more operations."""
+    """Lines that compare every strategy with the most accurate one that costs no more operations."""
     lines, best = [], None
     for point in _order(found):
         if best and (change := difference(found, best["arm"], point["arm"])):
@@ -151,7 +159,7 @@ def bought(found: dict[str, Any]) -> list[str]:
 
 
 def pairs(found: dict[str, Any]) -> list[str]:
-    """Every two strategies that ran on the same problems, by their numbers in the table."""
+    """A table of the differences between every two strategies that ran on the same problems, by their numbers."""
     names = [point["arm"] for point in _order(found)]
     if len(names) > MOST_PAIRED or not found.get("right"):
         return []
@@ -166,14 +174,14 @@ def pairs(found: dict[str, Any]) -> list[str]:
 
 
 def plain_of(spec: str) -> str:
-    """A control's spec without what makes it a control."""
+    """The spec of a control without the options that make it a control."""
     name, _, rest = spec.partition(":")
     kept = [part for part in rest.split(",") if part and part not in CONTROLS]
     return f"{name}:{','.join(kept)}" if kept else name
 
 
 def controls(found: dict[str, Any]) -> list[str]:
-    """Every router against the same with its signal taken away."""
+    """Lines that compare every router with its control, the same router without its signal."""
     names = [a["name"] for a in found["arms"]]
     lines = []
     for name in names:
@@ -189,11 +197,12 @@ def _option(spec: str, name: str, default: float) -> float:
 
 
 def bounds(found: dict[str, Any]) -> list[str]:
-    """Mixed evolution against the same evolution by the strongest model: cost ratios, and the bound that its share of
-    the work sets.
+    """Lines that compare mixed evolution with the same evolution by the strongest model alone: cost ratios, and the
+    bound that the strongest model's share of the work sets.
 
-    The bound is 1 / (phi + (1 - phi) r2 / r1) with phi the large model's share of the calls; r1 / r2 is the ratio of
-    output tokens a second of the two models alone where the file has both, else that of their active parameters.
+    The bound is 1 / (phi + (1 - phi) r2 / r1), where phi is the large model's share of the calls. r1 / r2 is the ratio
+    of the two models' output tokens a second, each alone, where the file has both; otherwise it is the ratio of their
+    active parameters.
     """
     metrics, config = _metrics(found), found["arms"][0]["config"]
     models = list(config["models"])
@@ -255,7 +264,7 @@ def bounds(found: dict[str, Any]) -> list[str]:
 
 
 def features(found: dict[str, Any]) -> list[str]:
-    """Lines about ``kvasir solve --ablate``: the cost of leaving a feature out, as a share of the whole engine."""
+    """Lines about ``kvasir solve --ablate``: the cost of leaving a feature out, relative to the whole engine."""
     lines = []
     for name, m in _metrics(found).items():
         ratios = {
@@ -325,7 +334,7 @@ def failures(found: dict[str, Any]) -> list[str]:
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
-    """Accuracy against cost, a panel a currency, as PNG. Points bear the numbers of the table."""
+    """Draw accuracy against cost as a PNG, a panel for each currency. Points carry the numbers of the table."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

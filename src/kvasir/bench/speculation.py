@@ -1,16 +1,19 @@
 """``kvasir bench speculation``: forwards and tokens a second with and without drafts, on the same prompts.
 
-On tasks of the lab acceptance is that of the model's own outputs; how much of them repeats itself is printed beside,
-since drafters that copy live on that. On random prompts (a shape) outputs mean nothing, so acceptance is *set*: the
-drafter ``replay`` proposes the plain run's tokens, each spoiled with probability 1 - accept; and the temperature is
-high, where the noise of a position, which is the same in every run, outweighs what the batch's size changes in the last
-bits. Whatever a drafter does, tokens should be those of the plain run; on devices whose bits depend on the batch a tie
-may fall the other way, so the share is printed.
+On tasks of the lab, acceptance is that of the model's own outputs. The share of repeated text in them is printed, too,
+since drafters that copy depend on it.
 
-A shape is measured in one process, weights loaded once, at every batch in turn: plain rounds, then the controller at
-every acceptance, and fixed depths beside it, then the plain rounds again. Of both the prompts' cost, measured alone, is
-taken off. A call goes on from the JSON that an earlier one of the same commit and settings has written: batches that
-are there whole are not measured again, one that time cut short is.
+On random prompts (a shape) outputs mean nothing, so acceptance is *set*. The drafter ``replay`` proposes the plain
+run's tokens, each spoiled with probability 1 - accept. The temperature is high: the noise of a position is the same in
+every run, and it outweighs the change that the batch's size makes in the last bits.
+
+In exact mode drafts change no token; on devices whose bits depend on the batch a tie may fall the other way, so the
+share of equal outputs is printed.
+
+A shape is measured in one process, with weights loaded once, one batch after another: plain rounds, the controller at
+every acceptance and fixed depths for comparison, and the plain rounds again. The prompts' cost is measured alone and
+taken off both. A call continues the JSON that an earlier call of the same commit and settings wrote: complete batches
+are not measured again, an incomplete one is.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ TASKS = ("chain", "state", "schema", "story")
 GRAM = 4
 SHAPE_TEMPERATURE = 10.0
 WARM_TOKENS = 24
-FIXED, LARGE = (1, 2, 4, 8), 64  # depths that the controller is compared with; the last one up to so large a batch
+# Depths that the controller is compared with, and the largest batch at which the last of them is measured.
+FIXED, LARGE = (1, 2, 4, 8), 64
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def random_loads(batch: Batch, vocab_size: int, rounds: int, temperature: float)
 
 
 def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
-    """The share of the outputs' 4-grams that stood in the same output before."""
+    """The share of the outputs' 4-grams that occurred earlier in the same output."""
     total = fresh = 0
     for output in outputs:
         grams = [tuple(output[i : i + GRAM]) for i in range(len(output) - GRAM + 1)]
@@ -111,8 +115,10 @@ def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
 def measure(
     config: EngineConfig, loads: list[Load], plain: list[list[int]] | None
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Metrics of one configuration over all rounds but the first, which warms up (kernels, graphs, the controller), and
-    the outputs of all rounds."""
+    """Metrics of one configuration, and the outputs of all rounds.
+
+    The first round warms up kernels, graphs and the controller, and does not count.
+    """
     from kvasir.api.llm import LLM
 
     rates: list[float] = []
@@ -150,7 +156,7 @@ def measure(
 
 
 class Sweep:
-    """One engine for all arms of a shape. After ``seconds`` the arms that are left are not measured."""
+    """One engine for all arms of a shape. Arms that have not started after ``seconds`` are left out."""
 
     def __init__(
         self,
@@ -165,7 +171,7 @@ class Sweep:
         self._started, self._limit, self._save = time.perf_counter(), seconds, save
         self.llm = LLM(config=config.replace(drafter="replay"))
         self.setting = described(config, shape)
-        self.arms = arms  # those of an earlier call, to go on from
+        self.arms = arms  # those of an earlier call, which this one continues
 
     def left(self) -> float:
         return self._limit - (time.perf_counter() - self._started)
@@ -182,12 +188,12 @@ class Sweep:
         loads = random_loads(batch, vocab_size, 1 + repeats, temperature)
         outputs: list[list[list[int]]] = []
         self._rounds(loads[:1], SpeculationConfig(), None, [], warm=0)
-        while self.llm.engine.idle():  # what a server captures when it has a moment
+        while self.llm.engine.idle():  # capture graphs, as a server does when it is idle
             pass
         before, plain = self._rounds(loads, SpeculationConfig(), None, outputs := [])
         prompts = self._prompts(loads[-1])
         known = {tuple(p): o for load, found in zip(loads, outputs) for p, o in zip(load.prompts, found)}
-        for depth in depths:  # kernels of these steps are compiled before anything counts
+        for depth in depths:  # compile the kernels of these steps before anything counts
             self._rounds(
                 [Load(loads[0].prompts, [dataclasses.replace(q, max_tokens=WARM_TOKENS) for q in loads[0].params])],
                 SpeculationConfig(drafter="replay:accept=0.5", draft_control="fixed", max_draft_tokens=depth),
@@ -226,8 +232,10 @@ class Sweep:
         self._save(self.arms)
 
     def _compare(self, batch: int, accepts: Sequence[float]) -> None:
-        """The controller against the best that was measured beside it, the best fixed depth or none: in the first
-        round, which is the one that fixed depths run, since other tokens are spoiled in another one."""
+        """Compare the controller with the best fixed depth, or no drafts where those are faster.
+
+        Only the first round counts. Fixed depths run only that one, and other rounds spoil other tokens.
+        """
         found = {a["name"]: a["metrics"] for a in self.arms}
         for accept in accepts:
             beside = [
@@ -300,7 +308,7 @@ def depths_of(batch: int) -> tuple[int, ...]:
 
 
 def names_of(batch: int, accepts: Sequence[float]) -> list[str]:
-    """The arms of a batch that was measured whole."""
+    """Names of the arms of a batch that was measured completely."""
     controlled = [f"goodput accept={accept:g} {batch}" for accept in accepts]
     return [
         f"plain {batch}",
@@ -347,7 +355,7 @@ def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
 
 
 def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:
-    """Write the result so far, for a run that is cut short."""
+    """Write the result so far, in case the run is cut short."""
     if output is not None:
         output.write_text(as_json(so_far | ({"commit": commit} if commit else {})))
 
@@ -425,7 +433,7 @@ def run(
     if shape:
         if drafters:
             raise ConfigError(
-                "a shape has random weights, whose outputs say nothing of drafters; set what is accepted: --accept 0.7"
+                "a shape has random weights, whose outputs say nothing about drafters; set the acceptance: --accept 0.7"
             )
         return run_shape(
             config,
@@ -441,7 +449,7 @@ def run(
             commit=commit,
         )
     if len(batch) > 1:
-        raise ConfigError("several batches are measured of a shape; of a model, one: --batch 4")
+        raise ConfigError("several batches can be measured only for a shape; for a model name one: --batch 4")
     if not drafters and not accepts:
         drafters = ["ngram", "suffix"]
     loads = task_loads(config.model.model, tasks or TASKS, count, 1 + repeats, output_tokens, temperature)

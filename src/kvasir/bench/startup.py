@@ -90,7 +90,7 @@ def _metrics(starts: list[dict[str, float]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def random_checkpoint(shape: str) -> Iterator[str]:
-    """The shape's checkpoint with random weights on disk, as ``transformers`` makes and saves it."""
+    """Yield a checkpoint of the shape with random weights on disk, as ``transformers`` makes and saves it."""
     try:
         import transformers
     except ImportError as e:
@@ -144,7 +144,7 @@ def _first_token(server: Server) -> float:
 
 
 def _breakdown(server: Server) -> dict[str, float]:
-    """The engine's own laps, and what it read in that of ``fill``, which random weights do not have."""
+    """Seconds of the engine's own phases, and the bytes and rate of ``fill``, which random weights do not have."""
     laps, read = server.gauges("startup_seconds"), server.gauges("weight_bytes")[""]
     found = {f"engine.{stage}_s": round(seconds, 3) for stage, seconds in laps.items()}
     return found | (

@@ -1,11 +1,12 @@
-"""Prompts with structure, for engines that draft: how fast they are on them, and how much of what they proposed was
-right.
+"""Prompts with structure, for engines that draft: how fast they are, and how many of their drafts are accepted.
 
-``repeated``: a passage of ``PASSAGE`` random tokens again and again, after which random weights soon repeat themselves,
-too. ``tasks``: problems of the lab, for its models, which end where the model ends them; ``edits``: solutions to be
-repaired or combined, which copies most of them. Everything is greedy, so every engine should put out what it puts out
-without drafts, up to near-ties; the share that is the same is measured. Rates are of decoding: the tokens after the
-first ones, over the time beyond what the prompts and one token take alone.
+``repeated``: a passage of ``PASSAGE`` random tokens, again and again. Random weights soon repeat themselves after it,
+too. ``tasks``: problems of the lab for its models, which decide where an answer ends. ``edits``: solutions to be
+repaired or combined; answers copy most of the prompt.
+
+Decoding is greedy. Drafts should leave the outputs of an engine as they are without drafts, up to near-ties; the share
+of equal outputs is measured. Rates are those of decoding: the tokens after the first, over the time beyond that of the
+prompts with one token each.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from kvasir.bench.workloads import Batch
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
 
+# Tokens of the passage that a repeated prompt consists of.
 PASSAGE = 48
-TASKS = {"tasks": ("chain", "state", "schema", "template"), "edits": ("refine/chain", "aggregate/chain")}  # of the lab
-COUNTS = ("drafted", "accepted", "verified")  # tokens, and sequences times steps in which they had a draft
-# Rounds on other prompts before anything counts: kernels and graphs of drafted steps, the controller's first trials.
+# Tasks of the lab, by the kind of text.
+TASKS = {"tasks": ("chain", "state", "schema", "template"), "edits": ("refine/chain", "aggregate/chain")}
+# Counts of drafts: tokens drafted, tokens accepted, and drafts verified (one for each sequence and step).
+COUNTS = ("drafted", "accepted", "verified")
+# Rounds on other prompts that do not count: they warm up kernels and graphs of drafted steps, and the controller.
 WARM_ROUNDS = 2
-Known = dict[tuple[str, str, int], list[list[int]]]  # (engine, workload, round) -> what its first arm put out
+# Outputs of an engine's first arm, by engine, workload and round.
+Known = dict[tuple[str, str, int], list[list[int]]]
 
 
 class Texts:
-    """Prompts for one model. ``vocab``: ids below it are drawn."""
+    """Prompts for one model. ``vocab``: random prompts hold only ids below it."""
 
     def __init__(self, model: str, vocab: int) -> None:
         self._model, self._vocab = model, vocab
@@ -41,7 +46,7 @@ class Texts:
         return lab_tokenizer.load(resolve(self._model))
 
     def prompts(self, kind: str, batch: Batch, number: int) -> tuple[list[list[int]], list[int]]:
-        """Prompts of round ``number``, the same for all engines, and the tokens that end an answer."""
+        """Prompts of round ``number``, the same for all engines, and the token ids that end an answer."""
         if kind == "repeated":
             rng, found = random.Random(f"{batch.name} {number}"), []
             for _ in range(batch.batch):
@@ -57,7 +62,7 @@ class Texts:
         found = [self._tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in drawn]
         if (longest := max(map(len, found))) > batch.prompt:
             raise ConfigError(
-                f"workload {batch.name}: a problem has {longest} tokens: let prompts be longer than {batch.prompt}"
+                f"workload {batch.name}: a problem has {longest} tokens: allow prompts of more than {batch.prompt}"
             )
         return found, [self._tokenizer.token_to_id("<|im_end|>")]
 
@@ -65,7 +70,7 @@ class Texts:
 def life(
     worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, first: int, known: Known
 ) -> dict[str, list[Any]]:
-    """Metrics of one life of an engine, a value a round: the rate, and the counts of drafts."""
+    """Metrics of one life of an engine, with a value for each round: the rate, and the counts of drafts."""
     found: dict[str, list[Any]] = {}
     for number in (*range(-WARM_ROUNDS, 0), *range(first, first + count)):
         prompts, stop = texts.prompts(kind, batch, number)
@@ -88,7 +93,7 @@ def _drafts(outputs: list[list[int]], expected: list[list[int]], counts: dict[st
 
 
 def mean(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Mean over all rounds; with drafts also their acceptance and the tokens of a verification."""
+    """Mean over all rounds. With drafts it includes their acceptance and the tokens of a verification."""
     found = {name: sum(figures[name] for figures in rounds) / len(rounds) for name in rounds[0]}
     drafted, accepted, verified = (found[name] for name in COUNTS)
     found |= (

@@ -1,10 +1,10 @@
-"""Request traces: lengths and arrival times of real services, without text. Azure's csv files and Mooncake's JSON
+"""Request traces: lengths and arrival times of real services, without text. Reads Azure's csv files and Mooncake's JSON
 lines.
 
-A trace gives when each request came and how long its prompt and answer were; prompts are random token ids of that
-length. Mooncake also names every block of 512 prompt tokens by a hash id, and equal ids are equal tokens: so prefixes
-are shared as they were. ``bench/traces`` holds the beginning of each (Azure/AzurePublicDataset, CC-BY-4.0;
-kvcache-ai/Mooncake, Apache-2.0).
+A trace tells when each request came and how long its prompt and answer were. Prompts are random token ids of that
+length. Mooncake also names every block of 512 prompt tokens by a hash id; equal ids become equal tokens, so prefixes
+are shared as they were recorded. ``bench/traces`` holds the beginning of each trace (Azure/AzurePublicDataset,
+CC-BY-4.0; kvcache-ai/Mooncake, Apache-2.0).
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 
-BLOCK = 512  # prompt tokens that one of Mooncake's hash ids stands for
-IDS = (
-    256,
-    1024,
-)  # prompts are drawn from these token ids, which every vocabulary has and none keeps for special tokens
+# Prompt tokens for which one of Mooncake's hash ids stands.
+BLOCK = 512
+# Range of the token ids of prompts: every vocabulary has them, and none uses them for special tokens.
+IDS = (256, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One request of a trace.
+    """One request of a trace: its arrival, and the tokens of its prompt and its output.
 
-    ``at`` is in seconds since the trace began; ``blocks`` are hash ids of its prompt, where known.
-
+    ``at`` is in seconds since the trace began; ``blocks`` are the hash ids of its prompt, where known.
     """
 
     at: float
@@ -45,12 +43,12 @@ class Recorded:
 
 
 def read(path: Path) -> list[Recorded]:
-    """Every request of the file that asked for and got at least one token, by arrival. Raises ConfigError."""
+    """Every request of the file with at least one prompt and one output token, by arrival. Raises ConfigError."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = data.decode()
         found = _mooncake(text) if text.lstrip().startswith("{") else _azure(text)
-    except (OSError, EOFError, zlib.error) as e:  # a copy that was cut off, or is damaged
+    except (OSError, EOFError, zlib.error) as e:  # an incomplete or damaged copy
         raise ConfigError(f"cannot read the trace {path}: {getattr(e, 'strerror', None) or e}") from e
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} is neither a trace of Azure's (csv) nor of Mooncake's (JSON lines): {e!r}") from e
@@ -68,7 +66,7 @@ def _azure(text: str) -> list[Recorded]:
 
 
 def _seconds(timestamp: str) -> float:
-    """Azure writes seven decimals; ``datetime`` takes six."""
+    """Seconds of an Azure timestamp. It has seven decimals, where ``datetime`` takes six."""
     whole, _, decimals = timestamp.partition(".")
     return datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC).timestamp() + float(f"0.{decimals or 0}")
 
@@ -82,7 +80,7 @@ def _mooncake(text: str) -> list[Recorded]:
 
 
 def scaled(trace: list[Recorded], scale: float, clip: int | None) -> list[Recorded]:
-    """Lengths times ``scale`` (prompt and answer alike, at least 1), then prompts cut to at most ``clip`` tokens."""
+    """Multiply all lengths by ``scale`` (at least 1 token stays), then cut prompts to at most ``clip`` tokens."""
 
     def length(tokens: int) -> int:
         return max(1, round(tokens * scale))
@@ -93,7 +91,7 @@ def scaled(trace: list[Recorded], scale: float, clip: int | None) -> list[Record
 def prompt_ids(request: Recorded, number: int, scale: float = 1.0) -> list[int]:
     """Token ids of the ``number``-th request, the same in every process.
 
-    They come block by block from the hash ids, or are all its own.
+    They come block by block from the hash ids; without these every request has its own.
     """
     if not request.blocks:
         return _draw(number, 0, request.prompt)
@@ -111,12 +109,13 @@ def _draw(number: int, kind: int, count: int) -> list[int]:
 def schedule(
     trace: list[Recorded], *, arrivals: str, rate: float | None, num_requests: int, seconds: float
 ) -> list[float]:
-    """When each of the first requests is due, in seconds: as many as make ``num_requests``, the last not before
-    ``seconds``.
+    """Seconds from the start at which each of the first requests is due.
+
+    There are at least ``num_requests`` of them, and the last is not before ``seconds``, as far as the trace goes.
 
     ``poisson``: ``rate`` requests a second at exponential distances, in the trace's order. ``recorded``: the trace's
-    own times, compressed or stretched as a whole to a mean of ``rate`` if one is given, which keeps its bursts.
-    ``rate`` infinite: all at once, ``num_requests`` of them.
+    own times, which keep its bursts; with a ``rate`` they are compressed or stretched as a whole to that mean. An
+    infinite ``rate`` means ``num_requests`` at once.
     """
     if rate == float("inf"):
         return [0.0] * min(num_requests, len(trace))

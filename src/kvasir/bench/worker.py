@@ -1,4 +1,4 @@
-"""An engine in a process of its own, seen from the benchmark: start a driver of ``bench.peers``, ask it, end it."""
+"""An engine in a process of its own, seen from the benchmark: start a driver of ``bench.peers``, command it, end it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END_SECONDS = 60.0
 
 
 def check_peer(name: str, site: str | None) -> None:
-    """Raises ConfigError for a peer that is unknown or not installed. ``site``: a folder with its packages."""
+    """Raise ConfigError for a peer that is unknown or not installed. ``site`` is a folder with its packages."""
     if name not in PEERS:
         raise ConfigError(f"no peer named '{name}'; there are {', '.join(PEERS)}.{nearest(name, PEERS)}")
     if site is not None and not (Path(site) / PEERS[name]).is_dir():
@@ -40,7 +40,7 @@ def check_peer(name: str, site: str | None) -> None:
 
 
 def environment(site: str | None = None) -> dict[str, str]:
-    """Environment of a child: the peer's packages first, then ours, then those of this process."""
+    """Environment of a child process: the peer's packages first, then ours, then those of this process."""
     paths = [site, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
     return (
         os.environ
@@ -50,8 +50,11 @@ def environment(site: str | None = None) -> dict[str, str]:
 
 
 class Worker:
-    """One running driver. ``facts``: its answer to ``start``. ``counts``: of the latest run, by name, if it counts.
-    Leaving the context ends the process and all it started."""
+    """One running driver.
+
+    ``facts`` is its answer to ``start``. ``counts`` are those of the latest run by name, if the engine counts anything.
+    Leaving the context ends the process and everything it started.
+    """
 
     def __init__(self, name: str, model: str, options: dict[str, Any], site: str | None = None) -> None:
         self.name = name
@@ -89,7 +92,7 @@ class Worker:
         return answer["seconds"]
 
     def complete(self, prompts: list[list[int]], num_tokens: int, stop: list[int]) -> tuple[float, list[list[int]]]:
-        """Seconds and answers of a run that ends at one of the ids ``stop``.
+        """Seconds and answers of a run in which an answer ends at one of the ids ``stop``.
 
         ``counts`` then has ``drafted``, ``accepted`` and ``verified``, where the engine drafts.
         """
@@ -107,7 +110,7 @@ class Worker:
             line = ""
         if not line:
             raise ConfigError(
-                f"the process of {self.name} ended with code {self._process.wait()}; its last words are above"
+                f"the process of {self.name} ended with code {self._process.wait()}; its last output is above"
             )
         answer = json.loads(line)
         if "error" in answer:

@@ -84,9 +84,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def shape_folder(name: str, *, tokenizer: bool = False) -> Iterator[str]:
-    """A folder with nothing but the shape's config.json, for ``load_format='dummy'``. Raises ConfigError.
+    """Yield a folder with nothing but the shape's config.json, for ``load_format='dummy'``. Raises ConfigError.
 
-    ``tokenizer``: servers need one; it then has a word for every id, so that every token they stream has text.
+    With ``tokenizer``, which servers need, it also has a tokenizer with a word for every id, so that every streamed
+    token has text.
     """
     if name not in SHAPES:
         raise ConfigError(f"no shape named '{name}'; there are {', '.join(SHAPES)}.{nearest(name, SHAPES)}")
@@ -112,7 +113,7 @@ def shape_folder(name: str, *, tokenizer: bool = False) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of ``batch`` prompts of ``prompt`` random tokens, with ``output`` tokens each."""
+    """A batch of ``batch`` prompts of ``prompt`` random tokens each, with ``output`` output tokens each."""
 
     name: str
     batch: int
@@ -129,13 +130,13 @@ class Batch:
                 f"workload {text!r}: expected NAME:BATCH:PROMPT_TOKENS:OUTPUT_TOKENS, e.g. decode8:8:1024:128"
             ) from e
         if min(batch, prompt) < 1 or output < 2:
-            raise ConfigError(f"workload {text!r}: at least one prompt of one token, and two output tokens")
+            raise ConfigError(f"workload {text!r}: needs at least one prompt of one token, and two output tokens")
         return cls(name, batch, prompt, output)
 
     def beginnings(self, vocab_size: int, seed: str) -> list[list[int]]:
-        """Prompts that depend on row and ``seed`` alone.
+        """Prompts that depend only on the row and ``seed``.
 
-        Those of a smaller batch are the first of a larger batch, and shorter prompts begin longer ones.
+        The prompts of a smaller batch are the first of a larger one, and shorter prompts begin longer ones.
         """
         low, high = vocab_size // 64, vocab_size - vocab_size // 64
         rows = [random.Random(f"{seed} {row}") for row in range(self.batch)]

@@ -1,9 +1,10 @@
-"""Drafts in the step loop: asks the drafter for the sequences that decode, lets the controller cut its drafts, hands
-the rest to the scheduler, and tells both what came of them. Rows that hold drafts are rows like others: see ``Span``.
+"""Drafts in the step loop: asks the drafter for drafts of decoding sequences, lets the controller cut them, hands the
+rest to the scheduler, and tells drafter and controller which were accepted. Rows with drafts are ordinary rows: see
+``Span``.
 
-A draft continues the committed tokens, so a step with drafts is planned only when the step before it was read. Where
-the controller says that this does not pay, nothing here runs but a counter, and the engine overlaps steps as it does
-without a drafter.
+A draft continues the committed tokens, so a step with drafts is planned only after the step before it was read. Where
+the controller finds that this does not pay, only a counter runs here, and the engine overlaps steps as it does without
+a drafter.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, FinishReason, Plan, Sequence, Span, SpanResult, Status
 
-# One in so many plain steps is measured, and each of so many that come first after a drafted step or the start.
+# One in PLAIN_SAMPLES plain steps is measured, and each of the first FIRST_PLAIN after a drafted step or the start.
 PLAIN_SAMPLES, FIRST_PLAIN = 8, 16
-# So many steps before drafting is tried again, hidden states are handed over.
+# Number of steps before the next trial of drafting in which hidden states are already handed over.
 HIDDEN_LEAD = 16
-# A drafter is switched off after so many failures in a row.
+# Failures in a row after which a drafter is switched off.
 MAX_FAILURES = 8
-# Bytes and operations a second that no device of today exceeds by much.
+# Bytes and operations a second, by kind of device, that no current device exceeds by much.
 BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A step of decodes alone that is timed."""
+    """A timed step that holds only decodes."""
 
     drafted: bool
     decodes: int
@@ -53,8 +54,10 @@ class _Measured:
 
 
 class Drafting:
-    """What the step loop does about drafts. ``max_rows`` is the most rows of a step; ``clock`` gives seconds. The
-    scheduler treats drafts as look-ahead that may be dropped."""
+    """The part of the step loop that handles drafts.
+
+    ``max_rows`` is the most rows of a step; ``clock`` returns seconds. The scheduler may drop drafts.
+    """
 
     def __init__(
         self,
@@ -73,18 +76,19 @@ class Drafting:
         self._savings = Savings(self._times.measured_plain)
         self._lengths = Lengths() if config.draft_control == "length" else None
         self._pending: dict[Sequence, tuple[Many[DraftTree], int]] = {}  # a step's trees, and which of them
-        # What the controller is yet to be told: the trees of a step, which of them were verified, and their paths.
+        # Outcomes that the controller has not seen yet: the trees of a step, which of them were verified, and their
+        # paths.
         self._verified: Forest | None = None
         self._which: list[int] = []
         self._paths: list[list[int]] = []
-        # Whether only the controller wants to know what was right. It is told of all trees of a step at once.
+        # Whether only the controller observes outcomes. It gets those of all trees of a step at once.
         self._alone = type(drafter).observe is Drafter.observe
         self._measured: dict[int, _Measured | None] = {}  # by step; None: one with drafts and more than decodes
         self._captures = 0  # graphs captured when the last step was launched
-        self._drafting = False  # whether the step that is being planned is drafted
+        self._drafting = False  # whether the step being planned has drafts
         self._failures = self._failures_before = 0  # failures in a row, now and at the last proposal
         self._since_drafted = 0  # plain steps launched
-        self._after_drafted = -1  # the plain step behind the last drafted one, whose end it waited for
+        self._after_drafted = -1  # the plain step after the last drafted one, which waited for that one's end
         self._ended = 0.0  # when the last step ended
         drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
@@ -151,7 +155,7 @@ class Drafting:
         trees = self._guarded(self._propose, asks)
         if trees is None:
             return
-        if self._failures == self._failures_before:  # nothing went wrong since the proposal before, either
+        if self._failures == self._failures_before:  # no failure since the previous proposal
             self._failures = 0
         self._failures_before = self._failures
         for part in (trees,) if isinstance(trees, Forest) else trees:
@@ -208,7 +212,7 @@ class Drafting:
         return None if found is None else found[0][found[1]]
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call the drafter so that its failure costs no request. None: it failed."""
+        """Call the drafter so that its failure costs no request. Returns None where it failed."""
         try:
             return call(*args)
         except Exception:
@@ -227,7 +231,7 @@ class Drafting:
             self._guarded(self.drafter.open, seq)
 
     def launched(self, plan: Plan) -> None:
-        """Note that ``plan`` was launched, and whether it is timed: only steps of decodes alone are."""
+        """Note that ``plan`` was launched, and whether it is timed: only steps without prompts are."""
         graphs = self._runner.graphs
         captures, self._captures = self._captures, self._runner.captures
         if self._drafting:
@@ -282,7 +286,7 @@ class Drafting:
             self._runner.pool.move_slots(group, sources, targets)
 
     def observe(self, span: Span, result: SpanResult) -> None:
-        """Tell drafter and controller what came of a span's draft, once the span is committed."""
+        """Tell drafter and controller which tokens of a span's draft were accepted, once the span is committed."""
         found = self._pending.pop(span.seq, None)
         if found is None:
             return
@@ -319,8 +323,7 @@ class Drafting:
             self._guarded(self.drafter.ingest, span.seq, result.hidden, span.start)
 
     def completed(self, plan: Plan) -> None:
-        """Charge a step that was read. Its price is all the time from the end of the step before, whatever waited for
-        what."""
+        """Charge a step that was read. Its price is all the time since the end of the step before, including waits."""
         self.learn()
         now = self._clock()
         seconds, self._ended = now - self._ended, now
@@ -346,7 +349,7 @@ class Drafting:
             self.controller.rested(seconds)
 
     def close(self, seq: Sequence, reason: FinishReason) -> None:
-        # A sequence that was cancelled says nothing about how long such sequences get.
+        # A cancelled sequence does not show how long such sequences get.
         if self._lengths is not None and reason in ("stop", "length"):
             self._lengths.ended(seq)
         self._pending.pop(seq, None)
@@ -371,7 +374,7 @@ def _committed(span: Span, result: SpanResult) -> Any:
 
 
 def holds_draft(plan: Plan) -> bool:
-    """Whether a plan in flight verifies drafts or has guests, so that what follows it is not known yet."""
+    """Whether a plan in flight verifies drafts or has guests, so that the tokens after it are not known yet."""
     return any(span.want is not ONE_SAMPLE and span.commit == "walk" for span in plan.spans)
 
 

@@ -1,9 +1,9 @@
 """The served model's first layers as a drafter's model: its weights, its pages, and its final norm and head after an
 early layer.
 
-Keys and values of these layers are those of the whole model, so whatever is committed is there already: there is
-nothing to catch up with, and prefix hits and preemptions need no word. Drafted rows go to the slots behind the last
-known token. The verifying step writes these again, in all layers, before it reads them.
+Keys and values of these layers are those of the whole model, so committed tokens are already there. The drafter has
+nothing to catch up with, and needs no notice of prefix hits and preemptions. Drafted rows go to the slots after the
+last known token. The verifying step writes these again, in all layers, before it reads them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kvasir.types import PageCopy, Sequence, Span, SpanResult, Status
 
 
 class EarlyExit:
-    """Implements ``drafter.ExitModel`` once it is bound. ``head_layers`` is what the head costs, in layers."""
+    """Implementation of ``drafter.ExitModel``, usable once it is bound. ``head_layers`` is the head's cost in
+    layers."""
 
     def __init__(self, exits: tuple[int, ...]) -> None:
         self.exits = exits
         self.num_layers, self.head_layers = 0, 0.0
 
     def bind(self, built: Built, pages: PageManager) -> None:
-        """Take the served model and its pages, which are there now. Raises ConfigError for an exit that the model does
-        not have."""
+        """Take the served model and its pages. Raises ConfigError for an exit that the model does not have."""
         served = built.runner
         self._model, self._pages, self._max_rows = served.model, pages, built.max_rows
         self._max_model_len = built.info.max_model_len

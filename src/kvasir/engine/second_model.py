@@ -1,8 +1,8 @@
-"""A second model with its own runner, pages and prefix index: what a drafter drafts with, next to the served model.
+"""A second model with its own runner, pages and prefix index: a drafter runs it next to the served model.
 
 Every sequence has a *shadow* here: the same tokens, the same noise stream, its own page tables. Drawing is plain
-decoding of shadows. What the served model did not accept is forgotten by moving a counter back: its slots are written
-again.
+decoding of shadows. Moving a counter back forgets the tokens that the served model did not accept; their slots are
+written again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from kvasir.types import ModelInfo, PageCopy, Plan, Sequence, Span, Status
 
 
 class EngineHost:
-    """Implements ``drafter.Host``: loads models before the served model is there, and checks afterwards that they fit
-    it."""
+    """Implementation of ``drafter.Host``: loads models before the served model, and checks later that they fit it."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -53,7 +52,7 @@ class EngineHost:
         if keep and config.runner.batch_invariant:
             raise ConfigError(
                 "max_accept keeps the distribution of tokens and not the tokens, which --batch-invariant promises. "
-                "Leave out one of the two; without max_accept, drafts change no token."
+                "Leave out one of the two; in exact mode, drafts without max_accept change no token."
             )
         longest, wanted = (
             build_spec(checkpoint.read_config(checkpoint.resolve(model))).max_position,
@@ -86,14 +85,15 @@ class EngineHost:
                 raise ConfigError(
                     f"the draft model {info.name} has {info.tokenizer_size} of {info.vocab_size} token ids in use, "
                     f"{served.name} has {served.tokenizer_size} of {served.vocab_size}: it must share the vocabulary. "
-                    "Choose one that does, or "
-                    "--drafter suffix, which needs no model."
+                    "Choose one that does, or --drafter suffix, which needs no model."
                 )
 
 
 class SecondModel:
-    """Implements ``drafter.ChainModel``. A sequence that finds no page or seat takes those of the sequence drafted for
-    longest ago."""
+    """Implementation of ``drafter.ChainModel``.
+
+    A sequence that finds no free page or seat takes those of the sequence whose last draft is the oldest.
+    """
 
     def __init__(self, built: Built) -> None:
         self.info = built.info
@@ -101,9 +101,9 @@ class SecondModel:
         self._pages = PageManager(
             built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root
         )
-        self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()  # least recently drafted for first
+        self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()  # the sequence with the oldest draft first
         self._free_seats = list(range(built.max_num_seqs))
-        # What each token of this round's shadows was drawn from; None: nobody wants to know.
+        # The weights from which each token of this round's shadows was drawn; None where nobody needs them.
         self._weights: dict[Sequence, list[torch.Tensor]] | None = None
 
     def draw(self, asks: Many[Ask], keep: bool = False) -> list[list[int]]:
@@ -151,7 +151,7 @@ class SecondModel:
     # --------------------------------------------------------------------------------------------------------- shadows
 
     def _shadow(self, seq: Sequence, busy: set[Sequence]) -> Sequence | None:
-        """The sequence's shadow, brought up to its tokens; None: there is no seat for it."""
+        """The sequence's shadow, brought up to its tokens; None where there is no seat for it."""
         shadow = self._shadows.get(seq)
         if shadow is None:
             if not self._free_seats and not self._evict(busy):
@@ -178,7 +178,7 @@ class SecondModel:
             self._runner.open(shadow)
             self._shadows[seq] = shadow
         else:
-            # What was drawn and computed counts up to the first token that the served model did not draw.
+            # Drawn and computed tokens count up to the first one that the served model did not draw.
             computed = shadow.num_computed
             agreed, end = min(shadow.state["agreed"], computed), min(computed, len(seq.tokens) - 1)
             while agreed < end and shadow.tokens[agreed] == seq.tokens[agreed]:

@@ -15,8 +15,8 @@ The pauses double while drafting does not pay.
 An account pays for trials and errors. Plain steps add a share of their time; drafted steps add what they gained, or
 subtract what they lost, compared with plain ones. Without credit nothing is drafted, so drafting never costs more than
 that share plus the initial credit, however wrong the estimates are. A single step is charged at most a few dozen plain
-steps: a server that stood still for a second must not go without drafts for an hour. Any decision is lossless, since
-the verifying draw does not look at the draft.
+steps: a server that stood still for a second must not go without drafts for an hour. Any decision is lossless
+(outside exact mode up to ties), since the verifying draw does not look at the draft.
 """
 
 from __future__ import annotations

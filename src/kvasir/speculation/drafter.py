@@ -1,8 +1,10 @@
 """The seam of drafters: a drafter proposes tokens, and the model checks them in one forward.
 
-Verification is sampling with position-keyed noise (docs/architecture.md), so a draft cannot change the output: it may
-be wrong, stale, random, replaced in mid-request or absent. It changes only how many tokens a forward yields. A drafter
-sees sequences and knows nothing of plans; the engine knows a drafter only by this protocol.
+Verification is sampling with position-keyed noise (docs/architecture.md) and does not look at the draft. In exact mode
+a draft therefore cannot change the output, even if it is wrong, stale, random, absent or replaced in mid-request: it
+changes only how many tokens a forward yields. Elsewhere the bits of the logits may depend on the rows of a step, so a
+tie between tokens may end differently. A drafter sees sequences and knows nothing about plans; the engine knows a
+drafter only by this protocol.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
     }
     if not check_target(folder, kind, trained_for, served):
         log.warning(
-            "drafter %s: %s was trained for other weights ('%s') than the served ones: it changes no token, but drafts "
-            "worse",
+            "drafter %s: %s was trained for other weights ('%s') than the served ones: outputs stay "
+            "the same (outside exact mode up to ties), but drafts are worse",
             kind,
             folder,
             trained_for.get("name", "?"),

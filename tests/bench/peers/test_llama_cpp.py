@@ -1,4 +1,4 @@
-"""The llama.cpp peer over a stand-in for its C API: one step for all sequences, and only what was asked for."""
+"""The llama.cpp peer on a stand-in for its C API: a step serves all sequences and computes only what was asked for."""
 
 import importlib
 import sys
@@ -38,9 +38,8 @@ def greedy(api, prompt, count):
 
 def test_every_prompt_gets_its_own_completion(tmp_path, api, capfd):
     engine = model(tmp_path)
-    prompts = [
-        [7 * i + j for j in range(3 + i)] for i in range(16)
-    ]  # 168 rows: seven batches, and some end in the middle of one
+    # 168 rows make seven batches, and some prompts end in the middle of one.
+    prompts = [[7 * i + j for j in range(3 + i)] for i in range(16)]
     assert engine.generate(prompts, 5) == [greedy(api, p, 5) for p in prompts]
     assert engine.generate(prompts[2:4], 1) == [greedy(api, p, 1) for p in prompts[2:4]], (
         "nothing is left of the run before"

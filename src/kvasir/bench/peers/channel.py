@@ -19,15 +19,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# The counts of a run, if any. Given a third argument, the ids that end an answer, they hold the answers as ``outputs``.
+# Completes prompts and returns the counts of the run, if any. A third argument holds the ids that end an answer; the
+# counts then hold the answers as ``outputs``.
 Generate = Callable[..., dict[str, Any] | None]
 
 
 def serve(
     start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]], rest: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer commands until the input ends. ``start(model, options)`` -> the engine's generate, and facts about it;
-    ``rest``: what its server does between requests."""
+    """Answer commands until the input ends.
+
+    ``start(model, options)`` returns the engine's ``generate`` and facts about it. ``rest`` does what the engine's
+    server would do between requests.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a stray print must not look like an answer
     generate: Generate | None = None

@@ -1,4 +1,4 @@
-"""Our own engine as a driver: one arm of a case. The process ends with it, and so does its hold on the GPU."""
+"""Our own engine as a driver, for one arm of a case. When the process ends, its hold on the GPU ends, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
 
         def rest() -> None:
             for llm in llms:
-                while llm.engine.idle():  # graphs are captured
+                while llm.engine.idle():  # capture graphs
                     pass
 
         channel.serve(start, rest)

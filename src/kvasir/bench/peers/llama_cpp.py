@@ -1,9 +1,9 @@
-"""llama.cpp on a CPU as a driver, through the low-level API of llama-cpp-python: a step is one ``llama_decode`` over
+"""llama.cpp on a CPU as a driver, through the low-level API of llama-cpp-python. A step is one ``llama_decode`` over
 all sequences.
 
 Options: ``file_type`` of the weights (``gguf.write``), ``num_threads``, ``max_num_seqs``, ``max_model_len`` (tokens of
-one sequence), ``kv_type`` (f16, its default, or f32), ``extra_buffers`` (false: no weights rearranged for special
-instructions, AMX among them). Everything else is as llama.cpp has it.
+one sequence), ``kv_type`` (f16, the default, or f32), ``extra_buffers`` (false: do not rearrange weights for special
+instructions like AMX). Everything else is llama.cpp's default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 from kvasir.bench import gguf
 from kvasir.bench.peers import channel
 
-ERROR = 4  # of ggml's log levels; the ones below fill screens
+# ggml's log level for errors. Lower levels print too much.
+ERROR = 4
 
 
 class LlamaCpp:
@@ -39,7 +40,7 @@ class LlamaCpp:
         import llama_cpp
 
         self.api = llama_cpp
-        self.log = llama_cpp.llama_log_callback(_errors_only)  # kept: llama.cpp calls it as long as it lives
+        self.log = llama_cpp.llama_log_callback(_errors_only)  # llama.cpp keeps calling it, so it must not be freed
         llama_cpp.llama_log_set(self.log, None)
         model_params = llama_cpp.llama_model_default_params()
         model_params.use_extra_bufts = extra_buffers
@@ -50,11 +51,11 @@ class LlamaCpp:
         params.type_k = params.type_v = {"f16": llama_cpp.GGML_TYPE_F16, "f32": llama_cpp.GGML_TYPE_F32}[kv_type]
         self.context = self.model and llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
-            raise ValueError("llama.cpp could not load the model; its last words are above")
+            raise ValueError("llama.cpp could not load the model; its last output is above")
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.rows = llama_cpp.llama_n_batch(self.context)
         self.batch = llama_cpp.llama_batch_init(self.rows, 0, 1)
-        view = np.ctypeslib.as_array  # of the batch's own memory
+        view = np.ctypeslib.as_array  # views of the batch's own memory
         fields = (self.batch.token, self.batch.pos, self.batch.n_seq_id, self.batch.logits)
         self.token, self.position, self.num_seqs, self.wanted = (view(f, (self.rows,)) for f in fields)
         owners = ctypes.cast(self.batch.seq_id, ctypes.POINTER(ctypes.c_void_p))
@@ -77,7 +78,8 @@ class LlamaCpp:
         return np.stack(found, 1).tolist()
 
     def _read(self, prompts: list[list[int]]) -> np.ndarray:
-        """Prefill, in batches as large as llama.cpp takes them. The first id of each answer, int64 [prompts]."""
+        """Compute the prompts, in batches as large as llama.cpp allows. Returns the first id of each answer, int64
+        [prompts]."""
         rows = [(i, at, token) for i, prompt in enumerate(prompts) for at, token in enumerate(prompt)]
         first = []
         for begin in range(0, len(rows), self.rows):
@@ -89,7 +91,7 @@ class LlamaCpp:
         return np.concatenate(first)
 
     def _decode(self, num_rows: int) -> np.ndarray:
-        """One step. The likeliest id of every row that is wanted, in order."""
+        """Run one step. Returns the most likely id of every row with logits, in order."""
         self.batch.n_tokens = num_rows
         if status := self.api.llama_decode(self.context, self.batch):
             raise ValueError(f"llama_decode answered {status}")

@@ -1,6 +1,6 @@
-"""vLLM as a driver, through its public offline API. Options are ``vllm.LLM`` keywords and reach it as they are.
+"""vLLM as a driver, through its public offline API. Options are ``vllm.LLM`` keywords and are passed on unchanged.
 
-With a ``speculative_config`` its own statistics are on, which it needs to count its drafts.
+With a ``speculative_config`` vLLM's own statistics are on, since the counts of drafts come from them.
 """
 
 from __future__ import annotations

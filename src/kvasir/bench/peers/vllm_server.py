@@ -1,8 +1,8 @@
-"""vLLM's API server as a process: ``python -m kvasir.bench.peers.vllm_server`` with its own flags.
+"""vLLM's API server as a process: ``python -m kvasir.bench.peers.vllm_server`` with vLLM's own flags.
 
-It imports uvloop and has no way to do without. Where that is not installed it gets the standard library's loop under
-the same name, and says so: its figures are then a little worse than they could be. Its engine process imports this
-module again, and finds it, too.
+vLLM's server cannot run without uvloop. Where uvloop is not installed, this module puts the standard library's event
+loop in its place and says so; the server's figures are then a little worse than they could be. vLLM's engine process
+imports this module again and finds the replacement, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import types
 if importlib.util.find_spec("uvloop") is None:
     print("uvloop is not installed here: vLLM's server runs on asyncio's own loop", file=sys.stderr)
     stand_in = types.ModuleType("uvloop")
-    stand_in.__spec__ = importlib.machinery.ModuleSpec("uvloop", None)  # for who asks whether there is one
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("uvloop", None)  # for code that checks whether uvloop exists
     stand_in.run = asyncio.run  # type: ignore[attr-defined]
     sys.modules["uvloop"] = stand_in
 

@@ -1,4 +1,4 @@
-"""A stand-in for the package that writes GGUF files: the file is JSON, with what was asked for."""
+"""Stand-in for the package that writes GGUF files. It writes the calls that it gets as JSON."""
 
 import enum
 import json

@@ -1,6 +1,6 @@
-"""A stand-in for llama-cpp-python's low-level API: a "model" whose next token depends on all that its sequence holds.
+"""Stand-in for llama-cpp-python's low-level API: a "model" whose next token depends on everything in its sequence.
 
-Memory is laid out as llama.cpp's, so that a driver that writes past a batch, or mixes up sequences, is found out.
+Memory is laid out like llama.cpp's, so tests notice a driver that writes past a batch or mixes sequences up.
 """
 
 import ctypes
@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 __version__ = "0.0.fake"
 VOCAB = 2048
-ROWS = 24  # of a batch: small, so that prompts are read in several
+# Rows of a batch: few, so that prompts take several batches.
+ROWS = 24
 GGML_TYPE_F32, GGML_TYPE_F16 = 0, 1
 llama_log_callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 int32, int8 = ctypes.c_int32, ctypes.c_int8

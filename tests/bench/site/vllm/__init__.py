@@ -1,4 +1,4 @@
-"""Stand-in for vLLM's offline API, which records its calls: the benchmark's driver is tested without a GPU."""
+"""Stand-in for vLLM's offline API that records its calls, so that the benchmark's driver is tested without a GPU."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ class LLM:
         ]
 
     def get_metrics(self):
-        """Four tokens drafted each time, of which three are right."""
+        """Counts of drafts: each time four tokens were drafted and three accepted."""
         assert self.drafts is not None, "its statistics are off"
         return [
             SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=float(times * self.drafts))

@@ -1,1 +1,1 @@
-"""Of the stand-in."""
+"""Package of the stand-in for vLLM's server."""

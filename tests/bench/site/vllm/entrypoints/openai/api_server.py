@@ -1,11 +1,11 @@
-"""A stand-in for vLLM's server: completions streamed at a fixed pace, a token an event."""
+"""Stand-in for vLLM's server: it streams completions at a fixed pace, one token an event."""
 
 import argparse
 import asyncio
 import json
 
 import uvicorn
-import uvloop  # as the real one does; ``peers.vllm_server`` sees to it where it is not installed
+import uvloop  # the real server does, too; ``peers.vllm_server`` replaces it where it is not installed
 
 from vllm import note
 
