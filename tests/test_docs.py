@@ -30,9 +30,11 @@ def test_links_and_paths_in_docs_exist(file):
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Anchors of a page: those of its headings, as GitHub makes them, and those that it sets itself."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    named = set(re.findall(r'<a id="([\w-]+)"></a>', text))
+    return named | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("file", DOCS, ids=lambda f: f.name)
