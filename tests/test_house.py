@@ -212,6 +212,29 @@ def test_every_folder_of_modules_is_a_package():
         assert (folder / "__init__.py").exists(), f"{folder} has modules but no __init__.py that says what it is for"
 
 
+# A docstring that starts with one of these words has no subject: "Of ``memory``." says less than it seems to.
+BARE = re.compile(
+    r"(Of|By|Whose|Who|What|Where|From|In|Beside|But|With|For|To|As|At|On|How|So|Since|Until|Over|Behind|Else|And)\b"
+)
+
+
+def bare_docstrings(tree: ast.AST) -> list[str]:
+    """First lines of docstrings that start with a bare preposition or relative."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
+    return [doc.splitlines()[0] for doc in docs if BARE.match(doc)]
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_docstrings_start_with_a_noun_or_a_verb(file):
+    assert not bare_docstrings(ast.parse(file.read_text()))
+
+
+def test_the_check_of_docstrings_can_fail():
+    assert bare_docstrings(ast.parse('def f():\n    """Of ``memory``."""')) == ["Of ``memory``."]
+    assert not bare_docstrings(ast.parse('def f():\n    """Number of int64 elements that ``memory`` must hold."""'))
+
+
 def test_no_bare_except_and_no_pickle():
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):

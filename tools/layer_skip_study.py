@@ -41,7 +41,7 @@ def fade(engine: Any, share: float) -> None:
 
 
 def count_layers(model: Any) -> dict[str, float]:
-    """From now on, what the drafter's calls compute."""
+    """Count, from now on, what the drafter's calls compute."""
     found = {"draft_layers": 0.0, "judge_layers": 0.0, "draft_calls": 0, "judge_calls": 0}
     way_of, judge = getattr(model, "_way", None), getattr(model, "judge", None)
 

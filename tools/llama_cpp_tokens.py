@@ -29,7 +29,7 @@ FILES = {
 
 
 def shared(one: list[int], other: list[int]) -> int:
-    """How many tokens two answers begin with alike."""
+    """Number of equal tokens at the start of two answers."""
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
 
 

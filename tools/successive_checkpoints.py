@@ -54,7 +54,7 @@ def recipe_of(name: str, options: argparse.Namespace) -> Recipe:
 
 
 def moved(before: list[torch.Tensor], trainer: Trainer) -> float:
-    """How far the weights moved, as a share of their size."""
+    """Distance that the weights moved, as a share of their size."""
     now = [p.detach() for p in trainer.model.parameters()]
     return math.sqrt(
         sum(float((a - b).square().sum()) for a, b in zip(now, before)) / sum(float(b.square().sum()) for b in before)

@@ -24,7 +24,7 @@ from kvasir.types import Plan
 
 
 def watch(out: TextIO) -> None:
-    """From now on, write down the steps of every engine that drafts."""
+    """Write down the steps of every engine that drafts from now on."""
     seen: dict[str, Any] = {}
     accepted: dict[Drafting, int] = {}  # up to the last step
     init, completed, observe, gain = Drafting.__init__, Drafting.completed, DraftTimes.observe, Controller._gain

@@ -121,7 +121,7 @@ class Widened:
         return {"model.embed_tokens.weight": embed, "model.norm.weight": self._norm("model.norm.weight")}
 
     def layer(self, i: int) -> dict[str, torch.Tensor]:
-        """Of layer ``i``; of one that the small model does not have, one that adds nothing."""
+        """Return the weights of layer ``i``; a layer that the small model does not have adds nothing."""
         prefix, size, part = f"model.layers.{i}.", self.size, i < self.layers
         found = {
             prefix + name: self._norm(prefix + name)

@@ -48,7 +48,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample: the OpenAI and vLLM parameters by their usual names. Ranges are checked once, at admission.
+    """Sampling parameters: the OpenAI and vLLM parameters by their usual names. Ranges are checked once, at admission.
 
     ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (lowest id wins a tie).
     ``seed=None`` draws a new stream. ``logprobs``: number of alternatives to report in addition to the sampled token.
@@ -411,7 +411,7 @@ class Handle(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Event:
-    """What the engine tells the front end about one branch.
+    """News of one branch from the engine to the front end.
 
     Events may be sent again: ``index`` is the place of the first token in the branch's output and ``epoch`` that of the
     submission, so a reader can drop what it has seen.
@@ -444,7 +444,7 @@ class Event:
 
 @dataclass(slots=True, kw_only=True)
 class ModelInfo:
-    """What front ends need to know about a loaded model."""
+    """Facts about a loaded model that front ends need."""
 
     name: str
     max_model_len: int

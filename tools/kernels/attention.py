@@ -126,7 +126,7 @@ def compile_dense(shape: dense.Shape) -> None:
 
 
 def to_compile() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What is timed later. Shapes that differ only in how work is cut share a kernel."""
+    """Kernels that are timed later. Shapes that differ only in how work is cut share a kernel."""
     decodes = [
         (compile_decode, (shape, count)) for shape in DECODE_SHAPES for count in (1, 64, 256) if shape.programs == 12
     ]

@@ -232,7 +232,7 @@ def matmul_rate() -> float:
 
 
 def measure_limits(report: Report) -> tuple[float, float]:
-    """What the machine can do, noted in the result: bytes and operations a second."""
+    """Measure what the machine can do and note it in the result: bytes and operations a second."""
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     report.limits |= {"copy_GB_per_s": round(bandwidth / 1e9), "bf16_TFLOP_per_s": round(rate / 1e12)}
     return bandwidth, rate

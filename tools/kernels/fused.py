@@ -120,7 +120,7 @@ def compile_gemv(rows: int, n: int, k: int, fused: dict[str, Any], config: Confi
 
 
 def to_compile(all_rows: list[int]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What `time_gemv` times; 2 to 16 rows share kernels."""
+    """Kernels that `time_gemv` times; 2 to 16 rows share kernels."""
     return [
         (compile_gemv, (rows, n, k, fused, config))
         for _, n, k, fused in matrices()

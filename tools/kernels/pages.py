@@ -64,7 +64,7 @@ def attention_flops(spans: Spans) -> int:
 
 
 def cold_layers(spans: Spans, most: int) -> int:
-    """As many layers as keep the L2 cache from holding the keys, at most ``most``."""
+    """Return as many layers as keep the L2 cache from holding the keys, at most ``most``."""
     return max(1, min(most, COLD_BYTES // key_bytes(spans)))
 
 

@@ -56,7 +56,8 @@ def gap_to(base: torch.Tensor, out: torch.Tensor) -> float:
 
 
 def try_by_hand(told: Connection) -> None:
-    """In a process of its own: some ragged spans against the reference, and long ones against Triton's kernel."""
+    """Check, in a process of its own, some ragged spans against the reference, and long ones against Triton's
+    kernel."""
     try:
         for case in itertools.islice(dense.ragged(), 0, 5, 2):
             check_dense_attention(case, BF16, "cuda", shape=BY_HAND)

@@ -1,4 +1,4 @@
-"""What the machine could do at most: measured rates, and from them and the model's shape a limit for each workload.
+"""Upper limits of the machine: measured rates, and from them and the model's shape a limit for each workload.
 
 The rates are measured in a process of their own (``python -m kvasir.bench.roofline [cpu|cuda] DTYPE``), which gives the
 device's memory back when it ends. A figure above its limit is a fault of the benchmark. Data that a CPU's caches hold

@@ -1,4 +1,4 @@
-"""From a plan to tensors: the only place that turns sequences and page tables into what kernels read.
+"""Turn a plan into tensors: the only place that turns sequences and page tables into what kernels read.
 
 Everything is written into two staging buffers on the host (one of int64, one of int32, pinned when the device is a GPU)
 and crosses to the device in two copies, whatever the number of requests.

@@ -1,4 +1,4 @@
-"""From settings to a runner: load the model, choose the techniques, measure a worst-case step, size the pool."""
+"""Build a runner from settings: load the model, choose the techniques, measure a worst-case step, size the pool."""
 
 from __future__ import annotations
 

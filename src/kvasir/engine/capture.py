@@ -1,4 +1,4 @@
-"""How work on static buffers becomes a replay: CUDA graphs, whole or in pieces, and the device memory that a capture
+"""Capture of work on static buffers for replay: CUDA graphs, whole or in pieces, and the device memory that a capture
 needs."""
 
 from __future__ import annotations

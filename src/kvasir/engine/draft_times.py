@@ -1,4 +1,4 @@
-"""What a step costs with drafts and without, from one step's end to the next one's: drafting, its host work, and the
+"""Cost of a step with drafts and without, from one step's end to the next one's: drafting, its host work, and the
 overlap that a drafted step does without are part of the price.
 
 There are two models of step times, plain and drafted. Their rows are the rows that are computed: padding of a CUDA

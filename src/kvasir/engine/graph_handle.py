@@ -1,4 +1,4 @@
-"""What a decode step over static buffers gave, once it is read: a result for each span, chains and trees walked.
+"""Results of a decode step over static buffers, once it is read: a result for each span, chains and trees walked.
 
 Legend: T rows of a step.
 """

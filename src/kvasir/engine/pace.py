@@ -134,7 +134,7 @@ def mixed_rows(roofline: Roofline) -> Beside:
 
 
 class Pace:
-    """How many prompt rows a step may take.
+    """Limits the prompt rows of a step.
 
     ``target``: most seconds that a running request should wait for its next token, or None. Every running request has a
     row in every step, so it waits as long as the step takes. ``beside``: bounds on the prompt rows of steps with

@@ -41,8 +41,8 @@ class _Pool:
         return len(self.free) + len(self.cached)
 
     def wanted(self, table: list[int], first: int, end: int) -> tuple[list[int], int]:
-        """What must change before pages ``first`` to ``end`` of ``table`` can be written: the places of pages that
-        other tables share, and the number of pages that it lacks."""
+        """Return what must change before pages ``first`` to ``end`` of ``table`` can be written: the places of pages
+        that other tables share, and the number of pages that it lacks."""
         return [i for i in range(first, min(end, len(table))) if self.refs[table[i]] > 1], max(0, end - len(table))
 
     def take(self, count: int) -> list[int]:

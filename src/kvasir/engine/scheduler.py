@@ -308,7 +308,7 @@ class Scheduler:
         return 0 if few and behind and not claim else rows
 
     def _chunk(self, seq: Sequence, left: int) -> int:
-        """How many rows of its prompt a sequence gets; it ends at the end of a page when more follows."""
+        """Number of rows of its prompt that a sequence gets; it ends at the end of a page when more follows."""
         needed = rows_left(seq)
         length = min(needed, left, self.config.long_prefill_token_threshold or left)
         if length < needed:
@@ -331,7 +331,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------ admission
 
     def _seats(self) -> int:
-        """How many more sequences may run."""
+        """Number of further sequences that may run."""
         return min(self.room.max_running - len(self.running), len(self._free_seats))
 
     def _admit(self, step: Step, claimant: Sequence | None, claim: int) -> None:

@@ -1,4 +1,4 @@
-"""How many pages fit: the pool's size from what the device has left after a measured worst-case step."""
+"""Number of pages that fit: the pool's size from what the device has left after a measured worst-case step."""
 
 from __future__ import annotations
 

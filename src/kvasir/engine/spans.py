@@ -93,7 +93,7 @@ def page_aligned(start: int, length: int, page_slots: int) -> int:
 
 
 def round_down(step: Step, budget: int, page_slots: int) -> None:
-    """Where decodes and prompts mix, cut the last chunk so that the step ends with a whole row tile."""
+    """Cut the last chunk of a step that mixes decodes and prompts, so that it ends with a whole row tile."""
     extra = (budget - step.left) % ROW_TILE
     if budget % ROW_TILE or not extra:
         return

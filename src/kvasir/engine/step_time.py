@@ -31,7 +31,7 @@ TILE_ROWS = 128  # rows of a tile in matmul kernels; a few rows more cost a whol
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step's time depends on. ``rows``: rows that are computed, padding of a graph included."""
+    """The numbers that a step's time depends on. ``rows``: rows that are computed, padding of a graph included."""
 
     rows: int = 0
     # Number of keys that all queries look at: sum of q * (context + q / 2) over spans of more than one row.

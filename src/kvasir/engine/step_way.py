@@ -65,8 +65,8 @@ class CapturingWay(StepWay):
 
 
 class StepParts:
-    """What all ways to run a step share: the model, the KV pool, the attention backend, the sampler, and the seats of
-    running sequences.
+    """Parts that all ways to run a step share: the model, the KV pool, the attention backend, the sampler, and the
+    seats of running sequences.
 
     ``max_model_len`` is the number of positions that a seat's page tables have room for. ``taps`` are the hidden states
     a drafter reads; ``guest_inputs`` [G, E] is what the first layer reads in rows that hold no token.

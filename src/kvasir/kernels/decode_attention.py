@@ -33,8 +33,8 @@ from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built. ``at_once``: programs that fit on a multiprocessor; ``programs``: chunks of long work
-    for each multiprocessor, several times ``at_once``."""
+    """Build parameters of the kernel. ``at_once``: programs that fit on a multiprocessor; ``programs``: chunks of long
+    work for each multiprocessor, several times ``at_once``."""
 
     block_n: int
     warps: int

@@ -35,7 +35,7 @@ MIN_ROWS = tuned.DENSE_ROWS.value  # rows x query heads of a KV head; fewer are 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built.
+    """Build parameters of the kernel.
 
     Small tiles of one warpgroup overlap each other's products and exponentials on a multiprocessor: 539 TFLOP/s over 8k
     keys on an H200, where 128 x 128 on two warpgroups reaches 453. Triton 3.6's own warp specialisation does not apply

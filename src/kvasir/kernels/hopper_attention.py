@@ -34,7 +34,7 @@ if hopper is not None:
 
 @dataclass(frozen=True, slots=True)
 class HopperShape:
-    """How the kernel is built: one warpgroup for each half of a tile's rows."""
+    """Build parameters of the kernel: one warpgroup for each half of a tile's rows."""
 
     block_m: int
     block_n: int

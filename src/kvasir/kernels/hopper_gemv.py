@@ -37,9 +37,9 @@ if hopper is not None:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How the kernel is built: outputs of a program, inputs of a block, and the blocks of W and of x that it holds at a
-    time (W has two blocks where gate and up are separate). Several blocks need at least two slots: one is filled again
-    while the next block is multiplied. A second kernel adds the ``splits`` of K."""
+    """Build parameters of the kernel: outputs of a program, inputs of a block, and the blocks of W and of x that it
+    holds at a time (W has two blocks where gate and up are separate). Several blocks need at least two slots: one is
+    filled again while the next block is multiplied. A second kernel adds the ``splits`` of K."""
 
     block_n: int = 32
     block_k: int = 256

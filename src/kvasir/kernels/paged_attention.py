@@ -487,7 +487,7 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
 
 @dataclass(frozen=True, slots=True)
 class TogetherShape:
-    """How the kernel is built for tiles of ``block_m`` rows x heads. ``at_once``: programs that fit on a
+    """Build parameters of the kernel for tiles of ``block_m`` rows x heads. ``at_once``: programs that fit on a
     multiprocessor; ``programs``: chunks of long work for each."""
 
     block_m: int

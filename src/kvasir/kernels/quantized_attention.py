@@ -49,8 +49,8 @@ def most_rows(share: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built. ``at_once``: programs that fit on a multiprocessor; ``programs``: chunks of long work
-    for each multiprocessor, where the device cuts them."""
+    """Build parameters of the kernel. ``at_once``: programs that fit on a multiprocessor; ``programs``: chunks of long
+    work for each multiprocessor, where the device cuts them."""
 
     block_n: int
     warps: int

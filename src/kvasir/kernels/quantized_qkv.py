@@ -58,8 +58,8 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built: a program's heads, each half of them as ``blocks`` of ``width`` elements (powers of
-    two), and the ``stages`` of sums over blocks."""
+    """Build parameters of the kernel: a program's heads, each half of them as ``blocks`` of ``width`` elements (powers
+    of two), and the ``stages`` of sums over blocks."""
 
     heads: int
     blocks: int

@@ -112,7 +112,7 @@ class Ledger:
         return [self, *(self.parent._scopes() if self.parent else [])]
 
     def room(self, unit: str) -> float:
-        """What is left of a budget, here and in the scopes above, with reservations counted as used."""
+        """Remainder of a budget, here and in the scopes above, with reservations counted as used."""
         limits = [(getattr(s.budget, unit), s) for s in self._scopes()]
         return min(
             (limit - s._used[unit] - s._reserved[unit] for limit, s in limits if limit is not None),

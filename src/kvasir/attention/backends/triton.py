@@ -57,7 +57,7 @@ class TritonBackend(PagedBackend):
         return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)
 
     def together(self) -> tuple[int, ...]:
-        """Over codes there is one tile size. A span too long to read codes (``most_rows``) is decoded into scratch, and
+        """One tile size for codes. A span too long to read codes (``most_rows``) is decoded into scratch, and
         such steps are launched one by one."""
         if self.site.codec_kernel == "plain" or self.site.exact:
             return super().together()

@@ -94,7 +94,7 @@ class PromptDrafter(Drafter):
         return [self._tree(*guesses.get(ask.seq, ([], [])), ask, gains) for ask in asks]
 
     def _guesses(self, seqs: list[Sequence]) -> dict[Sequence, tuple[list[list[float]], list[list[int]]]]:
-        """For each sequence with guesses: estimates and tokens of the most likely ones by depth, best first."""
+        """Return, for each sequence with guesses, estimates and tokens of the most likely ones by depth, best first."""
         ready = [(seq, seen[1]) for seq in seqs if (seen := seq.state.get("ppd")) and seen[0] == len(seq.tokens)]
         if not ready:
             return {}

@@ -1,4 +1,4 @@
-"""For benchmarks: propose given tokens, each spoiled with probability 1 - ``accept``. A *set* acceptance, not a method.
+"""Propose given tokens, for benchmarks, each spoiled with probability 1 - ``accept``. A *set* acceptance, not a method.
 Exact.
 
 ``load`` takes {prompt ids as a tuple: the output of a plain run}. This measures the engine: the cost of a forward with
