@@ -1,6 +1,6 @@
-"""Simulate what the rule for prompts beside decodes does to latency: the real scheduler with step times of an H200.
+"""Simulate how the rule for steps that mix prompts with decodes changes latency: the real scheduler with step times of an H200.
 
-    python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,2048,2048:1152]
+    python tools/simulate_serving.py RESULT.json [--requests 1000] [--mixed none,2048,2048:1152]
         [--policies fcfs,shortest]
 
 There are no tensors: steps of the Llama-8B shape take the time that they took on the GPU, launches included (`python -m
@@ -28,7 +28,7 @@ from kvasir import technique  # noqa: E402
 from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
 from kvasir.bench.traces import prompt_ids, read, scaled  # noqa: E402
 from kvasir.config import SchedulerConfig  # noqa: E402
-from kvasir.engine.pace import Beside, Pace  # noqa: E402
+from kvasir.engine.pace import MixedRows, Pace  # noqa: E402
 from kvasir.engine.pages import PageManager  # noqa: E402
 from kvasir.engine.policy import POLICIES, SchedulerPolicy  # noqa: E402
 from kvasir.engine.scheduler import Scheduler  # noqa: E402
@@ -73,7 +73,7 @@ def gpu_seconds(spans: list[Span]) -> float:
 
 class Simulation:
     def __init__(
-        self, requests: list[tuple[float, list[int], int]], beside: Beside | None, policy: SchedulerPolicy
+        self, requests: list[tuple[float, list[int], int]], mixed: MixedRows | None, policy: SchedulerPolicy
     ) -> None:
         """``requests``: seconds of arrival, prompts, output tokens."""
         pages = PageManager([CacheGroup("full", (0,), 1, 8)], [45_000], 16, b"root")
@@ -83,7 +83,7 @@ class Simulation:
             policy,
             max_rows=8192,
             max_model_len=40_000,
-            pace=Pace(None, None, beside),
+            pace=Pace(None, None, mixed),
         )
         self.requests, self.now, self.gpu_free = requests, 0.0, 0.0
         self.flight: list[tuple[Plan, float]] = []
@@ -181,11 +181,11 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument(
-        "--beside", default="none,2048,2048:1152", help="Rows of prompts beside decodes: at most, and in a short step."
+        "--mixed", default="none,2048,2048:1152", help="Most prompt rows of a step with decodes, and of a short step."
     )
     parser.add_argument("--policies", default="fcfs,shortest")
     options = parser.parse_args()
-    texts, arms = options.beside.split(","), []
+    texts, arms = options.mixed.split(","), []
     gc.disable()
     loads: list[tuple[str, str, float | None]] = [
         ("mooncake", "mooncake", None),
@@ -196,11 +196,11 @@ def main() -> int:
         loads += [(f"{trace}{share * 100:.0f}", trace, round(share * capacity, 2)) for share in shares]
     for (label, trace, rate), text, name in product(loads, texts, options.policies.split(",")):
         most, _, short = text.partition(":")
-        beside = None if most == "none" else Beside(int(most), int(short or 1))  # of 1: none is short
+        mixed = None if most == "none" else MixedRows(int(most), int(short or 1))  # of 1: none is short
         metrics = Simulation(
-            load(trace, options.requests, rate), beside, technique.load(POLICIES, name, SchedulerPolicy)
+            load(trace, options.requests, rate), mixed, technique.load(POLICIES, name, SchedulerPolicy)
         ).run()
-        arms.append(arm(f"{label}-{text}-{name}", {"rate": rate, "beside": beside, "policy": name}, metrics))
+        arms.append(arm(f"{label}-{text}-{name}", {"rate": rate, "mixed": mixed, "policy": name}, metrics))
         print(arms[-1]["name"], metrics, flush=True)
         gc.collect()
     options.output.write_text(as_json(result("simulate-serving", arms)))

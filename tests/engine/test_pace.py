@@ -11,7 +11,7 @@ import torch
 
 from kvasir.config import SchedulerConfig
 from kvasir.engine.capture import call_through
-from kvasir.engine.pace import ALIKE_SHARE, SEVERAL_DECODES, Beside, Pace, StepClock, mixed_rows
+from kvasir.engine.pace import ALIKE_SHARE, SEVERAL_DECODES, MixedRows, Pace, StepClock, mixed_rows
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
@@ -23,7 +23,7 @@ MODEL = StepTimeModel(Roofline(1e12, 1e12, 8e9, 1.2e7, 600.0, 0.0))
 ROWS = 1024
 
 
-def make(target: float | None, num_decodes: int = 20, beside: Beside | None = None) -> Scheduler:
+def make(target: float | None, num_decodes: int = 20, mixed: MixedRows | None = None) -> Scheduler:
     """A scheduler with sequences that draw a token a step."""
     pages = manager(4000, page_slots=16)
     s = Scheduler(
@@ -32,7 +32,7 @@ def make(target: float | None, num_decodes: int = 20, beside: Beside | None = No
         Fcfs(),
         max_rows=ROWS,
         max_model_len=50_000,
-        pace=Pace(MODEL, target, beside),
+        pace=Pace(MODEL, target, mixed),
     )
     for i in range(num_decodes):
         s.add(sequence([i, 1], max_tokens=1000, name=f"d{i}"))
@@ -99,19 +99,19 @@ def test_without_a_target_or_without_decodes_nothing_is_held_back():
     assert Scheduler(SchedulerConfig(), manager(), Fcfs(), max_rows=8, max_model_len=10).pace.target is None
 
 
-BESIDE = Beside(304, 160)
+MIXED = MixedRows(304, 160)
 FEW, SEVERAL, MANY = SEVERAL_DECODES.start - 1, SEVERAL_DECODES.start, SEVERAL_DECODES.stop
 
 
 def test_prompts_beside_decodes_are_bounded_without_a_target():
-    s = make(None, FEW, BESIDE)
+    s = make(None, FEW, MIXED)
     for name in "pq":
         s.add(sequence([ord(name), *range(500)], max_tokens=4, arrival=0.1, name=name))
     rows = step(s, 0.1)
     assert len(rows) == FEW + 1 and rows["p"] == 304, "no other prompt gets rows"
     rows = step(s, 0.2)
     assert rows["p"] == 197 and rows["q"] == 96, "the rows that the first leaves, in whole pages"
-    crowd = make(None, FEW, BESIDE)
+    crowd = make(None, FEW, MIXED)
     for i in range(9):
         crowd.add(sequence([i] * 500, max_tokens=4, arrival=0.1, name=f"p{i}"))
     assert sorted(step(crowd, 0.1).values())[FEW:] == [48, 500], (
@@ -120,16 +120,16 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     s.prompts_first = True
     s.add(sequence([7] * 900, max_tokens=4, arrival=0.4, name="r"))
     assert step(s, 0.4).get("r", 0) > 304, "no request waits for a token"
-    alone = make(None, num_decodes=0, beside=BESIDE)
+    alone = make(None, num_decodes=0, mixed=MIXED)
     alone.add(sequence([7] * 900, max_tokens=4, arrival=0.1, name="p"))
     assert step(alone, 0.1)["p"] == 900, "nobody decodes"
-    timed = make(0.025, beside=BESIDE)
-    assert timed.pace.beside is None, "a target replaces the bound"
+    timed = make(0.025, mixed=MIXED)
+    assert timed.pace.mixed is None, "a target replaces the bound"
 
 
 def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
     """Nine prompts of 500 tokens that differ in their last page, so that 20 tokens of each are to be computed."""
-    s = make(None, FEW, BESIDE)
+    s = make(None, FEW, MIXED)
     s.add(sequence(500, max_tokens=4, arrival=0.1, name="first"))
     while step(s, 0.1).get("first") != 1:
         pass
@@ -157,7 +157,7 @@ def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
 def test_several_decodes_wait_for_shorter_steps(monkeypatch, prompt, long, short):
     monkeypatch.setattr("kvasir.engine.pace.TILE_ROWS", 32)
     for num_decodes, expected in ((FEW, long), (SEVERAL, short), (MANY, long)):
-        s, lengths = make(None, num_decodes, BESIDE), []
+        s, lengths = make(None, num_decodes, MIXED), []
         s.add(sequence([7] * prompt, max_tokens=4, arrival=0.1, name="p"))
         while sum(lengths) < prompt:
             rows = step(s, 0.1)
@@ -182,19 +182,19 @@ def test_several_decodes_wait_for_shorter_steps(monkeypatch, prompt, long, short
     ],
 )
 def test_rows_of_a_step_by_what_waits(ahead, expected):
-    assert Pace(None, None, Beside(2048, 1152)).most(30, 60, 8192, ahead) == expected
+    assert Pace(None, None, MixedRows(2048, 1152)).most(30, 60, 8192, ahead) == expected
 
 
 def test_rows_beside_decodes_follow_from_the_device():
     hopper = Roofline(4.8e12, 989e12, 15e9, 2 * 7e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
-    assert mixed_rows(hopper) == Beside(2048, 1152)
-    assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == Beside(2048, 1152), (
+    assert mixed_rows(hopper) == MixedRows(2048, 1152)
+    assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == MixedRows(2048, 1152), (
         "the same for a model twice as large"
     )
-    assert mixed_rows(replace(hopper, weight_bytes=120e9, routed=((0.875, 120e9),))) == Beside(2048, 1152), (
+    assert mixed_rows(replace(hopper, weight_bytes=120e9, routed=((0.875, 120e9),))) == MixedRows(2048, 1152), (
         "the same for a mixture that reads as much a row"
     )
-    assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == Beside(1024, 512)
+    assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == MixedRows(1024, 512)
 
 
 def test_the_wait_for_a_first_token_knows_the_pace():
@@ -206,7 +206,7 @@ def test_the_wait_for_a_first_token_knows_the_pace():
         > free.first_token(running, 5000, 100, ROWS)
         > free.first_token(running, 0, 100, ROWS)
     )
-    bounded = Pace(MODEL, None, beside=Beside(200, 200))
+    bounded = Pace(MODEL, None, mixed=MixedRows(200, 200))
     assert bounded.first_token(running, 5000, 100, ROWS) > free.first_token(running, 5000, 100, ROWS)
     full = StepShape.of([(100, 1)] * ROWS)
     assert free.first_token(full, 0, 1020, ROWS) < 11 * MODEL.predict(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvasir.engine.pace import Beside
+from kvasir.engine.pace import MixedRows
 from kvasir.engine.schedulers.affinity import Affinity
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
@@ -49,7 +49,7 @@ class World:
             long_prefill_token_threshold=rng.choice([0, 0, 5]),
         )
         self.scheduler.prompts_first = rng.random() < 0.4
-        self.scheduler.pace.beside = rng.choice([None, None, Beside(1, 1), Beside(6, 3)])
+        self.scheduler.pace.mixed = rng.choice([None, None, MixedRows(1, 1), MixedRows(6, 3)])
         model = FakeModel(pages)
         for pool in pages.pools:
             pool._on_free = model.poison

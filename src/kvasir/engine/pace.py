@@ -115,14 +115,14 @@ class StepClock:
         return {kind: error for kind, error in found.items() if error is not None}
 
 
-class Beside(NamedTuple):
+class MixedRows(NamedTuple):
     """Bounds on the prompt rows of a step with decodes: ``most`` usually, ``short`` in a short step."""
 
     most: int
     short: int
 
 
-def mixed_rows(roofline: Roofline) -> Beside:
+def mixed_rows(roofline: Roofline) -> MixedRows:
     """Bounds on the prompt rows of steps with decodes, as multiples of the time to read all weights.
 
     More prompt rows would delay everybody's next token and hardly cost less time a row. In a mixture of experts only
@@ -130,22 +130,22 @@ def mixed_rows(roofline: Roofline) -> Beside:
     """
     read, row = float(roofline.prior()[0]) * roofline.share_read(1), float(roofline.prior()[1])
     most, short = (max(TILE_ROWS, int(step * read / row) // TILE_ROWS * TILE_ROWS) for step in (MIXED_STEP, SHORT_STEP))
-    return Beside(most, short)
+    return MixedRows(most, short)
 
 
 class Pace:
     """Limits the prompt rows of a step.
 
     ``target``: most seconds that a running request should wait for its next token, or None. Every running request has a
-    row in every step, so it waits as long as the step takes. ``beside``: bounds on the prompt rows of steps with
+    row in every step, so it waits as long as the step takes. ``mixed``: bounds on the prompt rows of steps with
     decodes, used if there is no target; None: no bound.
     """
 
-    def __init__(self, model: StepTimeModel | None, target: float | None, beside: Beside | None = None) -> None:
+    def __init__(self, model: StepTimeModel | None, target: float | None, mixed: MixedRows | None = None) -> None:
         assert model is not None or target is None, "a target needs a model of step times"
         self.model = model
         self.target = target
-        self.beside = None if target is not None else beside
+        self.mixed = None if target is not None else mixed
 
     def most(self, decodes: int, decode_rows: int, rows: int, ahead: int) -> int:
         """Row budget of a mixed step, given its decodes and the prompt rows still queued.
@@ -154,9 +154,9 @@ class Pace:
         prompt rows still to compute. Short steps take equal shares of ``ahead``, because the longest few steps set the
         p99 inter-token latency.
         """
-        if self.beside is None or not decodes:
+        if self.mixed is None or not decodes:
             return rows
-        most, short = self.beside
+        most, short = self.mixed
         steps = -(-ahead // short)
         if decodes in SEVERAL_DECODES and steps <= SHORT_STEPS:
             most = short if steps < 2 else -(-ahead // (steps * TILE_ROWS)) * TILE_ROWS
