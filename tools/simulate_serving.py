@@ -1,4 +1,4 @@
-"""Simulate how the rule for steps that mix prompts with decodes changes latency: the real scheduler with step times of an H200.
+"""Simulate how the rule for mixed steps changes latency: the real scheduler with step times of an H200.
 
     python tools/simulate_serving.py RESULT.json [--requests 1000] [--mixed none,2048,2048:1152]
         [--policies fcfs,shortest]
