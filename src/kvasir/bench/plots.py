@@ -109,7 +109,8 @@ def draw_bars(file: Path, title: str, rows: list[list[Any]], data: str) -> None:
     for i, (_, own, peer) in enumerate(reversed(rows)):
         axes.barh(i + 0.2, own / peer, 0.38, color="#2b6cb0", label="kvasir" if i == 0 else None)
         axes.barh(i - 0.2, 1.0, 0.38, color="#a0aec0", label="peer" if i == 0 else None)
-        axes.text(own / peer, i + 0.2, f" {own / peer:.2f}x · {own:,.0f} tokens/s", va="center", fontsize=7)
+        ratio = round(own / peer, 3)  # as results store it, so that the picture and the tables say the same
+        axes.text(own / peer, i + 0.2, f" {ratio:.2f}x · {own:,.0f} tokens/s", va="center", fontsize=7)
         axes.text(1.0, i - 0.2, f" {peer:,.0f}", va="center", fontsize=7)
     axes.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
     axes.set_xlim(0, 1.45 * max(own / peer for _, own, peer in rows))
