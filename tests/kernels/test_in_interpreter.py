@@ -15,14 +15,26 @@ import pytest
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent / "triton"
+# Files that take minutes in the interpreter: every commit runs every second case of them, `make test-all` the others.
+LONG = {"test_decode_attention.py", "test_moe.py", "test_quantized.py"}
 
 
-@pytest.mark.parametrize("file", sorted(p.name for p in FOLDER.glob("test_*.py")))
-def test_kernels_in_the_interpreter(file):
+def runs():
+    """Yield (file, part): the whole file, or one of its two halves."""
+    for file in sorted(p.name for p in FOLDER.glob("test_*.py")):
+        if file in LONG:
+            yield pytest.param(file, "0/2", id=f"{file}-0")
+            yield pytest.param(file, "1/2", id=f"{file}-1", marks=pytest.mark.slow)
+        else:
+            yield pytest.param(file, "0/1", id=file)
+
+
+@pytest.mark.parametrize("file, part", runs())
+def test_kernels_in_the_interpreter(file, part):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
     run = subprocess.run(
         command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "KVASIR_TEST_PART": part},
         capture_output=True,
         text=True,
         cwd=FOLDER.parents[2],
