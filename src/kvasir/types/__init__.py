@@ -1,0 +1,68 @@
+"""The nouns of the engine: requests, sequences, spans, plans, batches, events. They import no other room.
+
+A *request* is what a user sent. It runs as one *sequence* per branch (``n`` > 1 forks). Every step the scheduler grants
+each sequence a *span* of rows; a list of spans is a *plan*, and a plan packed into tensors is a *StepBatch*. There are
+no phases: a prompt chunk, a decode step and a draft to verify are spans of different lengths.
+"""
+
+from __future__ import annotations
+
+from kvasir.types.event import (
+    BareLogprobs,
+    EngineStats,
+    Event,
+    ModelInfo,
+    PromptScore,
+    TokenLogprob,
+)
+from kvasir.types.request import (
+    U64,
+    Grammar,
+    Request,
+    SamplingParams,
+)
+from kvasir.types.sequence import (
+    FinishReason,
+    Sequence,
+    Status,
+    branch_stream,
+)
+from kvasir.types.step import (
+    CacheGroup,
+    Commit,
+    Handle,
+    PageCopy,
+    Plan,
+    Span,
+    SpanResult,
+    StepBatch,
+    Together,
+    Want,
+)
+
+__all__ = [
+    "BareLogprobs",
+    "CacheGroup",
+    "Commit",
+    "EngineStats",
+    "Event",
+    "FinishReason",
+    "Grammar",
+    "Handle",
+    "ModelInfo",
+    "PageCopy",
+    "Plan",
+    "PromptScore",
+    "Request",
+    "SamplingParams",
+    "Sequence",
+    "Span",
+    "SpanResult",
+    "Status",
+    "StepBatch",
+    "Together",
+    "TokenLogprob",
+    "U64",
+    "Want",
+    "branch_stream",
+]

@@ -1,0 +1,127 @@
+"""Output of the engine: log-probabilities, events, facts about the model, and counters. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvasir.types.sequence import FinishReason
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Natural log-probability of one token."""
+
+    id: int
+    logprob: float
+    rank: int  # 1: most likely
+    top: list[tuple[int, float]] = field(default_factory=list)  # the most likely alternatives: (id, log-probability)
+    confidence: float | None = None  # mean negative log-probability of the k likeliest tokens (None: not asked for)
+
+
+@dataclass(slots=True)
+class BareLogprobs:
+    """Log-probabilities and confidences (empty: not asked for) of several tokens, as plain numbers: these cross between
+    processes at a fraction of the cost of one `TokenLogprob` a token."""
+
+    logprobs: list[float]
+    confidences: list[float]
+
+
+@dataclass(slots=True)
+class PromptScore:
+    """Summary of the scored end of a prompt."""
+
+    logprob: float  # sum of the log-probabilities
+    tokens: int  # number of scored tokens
+    confidence: float | None = None  # their mean confidence (None: not asked for)
+    lowest: float | None = None  # the lowest mean confidence of a window (None: not asked for)
+
+
+@dataclass(slots=True, kw_only=True)
+class Event:
+    """News of one branch from the engine to the front end.
+
+    Events may be sent again: ``index`` is the place of the first token in the branch's output and ``epoch`` that of the
+    submission, so a reader can drop what it has seen.
+    ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last such event has
+    ``finish_reason``) or ``error`` (ends the whole request; see ``status``, ``param`` and ``message``).
+    ``queued``: seconds from arrival to the first granted rows; only on the first ``tokens`` event of branch 0.
+    ``bare``: replaces ``logprobs`` for requests with ``Request.bare``.
+    """
+
+    kind: Literal["accepted", "tokens", "error"]
+    request_id: str
+    epoch: int = 0
+    branch: int = 0
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    bare: BareLogprobs | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    score: PromptScore | None = None
+    num_cached: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    status: int = 0
+    param: str | None = None
+    code: str | None = None
+    message: str = ""
+    retry_after: float | None = None
+    queued: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelInfo:
+    """Facts about a loaded model that front ends need."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int  # width of the logits
+    tokenizer_size: int  # ids at or above it exist in the matrix only and are never sampled
+    eos_ids: tuple[int, ...] = ()
+    kv_capacity_tokens: int = 0
+    drafters: tuple[str, ...] = ()
+    timed_attention: str = ""  # the attention backend that was chosen by timing; a restarted process keeps it
+    priorities: bool = False  # whether the scheduler looks at the priorities of requests
+    max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
+    max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot for health and metrics. Times are in seconds; counters count from the start of the process."""
+
+    step: int = 0
+    time: float = 0.0
+    num_waiting: int = 0
+    num_blocked: int = 0
+    num_running: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    forwards: int = 0  # spans in which the generated tokens were drawn: one a token without drafts
+    cached_tokens: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix index; ``cached_tokens`` of them were found
+    preemptions: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    restarts: int = 0  # restarts of the engine process, counted by its client
+    quarantined: int = 0  # requests that the client failed because the engine process kept dying on them
+    step_seconds: float = 0.0
+    step_rows: int = 0
+    busy_seconds: float = 0.0  # time in steps; where two steps overlap, it counts once
+    draft_steps: int = 0  # steps in which drafts were asked for
+    drafts: int = 0  # drafts (trees and chains) that were verified
+    drafted_tokens: int = 0  # tokens in those drafts
+    drafted_by: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] tokens by drafter
+    accepted_tokens: int = 0  # drafted tokens that were accepted; each verification emits one token more
+    accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: parent accepted
+    drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same for each drafter
+    draft_saved_seconds: float | None = None  # estimate (engine/draft_savings.py); negative: lost; None: unknown
+    startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill" (the weights) overlaps other phases
+    weight_bytes: int = 0  # bytes of weights read and copied at the start
+    step_time_error: dict[str, float] = field(default_factory=dict)  # recent mean relative error; eager, graph

@@ -1,0 +1,114 @@
+"""The order of a client: parameters, and the request that everything else can be rebuilt from. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+U64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the output.
+
+    ``text``: the JSON schema, regex or Lark grammar, or a JSON list of choices.
+    ``after``: token ids of the end-of-reasoning mark; if not empty, the grammar starts once they have been generated.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    text: str = ""
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters: the OpenAI and vLLM parameters by their usual names. Ranges are checked once, at admission.
+
+    ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (lowest id wins a tie).
+    ``seed=None`` draws a new stream. ``logprobs``: number of alternatives to report in addition to the sampled token.
+    ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
+    ``num_draft_tokens``: most tokens to draft a step (0: none). ``drafter``: the drafter to use, where several run.
+    Neither changes a token in exact mode; elsewhere a tie may end differently.
+    ``confidence`` k > 0: report, with every log-probability, the mean negative log-probability of the k likeliest
+    tokens (Fu et al. 2025, DeepConf).
+    ``score_from``: score the prompt's tokens from this position on and return them summed up as one `PromptScore`.
+    ``confidence_window``: width of its windows in tokens (0: no window). ``finish_after`` m: only the first m branches
+    to stop by themselves count, by tokens and not by time; a branch that can no longer be among them is cancelled.
+    ``lease``: seconds to keep the pages of an ended branch for a request that goes on from it, unless others need them.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    num_draft_tokens: int | None = None
+    confidence: int = 0
+    confidence_window: int = 0
+    finish_after: int | None = None
+    lease: float = 0.0
+    score_from: int | None = None
+    drafter: str | None = None
+
+    def __post_init__(self) -> None:
+        # As in vLLM, callers may pass lists and single strings; they are stored as tuples.
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, Iterable)):
+                raise TypeError(f"{name} is {value!r}, expected a list")
+            if value is not None or name != "allowed_token_ids":
+                value = (value,) if isinstance(value, str) and value else tuple(value or ())
+                object.__setattr__(self, name, value)
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise TypeError(f"logit_bias is {self.logit_bias!r}, expected token ids with their biases")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """The durable state of one request. The engine can rebuild everything else from it, on any machine, at any time.
+
+    ``seed``: the u64 noise stream of branch 0. ``max_tokens``: resolved against the context length. ``tenant``: salt of
+    the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: ids.
+    ``affinity``: name that requests of one problem share; some scheduler policies keep them together.
+    ``piece``: number of tokens that may leave the engine together; 1 where a client reads them as they come.
+    ``bare``: whether log-probabilities are wanted as plain numbers (`Event.bare`), without ranks and alternatives.
+    ``epoch``: number of re-submissions. ``emitted``, ``ended``: what earlier epochs delivered, by branch.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    priority: int = 0
+    arrival: float = 0.0
+    tenant: str = ""
+    bad_words: list[list[int]] = field(default_factory=list)
+    epoch: int = 0
+    emitted: list[list[int]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    affinity: str = ""
+    piece: int = 1
+    bare: bool = False

@@ -1,0 +1,167 @@
+"""A step: the spans that the scheduler plans, the batch that the device runs, and the result of each span.
+
+Shape suffixes: T rows, S sequences (spans of this step), M rows whose logits are wanted, N pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from kvasir.types.event import TokenLogprob
+from kvasir.types.sequence import Sequence, Status
+
+if TYPE_CHECKING:
+    import torch
+
+Want = Literal["sample", "score"]
+Commit = Literal["all", "walk"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share a page pool: same kind, shape and lifetime. ``window``: number of last positions kept."""
+
+    name: str
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A whole page to copy inside a group's pool before the step's forward (copy-on-write)."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class Span:
+    """The one work item: ``length`` rows of one sequence from position ``start``.
+
+    Row ``i`` holds token ``start + i`` of ``seq.tokens + seq.draft`` and predicts the token after it.
+    ``want`` maps each kind of output to the range of rows (0-based in the span) that give it: ``sample`` draws the next
+    token, ``score`` gives the log-probability of the known next token. Rows in no range give nothing.
+    ``commit``: ``all`` rows, or (``walk``) of the rows that verify a draft only the accepted ones.
+    ``parents``: for trees only, the index in the span of each row's parent; -1 for the first row.
+    ``seat``: the sequence's seat when the span was planned; once the sequence has another, the span is void (not
+    ``valid``).
+    ``landed``: the span was resolved, so ``seq`` no longer counts on it.
+    ``guests``: numbers of embeddings in the drafter's table. The last ``len(guests)`` rows hold these instead of
+    tokens. A guest row sees its ancestors by ``parents``, no other row sees it, it is never committed and nothing is
+    drawn from it. Its output goes to the drafter. A span with guests is a tree, and its ``commit`` is ``walk``.
+
+    A span that starts after every known token has one row. An earlier step is still drawing its token, which stays on
+    the device, so ``tokens()`` is empty.
+    """
+
+    seq: Sequence
+    start: int
+    length: int
+    want: Mapping[Want, range] = field(default_factory=dict)
+    commit: Commit = "all"
+    parents: list[int] | None = None
+    seat: int = -1
+    landed: bool = False
+    guests: Collection[int] = ()
+
+    @property
+    def valid(self) -> bool:
+        """Whether the sequence has not finished, failed or been preempted since the span was planned."""
+        return self.seq.seat == self.seat and self.seq.status is Status.RUNNING
+
+    def tokens(self) -> list[int]:
+        """The tokens of all rows except the guests."""
+        known, end = self.seq.tokens, self.start + self.length
+        if end <= len(known):
+            return known[self.start : end]
+        return known[self.start :] + self.seq.draft[max(0, self.start - len(known)) : end - len(known)]
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step as the scheduler decided it. ``copies`` run before the forward; commits wait until it is resolved."""
+
+    step: int
+    spans: list[Span]
+    copies: list[PageCopy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(span.length for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The spans of a captured step that verifies drafts over static buffers; only the device knows them.
+
+    ``place`` [T] int64: each row's index in its span. ``length`` [T] int64: rows of that span. ``most``: its upper
+    bound.
+    """
+
+    place: torch.Tensor
+    length: torch.Tensor
+    most: int
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """A plan as tensors: an explicit argument of every forward.
+
+    ``input_ids`` [T] int64; ``positions`` [T] int64; ``row_start`` [S+1] int32: where each span's rows start, and T.
+    ``context`` [S] int32: positions in the cache before the span; row i of span s sees context[s] + i + 1 slots
+    (causal).
+    ``tables``: per cache group [S, W] int32 page ids, padded with page 0. ``logit_rows`` [M] int64: rows whose logits
+    are wanted, in order. ``slots``: per cache group [T] int64, the slot (page * P + offset) that gets each row's K/V.
+    ``ancestors`` [T, A] int64, only if a span is a tree: bit j % 64 of word j // 64 of row i says that row j of its
+    span is an ancestor of row i or row i itself. Causal spans of such a step have zeros; ``starts`` and ``context``
+    hold for them as usual.
+    ``borrowed``: two [K] int64, rows of this batch and the seats on the device that hold the tokens for them.
+    ``guests``: two [K] int64, the guest rows and the numbers of their embeddings in the drafter's table.
+    ``inputs`` [K, E]: those embeddings as the first layer reads them.
+    ``together``: set if each row is a span of its own here and the rows of one draft share the read of their keys. Then
+    ``context`` is each row's position, ``tables`` has a line a row, and every row has ``ancestors``, in chains too.
+    ``starts`` and ``lengths``: host copies of context and span lengths. ``scratch``: belongs to the attention backend.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    row_start: torch.Tensor
+    context: torch.Tensor
+    tables: tuple[torch.Tensor, ...]
+    slots: tuple[torch.Tensor, ...]
+    logit_rows: torch.Tensor
+    starts: list[int]
+    lengths: list[int]
+    ancestors: torch.Tensor | None = None
+    borrowed: tuple[torch.Tensor, torch.Tensor] | None = None
+    guests: tuple[torch.Tensor, torch.Tensor] | None = None
+    inputs: torch.Tensor | None = None
+    together: Together | None = None
+    scratch: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SpanResult:
+    """Result of one span of a step. Whatever was not asked for is None."""
+
+    tokens: list[int] = field(default_factory=list)  # the emitted path; empty while a prompt is unfinished
+    logprobs: list[TokenLogprob] | None = None
+    scores: list[TokenLogprob] | None = None  # log-probability of the known token after each scored row
+    error: str | None = None  # why this sequence alone fails
+    path: list[int] | None = None  # if a draft was verified: the row (0-based in the span) that drew each token
+    top: list[list[int]] | None = None  # for a drafter: the likeliest tokens of each sampled row
+    hidden: torch.Tensor | None = None  # for a drafter: [length, layers, E], outputs of the layers that it reads
+    guests: torch.Tensor | None = None  # [guests, E], outputs of the guest rows before the final norm
+
+
+class Handle(Protocol):
+    """A launched step."""
+
+    def read(self) -> list[SpanResult]:
+        """Wait for the step; return one result per span, in plan order."""
