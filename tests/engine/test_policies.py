@@ -262,3 +262,79 @@ def test_who_was_displaced_often_is_left_alone():
     assert displaced == 4
     d.drain()
     d.assert_outputs()
+
+
+# --------------------------------------------------------------------------------------------------- fair: API keys
+
+
+def fair_driver(policy, **options):
+    return Driver(scheduler(manager(200, 4), policy, max_rows=64, max_num_seqs=4), **options)
+
+
+def served(policy, honest: int, attackers: int, *, steps: int = 600) -> float:
+    """Share of the emitted tokens that honest keys get while attackers ask for answers 40 times as long, all they
+    can."""
+    d, count = fair_driver(policy), 0
+    for step in range(steps):
+        for key in range(honest + attackers):
+            tenant, verbose = f"key{key}", key >= honest
+            mine = [s for s in d.sequences if s.request.tenant == tenant and s.status is not Status.FINISHED]
+            while len(mine) < (8 if verbose else 1):
+                count += 1
+                mine.append(
+                    d.add(
+                        unique(
+                            4, f"{tenant} {count}", tenant=tenant, arrival=float(step), max_tokens=160 if verbose else 4
+                        )
+                    )
+                )
+        d.step()
+        d.now += 1.0
+    tokens = {True: 0, False: 0}
+    for seq in d.sequences:
+        tokens[int(seq.request.tenant[3:]) < honest] += seq.num_output
+    return tokens[True] / sum(tokens.values())
+
+
+def test_fair_gives_every_key_its_share():
+    """One honest key of two gets what it asks for beside a key that floods the server; by arrival it does not."""
+    fair = technique.load(PACKAGE, "fair:displace=64", SchedulerPolicy)
+    assert served(fair, 1, 1) > 2 * served(Fcfs(), 1, 1)
+    assert served(technique.load(PACKAGE, "fair:displace=64", SchedulerPolicy), 1, 10) > 4 * served(Fcfs(), 1, 10)
+
+
+def test_two_busy_keys_differ_by_a_bounded_amount():
+    """However long both have work, their counters differ by what the seats can hold, not by more with time."""
+    policy = technique.load(PACKAGE, "fair:displace=0", SchedulerPolicy)
+    served(policy, 0, 2, steps=900)
+    seats, longest = 4, 4 + 2 * 160
+    assert abs(policy.work["key0"] - policy.work["key1"]) <= seats * longest
+
+
+def test_a_pause_earns_no_credit():
+    policy = technique.load(PACKAGE, "fair", SchedulerPolicy)
+    d = fair_driver(policy)
+    d.add(unique(4, "a", tenant="a", max_tokens=2))
+    d.drain()
+    for i in range(6):
+        d.add(unique(4, f"b{i}", tenant="b", arrival=1.0 + i, max_tokens=40))
+    for _ in range(60):
+        d.step()
+    assert policy.work["b"] > 10 * policy.work["a"]
+    late = d.add(unique(4, "a again", tenant="a", arrival=9.0))
+    policy.order_waiting([late], 9.0)
+    assert policy.work["a"] == policy.work["b"], "the idle key starts where the busy one stands"
+
+
+def test_work_is_charged_once():
+    """Rows that are computed again after a preemption cost their key nothing, nor do cached ones."""
+    policy = technique.load(PACKAGE, "fair", SchedulerPolicy)
+    d = fair_driver(policy)
+    seq = d.add(unique(30, "a", tenant="a", max_tokens=6))
+    d.step()
+    d.scheduler.block(seq)
+    d.scheduler.unblock(seq)
+    d.drain()
+    assert policy.work["a"] == 30 + 2 * 6
+    with pytest.raises(ConfigError, match="displace"):
+        technique.load(PACKAGE, "fair:displace=-1", SchedulerPolicy)

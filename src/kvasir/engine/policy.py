@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from kvasir.logs import log
 from kvasir.technique import Technique
-from kvasir.types import Sequence, Status
+from kvasir.types import Sequence, Span, Status
 
 POLICIES = "kvasir.engine.schedulers"
 MAX_SKIPS = 64  # steps in which later arrivals may pass the oldest sequence in the queue
@@ -53,6 +53,9 @@ class SchedulerPolicy(Technique):
         """Running sequences by rank: the first get rows and pages first. By default the order is that of the queue."""
         return self.order_waiting(seqs, now)
 
+    def charge(self, span: Span, emitted: int) -> None:  # noqa: B027  # most policies count nothing
+        """Count a span that was committed and the number of tokens that it emitted. By default nothing is counted."""
+
     def victim(self, running: abc.Sequence[Sequence], incoming: Sequence) -> Sequence | None:
         """The sequence of ``running`` that loses its pages to ``incoming``; None: no sequence does.
 
@@ -81,6 +84,7 @@ class Guarded(SchedulerPolicy):
     def __init__(self, policy: SchedulerPolicy) -> None:
         super().__init__()
         self._policy, self.static = policy, policy.static
+        self.charges = type(policy).charge is not SchedulerPolicy.charge  # else a step saves a call for each span
 
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
         return self._ask("order_waiting", _check_order, seqs, now)
@@ -90,6 +94,12 @@ class Guarded(SchedulerPolicy):
 
     def victim(self, running: abc.Sequence[Sequence], incoming: Sequence) -> Sequence | None:
         return self._ask("victim", _check_victim, running, incoming)
+
+    def charge(self, span: Span, emitted: int) -> None:
+        try:
+            self._policy.charge(span, emitted)
+        except Exception:
+            self._switch_off("charge")
 
     def _ask(
         self,
@@ -106,14 +116,18 @@ class Guarded(SchedulerPolicy):
         except Exception:
             if isinstance(self._policy, ByArrival):
                 raise
-            log.exception(
-                "scheduling policy '%s' failed and is off until a restart; requests go by arrival. "
-                "Repair its %s, or choose another --scheduling-policy",
-                self._policy.name,
-                method,
-            )
-            self._policy = ByArrival()
+            self._switch_off(method)
             return self._ask(method, check, seqs, other)
+
+    def _switch_off(self, method: str) -> None:
+        """Go by arrival from now on. Called in an exception handler."""
+        log.exception(
+            "scheduling policy '%s' failed and is off until a restart; requests go by arrival. "
+            "Repair its %s, or choose another --scheduling-policy",
+            self._policy.name,
+            method,
+        )
+        self._policy = ByArrival()
 
 
 def _check_order(seqs: abc.Sequence[Sequence], found: Any) -> None:

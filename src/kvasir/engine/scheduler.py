@@ -183,6 +183,8 @@ class Scheduler:
         assert span.seat == seq.seat and start == seq.num_computed, (span, "is not the next one")
         self._land(span)
         seq.tokens += emitted
+        if self.policy.charges:
+            self.policy.charge(span, len(emitted))
         end, last = start + span.length, len(seq.tokens) - 1
         if span.guests:
             end -= len(span.guests)  # what guests wrote is nobody's
