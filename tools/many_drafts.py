@@ -72,7 +72,7 @@ def main() -> int:
                     "coupled": coupled(p, q, k, options.draws, rng),
                 }
             )
-        metrics = {name: round(statistics.mean(pair[name] for pair in found), 4) for name in found[0]}
+        metrics = {name: round(float(statistics.mean(pair[name] for pair in found)), 4) for name in found[0]}
         settings = {"noise": noise, "temperature": temperature, "drafts": k, "pairs": options.pairs}
         arms.append(arm(f"e{noise:g}-T{temperature:g}-k{k}", settings, metrics))
         print(arms[-1]["name"], metrics, flush=True)
