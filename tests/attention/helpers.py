@@ -11,7 +11,7 @@ from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.kv.codec import Codec
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
-from kvasir.types import CacheGroup, StepBatch
+from kvasir.types import CacheGroup, CacheRow, StepBatch
 
 
 @dataclass
@@ -73,7 +73,7 @@ def make_world(
     length, G, D] of spans that are not to be random."""
     draw = torch.Generator().manual_seed(seed)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window, softcap, sinks)
-    group = CacheGroup("g", (0, 1), kv_heads, dim, window)
+    group = CacheGroup("g", (0, 1), (CacheRow(kv_heads, dim, dim),) * 2, window)
     counts = [-(-(start + length) // page_slots) for start, length in spans]
     total = 4 + sum(counts)
     pool = KVPool([group], codec or PlainCodec(), [total], page_slots, device, dtype)

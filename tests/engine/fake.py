@@ -15,14 +15,14 @@ from kvasir.engine.pages import PageManager
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.spans import ROW_TILE
-from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Status
+from kvasir.types import CacheGroup, CacheRow, Plan, Request, SamplingParams, Sequence, Status
 
 VOCAB = 7
-FULL = CacheGroup("full", (0,), 1, 8)
+FULL = CacheGroup("full", (0,), (CacheRow(1, 8, 8),))
 
 
 def window_group(window: int) -> CacheGroup:
-    return CacheGroup(f"window{window}", (1,), 1, 8, window=window)
+    return CacheGroup(f"window{window}", (1,), (CacheRow(1, 8, 8),), window=window)
 
 
 def request(prompt, *, max_tokens=8, arrival=0.0, priority=0, tenant="", name="r", seed=0, **params) -> Request:

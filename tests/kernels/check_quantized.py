@@ -17,7 +17,7 @@ from kvasir.kv.pool import KVPool
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
 from kvasir.technique import load
-from kvasir.types import CacheGroup
+from kvasir.types import CacheGroup, CacheRow
 from tests.attention.helpers import World, make_world
 from tests.kernels.check import attend_low, blank, reference, rows_of
 from tests.kernels.check_fused import Draw, hold
@@ -41,7 +41,14 @@ def check_quantized_qkv(case: quantized_qkv.Case, dtype: torch.dtype, device: st
         slots[:: case.skip] = -1
     codec = codec_of(case.format, 0 if case.format != "int4" else case.order, case.values)
     basis = basis_of(case.order, case.dim, case.values, dtype, device) if case.order else None
-    pool = KVPool([CacheGroup("full", (0,), case.groups, case.dim)], codec, [pages], case.page_slots, device, dtype)
+    pool = KVPool(
+        [CacheGroup("full", (0,), (CacheRow(case.groups, case.dim, case.dim),))],
+        codec,
+        [pages],
+        case.page_slots,
+        device,
+        dtype,
+    )
     pool.pages[0].fill_(0xAB)
     before, cache = pool.pages[0].clone(), pool.layer(0)
     q = quantized_qkv.quantized_qkv(
@@ -92,7 +99,9 @@ def written(rows: int, at: range, exact: bool, format: str, device: str) -> list
         torch.arange(rows, device=device)[at.start : at.stop],
     )
     codec = codec_of(format, dim if format == "int4" else 0, True)
-    cache = KVPool([CacheGroup("full", (0,), 4, dim)], codec, [2 + rows // 64], 64, device, dtype).layer(0)
+    cache = KVPool(
+        [CacheGroup("full", (0,), (CacheRow(4, dim, dim),))], codec, [2 + rows // 64], 64, device, dtype
+    ).layer(0)
     basis = basis_of(dim, dim, True, dtype, device) if format == "int4" else None
     ops = HeadOps(8, table, positions, norm, exact)
     q = quantized_qkv.quantized_qkv(heads, ops, cache.planes, slots, format, basis)
@@ -110,7 +119,9 @@ def check_quantized_decode(case: quantized_decode.Case, dtype: torch.dtype, devi
     heads, kv_heads, dim, size = case.heads, case.kv_heads, case.dim, case.page_slots
     draw, codec, count = Draw(dim, dtype, device), codec_of(case.format, 0, False), len(case.contexts)
     pages = [-(-(c + 1) // size) for c in case.contexts]
-    pool = KVPool([CacheGroup("full", (0,), kv_heads, dim)], codec, [2 + sum(pages)], size, device, dtype)
+    pool = KVPool(
+        [CacheGroup("full", (0,), (CacheRow(kv_heads, dim, dim),))], codec, [2 + sum(pages)], size, device, dtype
+    )
     pool.pages[0].fill_(0xFF)  # NaN in every float
     cache, table = pool.layer(0), torch.zeros(count, max(pages), dtype=torch.int32)
     order = (1 + torch.randperm(sum(pages), generator=draw.generator)).tolist()
@@ -251,7 +262,7 @@ def check_quantized_attention(
 def check_gather(format: str, dim: int, dtype: torch.dtype, device: str) -> None:
     """Dense numbers equal to what the codec reads, zeros to the end of the block; the rest of the scratch untouched."""
     draw, codec = Draw(dim, dtype, device), codec_of(format, 0, False)
-    pool = KVPool([CacheGroup("full", (0,), 3, dim)], codec, [9], 16, device, dtype)
+    pool = KVPool([CacheGroup("full", (0,), (CacheRow(3, dim, dim),))], codec, [9], 16, device, dtype)
     cache = pool.layer(0)
     table = torch.tensor([[3, 1, 7], [5, 2, 0]], dtype=torch.int32, device=device)
     for s, length in enumerate((40, 20)):

@@ -14,7 +14,7 @@ from kvasir.kv.rotation import Rotation, largest_order
 from kvasir.models.checkpoint import resolve
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.technique import load
-from kvasir.types import CacheGroup
+from kvasir.types import CacheGroup, CacheRow
 from tests.engine.driver import Driver
 
 SPECS = [
@@ -40,7 +40,7 @@ def round_trip(spec: str, k: torch.Tensor, v: torch.Tensor | None = None) -> tup
     """[T, G, D] through the pool and back."""
     rows, heads, dim = k.shape
     pages = -(-rows // 16) + 1
-    pool = KVPool([CacheGroup("full", (0,), heads, dim)], codec_of(spec), [pages], 16, "cpu", k.dtype)
+    pool = KVPool([CacheGroup("full", (0,), (CacheRow(heads, dim, dim),))], codec_of(spec), [pages], 16, "cpu", k.dtype)
     cache = pool.layer(0)
     cache.codec.write(cache, k, k if v is None else v, torch.arange(16, 16 + rows))
     k_GND, v_GND = cache.codec.read(cache, torch.arange(1, pages))
@@ -211,7 +211,7 @@ def test_a_grid_is_made_of_rows_in_the_models_dtype(spec, dtype):
     rounded to bf16 before they are quantised (an fp32 model); a rotated key is not rounded to the model's dtype (a bf16
     model)."""
     x, slots = gaussian(40, 2, 64).to(dtype), torch.arange(40)
-    pool = KVPool([CacheGroup("full", (0,), 2, 64)], codec_of(spec), [3], 16, "cpu", dtype)
+    pool = KVPool([CacheGroup("full", (0,), (CacheRow(2, 64, 64),))], codec_of(spec), [3], 16, "cpu", dtype)
     cache = pool.layer(0)
     cache.codec.write(cache, x, x, slots)
     for side in ("k", "v"):
@@ -240,7 +240,7 @@ def test_encoding_what_was_decoded_changes_nothing_much(spec):
     "spec, bits", [("fp8", 8.25), ("int8", 8.25), ("int4", 4.25), ("int4_bdr", 4.25), ("nvfp4", 4.5)]
 )
 def test_bits_an_element(spec, bits):
-    group = CacheGroup("full", tuple(range(32)), 8, 128)
+    group = CacheGroup("full", tuple(range(32)), (CacheRow(8, 128, 128),) * 32)
     codec = codec_of(spec)
     page = KVPool.page_bytes_of(group, codec, codec.page_slots, torch.bfloat16)
     assert page * 8 / (codec.page_slots * 32 * 2 * 8 * 128) == bits
@@ -276,7 +276,7 @@ def test_head_dims_that_do_not_pack_are_refused(spec, dim):
 @pytest.mark.parametrize("spec", [*SPECS, "plain"])
 def test_poison_shows_in_every_element(spec):
     """The engine's poison mode relies on this: no read of a freed page goes unseen."""
-    pool = KVPool([CacheGroup("full", (0,), 2, 64)], codec_of(spec), [3], 16, "cpu", torch.float32)
+    pool = KVPool([CacheGroup("full", (0,), (CacheRow(2, 64, 64),))], codec_of(spec), [3], 16, "cpu", torch.float32)
     pool.poison(0, [1])
     k, v = pool.codec.read(pool.layer(0), torch.tensor([1, 2]))
     assert bool(k[:, :16].isnan().all()) and bool(v[:, :16].isnan().all())
@@ -284,7 +284,7 @@ def test_poison_shows_in_every_element(spec):
 
 
 def test_slots_of_minus_one_are_skipped():
-    pool = KVPool([CacheGroup("full", (0,), 2, 32)], codec_of("int4"), [2], 16, "cpu", torch.float32)
+    pool = KVPool([CacheGroup("full", (0,), (CacheRow(2, 32, 32),))], codec_of("int4"), [2], 16, "cpu", torch.float32)
     cache = pool.layer(0)
     k = gaussian(3, 2, 32)
     cache.codec.write(cache, k, k, torch.tensor([16, -1, 18]))

@@ -9,9 +9,18 @@ from kvasir.kv.codec import Codec, Plane
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.technique import load
-from kvasir.types import CacheGroup, PageCopy
+from kvasir.types import CacheGroup, CacheRow, PageCopy
 
-GROUPS = [CacheGroup("full", (0, 2, 5), 2, 24), CacheGroup("window", (1, 3), 3, 8, window=32)]
+GROUPS = [
+    CacheGroup("full", (0, 2, 5), (CacheRow(2, 24, 24),) * 3),
+    CacheGroup("window", (1, 3), (CacheRow(3, 8, 8),) * 2, window=32),
+]
+
+# Layers of one lifetime that differ in heads and widths, as Gemma 4's do, and keys wider than values.
+MIXED = [
+    CacheGroup("full", (0, 2, 5), (CacheRow(2, 24, 24), CacheRow(1, 40, 40), CacheRow(3, 16, 4))),
+    CacheGroup("window", (1, 3), (CacheRow(3, 8, 8), CacheRow(5, 2, 2)), window=32),
+]
 
 
 class Ragged(Codec):
@@ -25,36 +34,42 @@ def pool_of(codec=None, page_slots=16, dtype=torch.float32, groups=GROUPS) -> KV
     return KVPool(groups, codec or PlainCodec(), [6, 9], page_slots, "cpu", dtype)
 
 
-def test_sizes_are_what_is_allocated():
-    pool = pool_of()
-    for i, group in enumerate(GROUPS):
-        size = 2 * len(group.layers) * group.num_kv_heads * 16 * group.head_dim * 4
+@pytest.mark.parametrize("groups", [GROUPS, MIXED], ids=["alike", "mixed"])
+def test_sizes_are_what_is_allocated(groups):
+    pool = pool_of(groups=groups)
+    for i, group in enumerate(groups):
+        size = sum(row.width for row in group.rows) * 16 * 4
         assert pool.page_bytes(i) == size == KVPool.page_bytes_of(group, PlainCodec(), 16, torch.float32)
         assert pool.pages[i].nbytes == size * pool.num_pages[i]
-    assert pool.bytes_per_token() == sum(2 * len(g.layers) * g.num_kv_heads * g.head_dim * 4 for g in GROUPS)
-    assert pool_of(dtype=torch.bfloat16).bytes_per_token() == pool.bytes_per_token() / 2
+    assert pool.bytes_per_token() == sum(row.width for g in groups for row in g.rows) * 4
+    assert pool_of(dtype=torch.bfloat16, groups=groups).bytes_per_token() == pool.bytes_per_token() / 2
 
 
 @pytest.mark.parametrize("page_slots", [1, 3, 16])
 @pytest.mark.parametrize("codec", [PlainCodec(), Ragged()], ids=["plain", "ragged"])
-def test_planes_are_aligned_disjoint_and_where_the_contract_says(codec, page_slots):
-    pool = pool_of(codec, page_slots, torch.bfloat16)
-    for i, group in enumerate(GROUPS):
+@pytest.mark.parametrize("groups", [GROUPS, MIXED], ids=["alike", "mixed"])
+def test_planes_are_aligned_disjoint_and_where_the_contract_says(groups, codec, page_slots):
+    pool = pool_of(codec, page_slots, torch.bfloat16, groups)
+    for i, group in enumerate(groups):
         owner = torch.zeros(pool.page_bytes(i), dtype=torch.int64)
-        layer_bytes = pool.page_bytes(i) // len(group.layers)
-        for place, layer in enumerate(group.layers):
+        begin = 0
+        for layer, row in zip(group.layers, group.rows):
             cache = pool.layer(layer)
             assert (cache.group, cache.page_slots, cache.codec) == (i, page_slots, codec)
-            for plane in codec.planes(group.head_dim, torch.bfloat16):
+            end = begin + KVPool.page_bytes_of(CacheGroup("", (0,), (row,)), codec, page_slots, torch.bfloat16)
+            for side in ("k", "v", "scale"):
+                dim = row.key_dim if side == "k" else row.value_dim
+                plane = next((p for p in codec.planes(dim, torch.bfloat16) if p.name == side), None)
+                if plane is None:
+                    continue
                 view = cache.planes[plane.name]
-                assert (
-                    view.shape == (pool.num_pages[i], group.num_kv_heads, page_slots, plane.width)
-                    and view.dtype == plane.dtype
-                )
+                assert view.shape == (pool.num_pages[i], row.heads, page_slots, plane.width)
+                assert view.dtype == plane.dtype
                 at = view.data_ptr() - pool.pages[i].data_ptr()
-                assert at % 16 == 0 and place * layer_bytes <= at < (place + 1) * layer_bytes
+                assert at % 16 == 0 and begin <= at < end
                 assert view.stride(0) * plane.dtype.itemsize == pool.page_bytes(i)
                 owner[at : at + view[0].numel() * plane.dtype.itemsize] += 1
+            begin = end
         assert int(owner.max()) == 1
 
 
@@ -87,8 +102,11 @@ def test_poison_is_nan_in_the_given_pages_only(dtype):
 @pytest.mark.parametrize("page_slots", [1, 3, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_plain_reads_back_what_was_written(page_slots, dtype):
-    odd = [CacheGroup("odd", (0, 1), 1, 6), GROUPS[1].__class__("b", (2, 3), 3, 8)]
-    for groups, layer in ((GROUPS, 2), (GROUPS, 3), (odd, 1), (odd, 3)):
+    odd = [
+        CacheGroup("odd", (0, 1), (CacheRow(1, 6, 6),) * 2),
+        GROUPS[1].__class__("b", (2, 3), (CacheRow(3, 8, 8),) * 2),
+    ]
+    for groups, layer in ((GROUPS, 2), (GROUPS, 3), (odd, 1), (odd, 3), (MIXED, 2), (MIXED, 3)):
         pool = pool_of(load("kvasir.kv.codecs", "plain", Codec), page_slots, dtype, groups)
         cache = pool.layer(layer)
         count, heads, _, dim = cache.planes["k"].shape

@@ -15,7 +15,7 @@ from kvasir.layers.weights import Placement
 from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec
-from kvasir.types import Request, SamplingParams, Sequence, Span
+from kvasir.types import CacheRow, Request, SamplingParams, Sequence, Span
 from tests import checkpoints
 from tests.models.test_parity import Paged
 
@@ -35,17 +35,17 @@ def decoder(spec, dtype=torch.float32):
 def run(model, chunk, length=20):
     """Logits of every position of one sequence, computed ``chunk`` rows per step."""
     spec = model.spec
-    pool = KVPool(spec.cache_groups(), PlainCodec(), [4], 16, "cpu", torch.float32)
-    caches = [pool.layer(i if layer.cache_of is None else layer.cache_of) for i, layer in enumerate(spec.layers)]
+    pool = KVPool(groups := spec.cache_groups(), PlainCodec(), [4] * len(groups), 16, "cpu", torch.float32)
+    caches = [pool.layer(spec.cache_layer(i)) for i in range(len(spec.layers))]
     backend = TorchBackend()
-    backend.prepare(Site("cpu", torch.float32, "plain", 16, tuple({layer.mixer.attention() for layer in spec.layers})))
+    backend.prepare(Site("cpu", torch.float32, "plain", 16, tuple(spec.attentions())))
     seq = Sequence(
         Request(id="a", prompt_ids=list(range(1, length + 1)), params=SamplingParams(), seed=0, max_tokens=1)
     )
-    seq.tables = [[1, 2]]
+    seq.tables = [[1, 2]] * len(groups)
     out = []
     for start in range(0, length, chunk):
-        batch = pack([Span(seq, start, min(chunk, length - start))], 16, "cpu", 1)
+        batch = pack([Span(seq, start, min(chunk, length - start))], 16, "cpu", len(groups))
         backend.plan(batch)
         out.append(model.logits(model.forward(batch, caches, backend)))
     return torch.cat(out)
@@ -82,9 +82,25 @@ def test_logit_scale_and_softcap():
     assert changed.logits(hidden).abs().max() <= 2.0
 
 
-def test_a_group_of_unequal_layers_is_our_bug():
-    with pytest.raises(AssertionError, match="full"):
-        replace(SPEC, layers=(LAYER, replace(LAYER, mixer=replace(MIXER, num_kv_heads=4)))).cache_groups()
+WIDE = replace(LAYER, mixer=replace(MIXER, num_kv_heads=1, head_dim=24), rope=RopeSpec(100.0, 24))
+
+
+def test_layers_of_one_lifetime_and_different_widths_share_a_page_table():
+    """The result is that of pages of their own, which a window that hides nothing gives them."""
+    mixed = replace(SPEC, layers=(LAYER, WIDE, LAYER, WIDE))
+    (group,) = mixed.cache_groups()
+    assert group.rows == (CacheRow(2, 16, 16), CacheRow(1, 24, 24)) * 2
+    whole = run(decoder(mixed), 20)
+    torch.testing.assert_close(run(decoder(mixed), 3), whole, atol=1e-4, rtol=1e-4)
+    apart = replace(WIDE, mixer=replace(WIDE.mixer, window=60))  # never hides a position, and has pages of its own
+    torch.testing.assert_close(run(decoder(replace(SPEC, layers=(LAYER, apart) * 2)), 20), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_may_rotate_nothing():
+    plain = replace(SPEC, layers=(LAYER, replace(LAYER, rope=None)))
+    model = decoder(plain)
+    torch.testing.assert_close(run(model, 3), run(model, 20), atol=1e-4, rtol=1e-4)
+    assert model.angles(torch.arange(2))[1] is None and (run(model, 20) - run(decoder(SPEC), 20)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

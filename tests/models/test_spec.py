@@ -15,7 +15,7 @@ from kvasir.errors import ConfigError
 from kvasir.layers.spec import DenseSpec, MoESpec, RopeSpec
 from kvasir.models import cost
 from kvasir.models.families import FAMILIES, build_spec
-from kvasir.types import CacheGroup
+from kvasir.types import CacheGroup, CacheRow
 
 BASE = {
     "vocab_size": 96,
@@ -50,7 +50,7 @@ def test_llama():
     assert (
         layer.rope == RopeSpec(10000.0, 8) and layer.ffn == DenseSpec(48) and layer.norm.eps == 1e-5 and not spec.tied
     )
-    assert spec.cache_groups() == (CacheGroup("full", (0, 1, 2, 3), 2, 8),)
+    assert spec.cache_groups() == (CacheGroup("full", (0, 1, 2, 3), (CacheRow(2, 8, 8),) * 4),)
 
 
 def test_head_counts_default():
@@ -62,7 +62,7 @@ def test_head_counts_default():
 
 def test_sliding_windows():
     every = build_spec(config("mistral", sliding_window=16))
-    assert every.cache_groups() == (CacheGroup("window-16", (0, 1, 2, 3), 2, 8, 16),)
+    assert every.cache_groups() == (CacheGroup("window-16", (0, 1, 2, 3), (CacheRow(2, 8, 8),) * 4, 16),)
     assert build_spec(config("mistral", sliding_window=None)).cache_groups()[0].window is None
     assert build_spec(config("mistral", max_position_embeddings=8192)).cache_groups()[0].window == 4096, (
         "absent is 4096, not none"
@@ -71,7 +71,10 @@ def test_sliding_windows():
         "it would never hide a position"
     )
     upper = build_spec(config("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=3))
-    assert upper.cache_groups() == (CacheGroup("full", (0, 1, 2), 2, 8), CacheGroup("window-16", (3,), 2, 8, 16))
+    assert upper.cache_groups() == (
+        CacheGroup("full", (0, 1, 2), (CacheRow(2, 8, 8),) * 3),
+        CacheGroup("window-16", (3,), (CacheRow(2, 8, 8),), 16),
+    )
     assert all(
         build_spec(config("qwen2", sliding_window=16, max_window_layers=0)).layers[i].mixer.window is None
         for i in range(4)

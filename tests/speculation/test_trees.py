@@ -11,7 +11,7 @@ from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.speculation.drafter import DRAFTERS, Ask, Drafter
 from kvasir.speculation.tree import DraftTree
-from kvasir.types import CacheGroup, Request, SamplingParams, Sequence
+from kvasir.types import CacheGroup, CacheRow, Request, SamplingParams, Sequence
 
 
 def sequence(tokens: list[int]) -> Sequence:
@@ -72,7 +72,7 @@ def test_a_draft_model_needs_a_model():
 def test_a_moved_slot_reads_the_same(codec, dtype):
     built = technique.load("kvasir.kv.codecs", codec, Codec)
     slots = built.page_slots
-    pool = KVPool([CacheGroup("full", (0, 1), 2, 64)], built, [5], slots, "cpu", dtype)
+    pool = KVPool([CacheGroup("full", (0, 1), (CacheRow(2, 64, 64),) * 2)], built, [5], slots, "cpu", dtype)
     generator = torch.Generator().manual_seed(0)
     at = torch.arange(slots, 4 * slots)
     for layer in (0, 1):

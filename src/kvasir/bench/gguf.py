@@ -42,8 +42,8 @@ def write(folder: Path, file: Path, file_type: str) -> None:
     if odd := [key for key in SPECIAL if config.get(key)]:
         raise ConfigError(f"no GGUF of a model with {odd[0]}={config[odd[0]]!r}")
     rope = build_spec(config).layers[0].rope
-    if rope.kind != "default":
-        raise ConfigError(f"no GGUF of a model with rope_type '{rope.kind}'")
+    if rope is None or rope.kind != "default":
+        raise ConfigError(f"no GGUF of a model with rope_type '{'none' if rope is None else rope.kind}'")
     architecture = gguf.MODEL_ARCH[ARCHITECTURES[name]]
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     matrices = getattr(gguf.GGMLQuantizationType, file_type.upper())

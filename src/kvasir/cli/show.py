@@ -117,11 +117,11 @@ def _layers(spec: ModelSpec) -> list[str]:
 def _line(layer: LayerSpec) -> str:
     mixer, ffn = layer.mixer, layer.ffn
     window = f", window {mixer.window:,}" if mixer.window else ""
-    body = f"{mixer.num_heads} query / {mixer.num_kv_heads} KV heads of {mixer.head_dim}{window}"
-    experts = getattr(ffn, "num_experts", 0)
-    return f"{body}; " + (
-        f"{ffn.top_k} of {experts} experts of {ffn.intermediate_size}" if experts else f"FFN {ffn.intermediate_size}"
+    heads = mixer.attention()
+    body = (
+        mixer.kind if heads is None else f"{heads.num_heads} query / {heads.num_kv_heads} KV heads of {heads.head_dim}"
     )
+    return f"{body}{window}; {ffn.summary()}"
 
 
 def _here() -> str:

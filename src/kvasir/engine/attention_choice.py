@@ -22,7 +22,7 @@ from kvasir.kernels.compile_ahead import compiling
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
-from kvasir.types import CacheGroup
+from kvasir.types import CacheGroup, CacheRow
 
 # The two steps that are timed, as spans of (positions before, rows).
 DECODES, PROMPT = [(2047, 1)] * 8, [(2048, 2048)]
@@ -136,7 +136,7 @@ def _step(
     """A call that attends ``LAYERS`` times. Every sequence has pages of its own, or they would be read once for all."""
     device, dtype, slots = backend.site.device, backend.site.dtype, backend.site.page_slots
     pages = len(spans) * pages_for(max(map(sum, spans)), slots)
-    group = CacheGroup("scratch", (0,), spec.num_kv_heads, spec.head_dim, spec.window)
+    group = CacheGroup("scratch", (0,), (CacheRow(spec.num_kv_heads, spec.head_dim, spec.head_dim),), spec.window)
     cache = KVPool([group], codec, [pages], slots, device, dtype).layer(0)
     batch = batch_of(spans, (torch.arange(pages, dtype=torch.int32, device=device).view(len(spans), -1),))
     q_THD = torch.zeros(len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvasir import technique
-from kvasir.attention.backend import AttentionSpec, Site
+from kvasir.attention.backend import Site
 from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.attention_choice import choose_backend
@@ -168,14 +168,14 @@ def build(
     codec = choose_codec(config.cache.kv_codec, dtype)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
-    check_layout(codec, {g.head_dim for g in groups}, dtype)
+    check_layout(codec, {row.key_dim for g in groups for row in g.rows}, dtype)
     site = Site(
         device=device.type,
         dtype=dtype,
         codec_kernel=codec.kernel,
         page_slots=page_slots,
         exact=exact,
-        specs=_attention_specs(model),
+        specs=tuple(model.spec.attentions()),
     )
     choice = choose_backend(config.runner.attention_backend, site, codec)
     backend = choice.backend
@@ -289,7 +289,7 @@ def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_b
     window. A window bounds what a row looks at, so its keys count as part of the row."""
     bandwidth, flops = rates(device, dtype)
     active = cost.active_params(spec)
-    pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers if layer.mixer.window is None)
+    pairs = sum(layer.mixer.pair_flops() for layer in spec.layers if layer.mixer.window is None)
     return Roofline(
         bandwidth,
         flops,
@@ -363,10 +363,6 @@ def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
 
     tokenizer = Tokenizer.load(file.parent)
     return tokenizer.size, tokenizer.eos_ids
-
-
-def _attention_specs(model: Decoder) -> tuple[AttentionSpec, ...]:
-    return tuple(dict.fromkeys(layer.mixer.attention() for layer in model.spec.layers))
 
 
 def _prefix_root(

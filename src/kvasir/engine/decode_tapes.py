@@ -51,6 +51,7 @@ class DecodeTapes(StepWay):
             and parts.backend.reference
             and len(pool.groups) == 1
             and all(block.ffn.static for block in model.blocks)
+            and specs[0] is not None
             and all(s == specs[0] and s.window is None and s.softcap is None and not s.sinks for s in specs)
             and pool.codec.blocks_of(pool.layer(0), np.zeros((1, 1), np.int64)) is not None
         )
@@ -146,9 +147,10 @@ class _Step:
             [0] * rows,
             [1] * rows,
         )
-        self.batch.scratch["write", 0] = {"rows": self.write}
+        spec = parts.model.spec.layers[0].mixer.attention()
+        self.batch.scratch["write", 0, spec.num_kv_heads, spec.head_dim] = {"rows": self.write}
         shared = {"blocks": self.read, "shape": shape, "pages": tables}
-        parts.backend.pin(self.batch, parts.model.spec.layers[0].mixer.attention(), dtype, bias, shared)
+        parts.backend.pin(self.batch, spec, dtype, bias, shared)
         for row in range(rows):
             self._see(row, 0)
         self.tape: Tape | None = None

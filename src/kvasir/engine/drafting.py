@@ -383,7 +383,7 @@ def _roofline(runner: Runner) -> Roofline:
     lower bound."""
     spec, size = runner.model.spec, runner.model.place.dtype.itemsize
     bandwidth, flops = BEST.get(runner.device.type, BEST["cpu"])
-    pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers)
+    pairs = sum(layer.mixer.pair_flops() for layer in spec.layers)
     return Roofline(
         bandwidth,
         flops,

@@ -133,7 +133,7 @@ class MixedSteps(CapturingWay):
         self._memory = torch.zeros(words, dtype=torch.int64, device=place.device)
         self._hidden = torch.zeros(self._max_wanted, model.spec.hidden_size, dtype=place.dtype, device=place.device)
         # Zero at first: padding rows go on from what stands there, and must be numbers.
-        heads = {(layer.mixer.num_heads, layer.mixer.head_dim) for layer in model.spec.layers}
+        heads = {(spec.num_heads, spec.head_dim) for spec in model.spec.attentions()}
         self._outs = {shape: torch.zeros(most, *shape, dtype=place.dtype, device=place.device) for shape in heads}
         self._ready: dict[int, tuple[list[Work], list[_Call]]] = {}  # size -> pieces, and the calls between them
         self._coarse = [*self.sizes[COARSE - 1 : -1 : COARSE], most]

@@ -24,7 +24,6 @@ from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.layers.norm import Stream
-from kvasir.layers.rope import Angles
 from kvasir.logs import log
 from kvasir.types import StepBatch
 
@@ -41,11 +40,10 @@ def rehearse(parts: StepParts) -> None:
     fails there."""
     if INTERPRETED or not use_triton(parts.seats.words):
         return
-    layers = {layer.mixer.attention(): i for i, layer in enumerate(parts.model.spec.layers)}
     calls = [partial(_draw, parts)]  # first what takes the compiler longest
     calls += [
         partial(_attend, parts, layer, spans)
-        for spec, layer in layers.items()
+        for spec, layer in parts.model.spec.attentions().items()
         for spans in parts.backend.kinds(spec, parts.sampler.max_seqs)
     ]
     calls += [partial(_forward, parts, rows) for rows in ROWS]
@@ -75,10 +73,10 @@ def _forward(parts: StepParts, rows: int) -> None:
     still to be added."""
     model, batch = parts.model, _batch(parts, [(0, 1)] * rows)
     parts.backend.plan(batch)
-    stream, angles = Stream(model.embed(batch.input_ids)), [Angles(table, batch.positions) for table in model.ropes]
+    stream, angles = Stream(model.embed(batch.input_ids)), model.angles(batch.positions)
     for i in {layer: i for i, layer in enumerate(model.spec.layers)}.values():
         for _ in range(2):
-            model.blocks[i].forward(stream, angles[model.rope_of[i]], parts.caches[i], parts.backend, batch)
+            model.blocks[i].forward(stream, angles[i], parts.caches[i], parts.backend, batch)
     model.logits(stream.value())
 
 

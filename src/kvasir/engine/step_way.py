@@ -87,7 +87,7 @@ class StepParts:
         self.backend = backend
         self.sampler = sampler
         self.device = device
-        self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
+        self.caches = [pool.layer(model.spec.cache_layer(i)) for i in range(len(model.spec.layers))]
         self.packer = Packer(pool.page_slots, len(pool.groups), device)
         self.seats = DeviceSeats(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
         self.taps: Taps | None = None

@@ -1,9 +1,9 @@
 """The KV codec seam: what the bytes of one token's keys and values are. Only a codec touches the bytes.
 
 A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost,
-then slots, then the plane's width. Element (page n, layer l, plane p, head g, slot s, i) is at ``n * page_bytes + l *
-layer_bytes + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64). The scales of a quantising codec are
-planes of their own, so that copies, forks and transfers carry them.
+then slots, then the plane's width. Element (page n, layer l, plane p, head g, slot s, i) is at ``n * page_bytes +
+layer_offset[l] + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64). Layers may differ in heads and
+widths. The scales of a quantising codec are planes of their own, so that copies, forks and transfers carry them.
 
 Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 """
@@ -29,7 +29,7 @@ CODECS = "kvasir.kv.codecs"
 @dataclass(frozen=True, slots=True)
 class Plane:
     """One array of a slot and head: ``width`` elements of ``dtype``. The planes ``k`` and ``v`` hold the data
-    itself."""
+    itself. A plane's name begins with the side that it belongs to."""
 
     name: str
     width: int

@@ -1,7 +1,8 @@
 """The bytes of the KV cache: one tensor of pages per cache group, in the block-major layout of ``kv/codec.py``.
 
 A page of a group is one contiguous run of bytes that holds every layer of the group, so that copying, moving or storing
-a page is one operation whatever the number of layers. Who owns which page is the business of ``engine/pages.py``.
+a page is one operation whatever the number of layers and whatever each of them keeps. Who owns which page is the
+business of ``engine/pages.py``.
 
 Legend: N pages, G KV heads, P slots per page.
 """
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvasir.kv.codec import Codec, LayerCache
-from kvasir.types import CacheGroup, PageCopy
+from kvasir.kv.codec import Codec, LayerCache, Plane
+from kvasir.types import CacheGroup, CacheRow, PageCopy
 
 ALIGN = 16  # bytes; every plane starts at a multiple, so that vector loads and views as any dtype work
 
@@ -23,11 +24,14 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-def _plane_bytes(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.dtype) -> list[int]:
-    return [
-        _aligned(group.num_kv_heads * page_slots * p.width * p.dtype.itemsize)
-        for p in codec.planes(group.head_dim, dtype)
-    ]
+def _planes(row: CacheRow, codec: Codec, dtype: torch.dtype) -> list[Plane]:
+    """The planes of a layer: those of its keys and those of its values, in the codec's order."""
+    keys, values = codec.planes(row.key_dim, dtype), codec.planes(row.value_dim, dtype)
+    return [k if k.name[0] == "k" else v for k, v in zip(keys, values)]
+
+
+def _plane_bytes(row: CacheRow, codec: Codec, page_slots: int, dtype: torch.dtype) -> list[int]:
+    return [_aligned(row.heads * page_slots * p.width * p.dtype.itemsize) for p in _planes(row, codec, dtype)]
 
 
 def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
@@ -67,7 +71,7 @@ class KVPool:
     @staticmethod
     def page_bytes_of(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.dtype) -> int:
         """Bytes of one page of ``group``, without a pool: for sizing."""
-        return len(group.layers) * sum(_plane_bytes(group, codec, page_slots, dtype))
+        return sum(sum(_plane_bytes(row, codec, page_slots, dtype)) for row in group.rows)
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one page of ``group``."""
@@ -115,20 +119,25 @@ class KVPool:
     def _words_of_a_slot(self, group: CacheGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
         """The places of slot 0's words in a page of ``group``, each word's distance from slot to slot, and the word
         type: the widest in which every row of every plane is a whole number of words."""
-        planes = self.codec.planes(group.head_dim, dtype)
-        sizes = _plane_bytes(group, self.codec, self.page_slots, dtype)
-        rows = [p.width * p.dtype.itemsize for p in planes]  # bytes of a slot of one head
+        found = [  # of every plane of every layer: its heads, the bytes of a slot of one head, its own bytes
+            (row.heads, plane.width * plane.dtype.itemsize, size)
+            for row in group.rows
+            for plane, size in zip(
+                _planes(row, self.codec, dtype), _plane_bytes(row, self.codec, self.page_slots, dtype)
+            )
+        ]
         unit = next(
-            u for u in (torch.int64, torch.int32, torch.int16, torch.uint8) if not any(r % u.itemsize for r in rows)
+            u
+            for u in (torch.int64, torch.int32, torch.int16, torch.uint8)
+            if not any(slot % u.itemsize for _, slot, _ in found)
         )
         base, step, at = [], [], 0
-        for _ in group.layers:
-            for size, row in zip(sizes, rows):
-                words = row // unit.itemsize
-                heads = at // unit.itemsize + np.arange(group.num_kv_heads)[:, None] * self.page_slots * words
-                base.append((heads + np.arange(words)).ravel())
-                step.append(np.full(group.num_kv_heads * words, words))
-                at += size
+        for num_heads, slot, size in found:
+            words = slot // unit.itemsize
+            heads = at // unit.itemsize + np.arange(num_heads)[:, None] * self.page_slots * words
+            base.append((heads + np.arange(words)).ravel())
+            step.append(np.full(num_heads * words, words))
+            at += size
         device = self.pages[0].device
         return (
             torch.from_numpy(np.concatenate(base)).to(device),
@@ -139,13 +148,13 @@ class KVPool:
     def _view(self, index: int, place: int, dtype: torch.dtype) -> LayerCache:
         """The planes of the layer at ``place`` in group ``index``."""
         group, raw = self.groups[index], self.pages[index]
-        sizes = _plane_bytes(group, self.codec, self.page_slots, dtype)
-        offset = place * sum(sizes)
+        row = group.rows[place]
+        offset = sum(sum(_plane_bytes(r, self.codec, self.page_slots, dtype)) for r in group.rows[:place])
         planes = {}
-        for plane, size in zip(self.codec.planes(group.head_dim, dtype), sizes):
+        for plane, size in zip(_planes(row, self.codec, dtype), _plane_bytes(row, self.codec, self.page_slots, dtype)):
             typed = raw.view(plane.dtype)
-            shape = (raw.shape[0], group.num_kv_heads, self.page_slots, plane.width)
+            shape = (raw.shape[0], row.heads, self.page_slots, plane.width)
             strides = (typed.stride(0), self.page_slots * plane.width, plane.width, 1)
             planes[plane.name] = typed.as_strided(shape, strides, offset // plane.dtype.itemsize)
             offset += size
-        return LayerCache(planes, self.codec, index, self.page_slots, group.head_dim, dtype)
+        return LayerCache(planes, self.codec, index, self.page_slots, row.key_dim, dtype)

@@ -1,16 +1,64 @@
 """The parts of a layer as plain data, read by front ends, sizing and cost without torch.
 
-A ``kind`` names the module that computes the part: ``GQASpec.kind = "gqa"`` is ``kvasir.layers.mixers.gqa``.
+A ``kind`` names the module that computes the part: ``GQASpec.kind = "gqa"`` is ``kvasir.layers.mixers.gqa``. Each part
+says itself what it costs and keeps (`MixerSpec`, `FFNSpec`), so that sizing and costs know no kind.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from kvasir.attention.backend import AttentionSpec
+from kvasir.types import CacheRow
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class MixerSpec(Protocol):
+    """The part of a layer that mixes positions."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def window(self) -> int | None:
+        """Number of last positions that a row sees, itself included; None: all."""
+
+    def cache_row(self) -> CacheRow | None:
+        """A token's share of the pages; None: the mixer keeps nothing there."""
+
+    def attention(self) -> AttentionSpec | None:
+        """The attention that a backend is asked for; None: the mixer computes its own, or has none."""
+
+    def matrices(self, hidden: int, writes: bool = True) -> int:
+        """Number of weights in matrices. ``hidden``: the model's width; ``writes`` False: the layer reads another
+        layer's cache."""
+
+    def vectors(self, hidden: int, writes: bool = True) -> int:
+        """Number of other weights: biases, norms, sinks."""
+
+    def pair_flops(self) -> int:
+        """Operations for a row and one position that it sees."""
+
+
+class FFNSpec(Protocol):
+    """The part of a layer that works on each row alone."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def matrices(self, hidden: int) -> int:
+        """Number of weights in matrices that every row is multiplied with. ``hidden``: the model's width."""
+
+    def vectors(self, hidden: int) -> int:
+        """Number of other weights."""
+
+    def routed(self, hidden: int) -> tuple[int, int, int]:
+        """Number of experts, those that one row uses, and the weights in one expert's matrices; (0, 0, 0): none."""
+
+    def summary(self) -> str:
+        """A few words for ``kvasir show``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +113,24 @@ class GQASpec:
             self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window, self.softcap, self.sinks
         )
 
+    def cache_row(self) -> CacheRow:
+        return CacheRow(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    def matrices(self, hidden: int, writes: bool = True) -> int:
+        return (2 * self.num_heads * self.head_dim + self._written(writes)) * hidden
+
+    def vectors(self, hidden: int, writes: bool = True) -> int:
+        biases = self.num_heads * self.head_dim + self._written(writes) if self.qkv_bias else 0
+        norms = self.head_dim * (2 if writes else 1) if self.qk_norm is not None else 0
+        return biases + (hidden if self.o_bias else 0) + norms + (self.num_heads if self.sinks else 0)
+
+    def pair_flops(self) -> int:
+        return 4 * self.num_heads * self.head_dim
+
+    def _written(self, writes: bool) -> int:
+        """Outputs of the projections of keys and values."""
+        return self.cache_row().width if writes else 0
+
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
@@ -74,6 +140,18 @@ class DenseSpec:
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+
+    def matrices(self, hidden: int) -> int:
+        return 3 * hidden * self.intermediate_size
+
+    def vectors(self, hidden: int) -> int:
+        return 2 * self.intermediate_size + hidden if self.bias else 0
+
+    def routed(self, hidden: int) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    def summary(self) -> str:
+        return f"FFN {self.intermediate_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +165,15 @@ class MoESpec:
     intermediate_size: int
     renormalize: bool
     activation: Activation = "silu"
+
+    def matrices(self, hidden: int) -> int:
+        return self.num_experts * hidden  # the router
+
+    def vectors(self, hidden: int) -> int:
+        return 0
+
+    def routed(self, hidden: int) -> tuple[int, int, int]:
+        return self.num_experts, self.top_k, 3 * hidden * self.intermediate_size
+
+    def summary(self) -> str:
+        return f"{self.top_k} of {self.num_experts} experts of {self.intermediate_size}"

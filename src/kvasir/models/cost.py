@@ -7,31 +7,28 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec
-from kvasir.models.spec import LayerSpec, ModelSpec
+from kvasir.models.spec import ModelSpec
 
 
 def num_params(spec: ModelSpec) -> int:
     """Number of stored weights; a tied head counts once."""
     total = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
     for layer in spec.layers:
-        total += _mixer_matrices(layer, spec.hidden_size) + _mixer_vectors(layer, spec.hidden_size)
-        total += _ffn_matrices(layer.ffn, spec.hidden_size)[0] + spec.hidden_size * (
-            4 if layer.norms == "sandwich" else 2
-        )
-        if isinstance(layer.ffn, DenseSpec) and layer.ffn.bias:
-            total += 2 * layer.ffn.intermediate_size + spec.hidden_size
+        experts, _, size = layer.ffn.routed(spec.hidden_size)
+        total += layer.matrices(spec.hidden_size) + layer.mixer.vectors(spec.hidden_size, layer.cache_of is None)
+        total += layer.ffn.vectors(spec.hidden_size) + experts * size
+        total += spec.hidden_size * (4 if layer.norms == "sandwich" else 2)
     return total
 
 
 def active_params(spec: ModelSpec) -> int:
     """Number of weights in the matrices that one row is multiplied with:
     its own experts and the head, but not the embedding table."""
-    head = spec.vocab_size * spec.hidden_size
-    return head + sum(
-        _mixer_matrices(layer, spec.hidden_size) + _ffn_matrices(layer.ffn, spec.hidden_size)[1]
-        for layer in spec.layers
-    )
+    total = spec.vocab_size * spec.hidden_size
+    for layer in spec.layers:
+        _, used, size = layer.ffn.routed(spec.hidden_size)
+        total += layer.matrices(spec.hidden_size) + used * size
+    return total
 
 
 def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float], ...]:
@@ -39,9 +36,9 @@ def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float]
     the bytes of all experts in such layers."""
     found: Counter[float] = Counter()
     for layer in spec.layers:
-        if isinstance(layer.ffn, MoESpec):
-            experts = 3 * spec.hidden_size * layer.ffn.intermediate_size * layer.ffn.num_experts
-            found[1 - layer.ffn.top_k / layer.ffn.num_experts] += experts * dtype_bytes
+        experts, used, size = layer.ffn.routed(spec.hidden_size)
+        if experts:
+            found[1 - used / experts] += experts * size * dtype_bytes
     return tuple(found.items())
 
 
@@ -58,7 +55,7 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> dict[str, int]:
     """Bytes of one token's keys and values by cache group, stored without a codec."""
-    return {g.name: 2 * g.num_kv_heads * g.head_dim * len(g.layers) * dtype_bytes for g in spec.cache_groups()}
+    return {g.name: sum(row.width for row in g.rows) * dtype_bytes for g in spec.cache_groups()}
 
 
 def kv_bytes(spec: ModelSpec, num_tokens: int, dtype_bytes: int) -> int:
@@ -69,37 +66,9 @@ def kv_bytes(spec: ModelSpec, num_tokens: int, dtype_bytes: int) -> int:
 
 def flops_per_token(spec: ModelSpec, context: int) -> int:
     """Operations for one row that sees ``context`` positions (itself included), with its logits."""
-    scores = sum(
-        4 * layer.mixer.num_heads * layer.mixer.head_dim * _seen(layer.mixer.window, context) for layer in spec.layers
-    )
+    scores = sum(layer.mixer.pair_flops() * _seen(layer.mixer.window, context) for layer in spec.layers)
     return 2 * active_params(spec) + scores
 
 
 def _seen(window: int | None, num_tokens: int) -> int:
     return num_tokens if window is None else min(window, num_tokens)
-
-
-def _mixer_matrices(layer: LayerSpec, hidden_size: int) -> int:
-    m: GQASpec = layer.mixer
-    return (2 * m.num_heads * m.head_dim + _kv_width(layer)) * hidden_size
-
-
-def _mixer_vectors(layer: LayerSpec, hidden_size: int) -> int:
-    """Number of weights in the mixer's biases, head norms and sinks."""
-    m: GQASpec = layer.mixer
-    biases = (m.num_heads * m.head_dim + _kv_width(layer) if m.qkv_bias else 0) + (hidden_size if m.o_bias else 0)
-    norms = m.head_dim * (2 if layer.cache_of is None else 1) if m.qk_norm is not None else 0
-    return biases + norms + (m.num_heads if m.sinks else 0)
-
-
-def _kv_width(layer: LayerSpec) -> int:
-    return 2 * layer.mixer.num_kv_heads * layer.mixer.head_dim if layer.cache_of is None else 0
-
-
-def _ffn_matrices(spec: DenseSpec | MoESpec, hidden_size: int) -> tuple[int, int]:
-    """Number of stored weights, and of those that one row is multiplied with."""
-    block = 3 * hidden_size * spec.intermediate_size
-    if isinstance(spec, DenseSpec):
-        return block, block
-    router = spec.num_experts * hidden_size
-    return block * spec.num_experts + router, block * spec.top_k + router

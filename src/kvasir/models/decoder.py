@@ -40,7 +40,7 @@ class Block:
     def forward(
         self,
         stream: Stream,
-        angles: Angles,
+        angles: Angles | None,
         cache: LayerCache,
         backend: AttentionBackend,
         batch: StepBatch,
@@ -96,9 +96,9 @@ class Decoder:
         self.blocks = [Block(layer, spec.hidden_size, place) for layer in spec.layers]
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, place)
         self.head_VE = self.embed_VE if spec.tied else matrix(spec.vocab_size, spec.hidden_size, place=place)
-        kinds = list(dict.fromkeys(layer.rope for layer in spec.layers))
+        kinds = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
         self.ropes = [RopeTable(kind, num_positions or spec.max_position, place.device) for kind in kinds]
-        self.rope_of = [kinds.index(layer.rope) for layer in spec.layers]
+        self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in spec.layers]
 
     @torch.inference_mode()
     def forward(
@@ -118,15 +118,20 @@ class Decoder:
         h_TE = self.embed(batch.input_ids)
         if batch.inputs is not None:
             h_TE.index_copy_(0, batch.guests[0], batch.inputs)
-        angles = [Angles(table, batch.positions) for table in self.ropes]
+        angles = self.angles(batch.positions)
         stream = Stream(h_TE)
         last = len(self.blocks) - 1
         early = wanted_M if taps is None or last not in taps else None
         for i, block in enumerate(self.blocks):
-            block.forward(stream, angles[self.rope_of[i]], caches[i], backend, batch, early if i == last else None)
+            block.forward(stream, angles[i], caches[i], backend, batch, early if i == last else None)
             if taps is not None and i in taps:
                 stream.peek(taps[i][: len(h_TE)])
         return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
+
+    def angles(self, positions_T: torch.Tensor) -> list[Angles | None]:
+        """The angles of rows at these positions, for every layer; None: it rotates nothing."""
+        tables = [Angles(table, positions_T) for table in self.ropes]
+        return [None if rope is None else tables[rope] for rope in self.rope_of]
 
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of hidden states that ``forward`` returned: in the model's dtype, or in fp32 where they are

@@ -235,7 +235,10 @@ def model(
     """
     fields.refuse("is_encoder_decoder", "encoder-decoder models are not served")
     fields.refuse("is_causal", "bidirectional attention (embedding models) is not served", (None, True))
-    longest = max_position(fields, layers[0].rope) if lengthens else fields.integer("max_position_embeddings")
+    rope = next((layer.rope for layer in layers if layer.rope is not None), None)
+    longest = fields.integer("max_position_embeddings")
+    if lengthens and rope is not None:
+        longest = max_position(fields, rope)
     # A window of the whole context never hides a position.
     layers = [
         replace(layer, mixer=replace(layer.mixer, window=None)) if (layer.mixer.window or 0) >= longest else layer

@@ -64,7 +64,9 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
         return f"no native kernel knows the cache's layout: '{other}'"
     if not all(part.native for block in model.blocks for part in (block.mixer, block.ffn)):
         return "some layers are neither grouped-query attention nor a dense block"
-    dims = {block.mixer.spec.head_dim for block in model.blocks}
+    if any(layer.rope is None for layer in model.spec.layers):
+        return "some layers do not rotate their heads"
+    dims = {block.mixer.attention.head_dim for block in model.blocks}
     if any(dim % LINE or dim > MAX_DIM for dim in dims):
         return f"the head dim is not a multiple of {LINE} up to {MAX_DIM}: {sorted(dims)}"
     return None if native().library is not None else native().reason  # last: it may have to be compiled

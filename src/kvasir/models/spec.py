@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec, NormSpec, RopeSpec
+from kvasir.attention.backend import AttentionSpec
+from kvasir.layers.spec import FFNSpec, MixerSpec, NormSpec, RopeSpec
 from kvasir.types import CacheGroup
 
 
@@ -13,26 +14,32 @@ from kvasir.types import CacheGroup
 class LayerSpec:
     """One block of the residual stream.
 
-    ``norms``: ``pre`` (a norm before mixer and ffn) or ``sandwich`` (also one after each, as in Gemma). ``cache_of``:
-    the earlier layer whose keys and values this one reads instead of writing its own.
+    ``rope`` None: queries and keys are not rotated. ``norms``: ``pre`` (a norm before mixer and ffn) or ``sandwich``
+    (also one after each, as in Gemma). ``cache_of``: the earlier layer whose keys and values this one reads instead of
+    writing its own.
     """
 
-    mixer: GQASpec
-    ffn: DenseSpec | MoESpec
-    rope: RopeSpec
+    mixer: MixerSpec
+    ffn: FFNSpec
+    rope: RopeSpec | None
     norm: NormSpec
     norms: Literal["pre", "sandwich"] = "pre"
     cache_of: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.rope.head_dim == self.mixer.head_dim, (
-            f"RoPE of {self.rope.head_dim} for heads of {self.mixer.head_dim}"
+        heads = self.mixer.attention()
+        assert self.rope is None or heads is None or self.rope.head_dim <= heads.head_dim, (
+            f"RoPE of {self.rope.head_dim} for heads of {heads.head_dim}"
         )
 
     @property
     def cache_group(self) -> str:
         """Name of the cache group that the layer belongs to."""
         return "full" if self.mixer.window is None else f"window-{self.mixer.window}"
+
+    def matrices(self, hidden: int) -> int:
+        """Number of weights in matrices that every row is multiplied with; experts are counted apart."""
+        return self.mixer.matrices(hidden, self.cache_of is None) + self.ffn.matrices(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +67,25 @@ class ModelSpec:
         with the same window."""
         members: dict[str, list[int]] = {}
         for i, layer in enumerate(self.layers):
-            if layer.cache_of is None:
+            if layer.cache_of is None and layer.mixer.cache_row() is not None:
                 members.setdefault(layer.cache_group, []).append(i)
-        groups = []
-        for name, layers in members.items():
-            mixers = [self.layers[i].mixer for i in layers]
-            shapes = {(m.num_kv_heads, m.head_dim) for m in mixers}
-            assert len(shapes) == 1, f"cache group '{name}' mixes the shapes {shapes}"
-            groups.append(CacheGroup(name, tuple(layers), *shapes.pop(), mixers[0].window))
-        return tuple(groups)
+        return tuple(
+            CacheGroup(
+                name,
+                tuple(layers),
+                tuple(self.layers[i].mixer.cache_row() for i in layers),
+                self.layers[layers[0]].mixer.window,
+            )
+            for name, layers in members.items()
+        )
+
+    def cache_layer(self, index: int) -> int:
+        """The layer whose pages layer ``index`` reads: itself, or the one that it shares them with."""
+        while (shared := self.layers[index].cache_of) is not None:
+            index = shared
+        return index
+
+    def attentions(self) -> dict[AttentionSpec, int]:
+        """Every kind of attention that a backend is asked for, and the last layer that has it."""
+        found = {layer.mixer.attention(): i for i, layer in enumerate(self.layers)}
+        return {spec: i for spec, i in found.items() if spec is not None}

@@ -29,6 +29,7 @@ from kvasir.types.sequence import (
 )
 from kvasir.types.step import (
     CacheGroup,
+    CacheRow,
     Commit,
     Handle,
     PageCopy,
@@ -43,6 +44,7 @@ from kvasir.types.step import (
 __all__ = [
     "BareLogprobs",
     "CacheGroup",
+    "CacheRow",
     "Commit",
     "EngineStats",
     "Event",

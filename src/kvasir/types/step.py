@@ -20,14 +20,32 @@ Commit = Literal["all", "walk"]
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRow:
+    """A token's place in a layer's pages: ``heads`` keys of ``key_dim`` elements and as many values of
+    ``value_dim``."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a row, keys and values together."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a page pool: same kind, shape and lifetime. ``window``: number of last positions kept."""
+    """Layers that share a page pool because their tokens live equally long. ``rows``: one for each of ``layers``;
+    ``window``: number of last positions kept."""
 
     name: str
     layers: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
+    rows: tuple[CacheRow, ...]
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.rows) == len(self.layers), "one row a layer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from kvasir.kv.pool import KVPool
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
 from kvasir.models.native_decoder import planes_of
-from kvasir.types import CacheGroup
+from kvasir.types import CacheGroup, CacheRow
 from tests.attention.helpers import make_world, truth
 from tests.kernels.check import FLOOR
 from tests.kernels.native.test_program import SPANS, WIDE_TREE
@@ -57,7 +57,14 @@ def write(heads_TXD, cache, slots, num_heads, angles, norm=None, positions=None)
 
 
 def pool_of(spec: str, groups: int, dim: int, pages: int = 40, page_slots: int = 5) -> KVPool:
-    pool = KVPool([CacheGroup("full", (0, 1), groups, dim)], codec_of(spec), [pages], page_slots, "cpu", torch.float32)
+    pool = KVPool(
+        [CacheGroup("full", (0, 1), (CacheRow(groups, dim, dim),) * 2)],
+        codec_of(spec),
+        [pages],
+        page_slots,
+        "cpu",
+        torch.float32,
+    )
     pool.pages[0].fill_(0xAB)
     return pool
 

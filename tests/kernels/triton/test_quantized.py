@@ -21,7 +21,7 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.technique import load
-from kvasir.types import CacheGroup, Request, SamplingParams, Sequence, Span
+from kvasir.types import CacheGroup, CacheRow, Request, SamplingParams, Sequence, Span
 from tests.kernels.check import reference
 from tests.kernels.check_quantized import (
     check_gather,
@@ -54,7 +54,7 @@ def test_the_grid_is_made_of_rows_in_their_own_dtype(order, dtype, device):
     table = torch.cat((torch.ones(48, 32), torch.zeros(48, 32)), 1).to(device)  # no angle: a key stays as it is
     ops = HeadOps(2, table, torch.arange(48, device=device))
     codec, slots = codec_of("int4", order, False), torch.arange(48, device=device)
-    cache = KVPool([CacheGroup("full", (0,), 1, 64)], codec, [2], 32, device, dtype).layer(0)
+    cache = KVPool([CacheGroup("full", (0,), (CacheRow(1, 64, 64),))], codec, [2], 32, device, dtype).layer(0)
     basis = codec.rotation("k", 64).basis(dtype, torch.device(device), False) if order else None
     quantized_qkv.quantized_qkv(heads, ops, cache.planes, slots, "int4", basis)
     stored = cache.planes["k_meta"][slots // 32, 0, slots % 32]

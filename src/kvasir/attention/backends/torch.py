@@ -71,7 +71,7 @@ class TorchBackend(AttentionBackend):
         """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled again for each step: read the
         pages that ``shared`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
         pages = batch.tables[0]
-        batch.scratch["parts", 0, spec.window, dtype] = [
+        batch.scratch["parts", 0, spec.num_kv_heads, spec.head_dim, spec.window, dtype] = [
             _Part(slice(0, len(pages)), True, True, pages, bias=bias, shared=shared)
         ]
 
@@ -84,7 +84,7 @@ class TorchBackend(AttentionBackend):
         sinks_H: torch.Tensor | None,
         want_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        key = ("parts", cache.group, spec.window, q_THD.dtype)
+        key = ("parts", cache.group, spec.num_kv_heads, spec.head_dim, spec.window, q_THD.dtype)
         parts = batch.scratch.get(key)
         if parts is None:
             parts = batch.scratch[key] = _parts(batch, cache, spec, q_THD.dtype)

@@ -76,10 +76,13 @@ class PlainCodec(Codec):
 
         One head of one page is a dense block, so the pool is a matrix of blocks, and a read is one gather of its rows.
         K and V share one allocation: the C allocator would return two that are freed together to the system and fault
-        them in again. None: pages of odd widths, whose planes are padded to their alignment, are no such matrix.
+        them in again. None: pages of odd widths, whose planes are padded to their alignment, and pages of layers that
+        differ in width, are no such matrix.
         """
         k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
         _, heads, size, dim = k_NGPD.shape
+        if k_NGPD.shape != v_NGPD.shape or k_NGPD.stride(0) % (size * dim):
+            return None
         if (v_NGPD.storage_offset() - k_NGPD.storage_offset()) % (size * dim):
             return None
         apart, beside = self._steps(cache)

@@ -44,7 +44,7 @@ class Mixer:
     def forward(
         self,
         x_TE: torch.Tensor,
-        angles: Angles,
+        angles: Angles | None,
         cache: LayerCache,
         backend: AttentionBackend,
         batch: StepBatch,
@@ -53,7 +53,7 @@ class Mixer:
         wanted_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
-        the result.
+        the result. ``angles`` None: heads are not rotated.
 
         K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the rows of the result,
         and of ``residual_TE``; None: all.
@@ -63,7 +63,7 @@ class Mixer:
         codec = cache.codec
         # Whether the backend takes queries in the cache's basis.
         in_basis = codec.fuses and codec.kernel in backend.codec_kernels
-        if self.fused and fits(heads_TXD) and (in_basis or not self.writes):
+        if self.fused and angles is not None and fits(heads_TXD) and (in_basis or not self.writes):
             norm_of = None if self.qk_norm is None else self.qk_norm.parameters
             ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, norm_of, self.exact)
             if self.writes:
@@ -77,15 +77,18 @@ class Mixer:
         out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
         return self.o(out_TE if wanted_M is None else out_TE.index_select(0, wanted_M), residual_TN=residual_TE)
 
-    def _write(self, heads_TXD: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch) -> torch.Tensor:
+    def _write(
+        self, heads_TXD: torch.Tensor, angles: Angles | None, cache: LayerCache, batch: StepBatch
+    ) -> torch.Tensor:
         """Norm, rotate and write, one after the other. Returns rotated queries [T, H, D]."""
         qk, v_TGD = heads_TXD.split_with_sizes(self.split, 1) if self.writes else (heads_TXD, None)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q_THD = rotate(qk, *angles.rows())
+        q_THD = qk if angles is None else rotate(qk, *angles.rows())
         if self.writes:
             q_THD, k_TGD = q_THD.split_with_sizes((self.spec.num_heads, self.spec.num_kv_heads), 1)
-            shared = batch.scratch.setdefault(("write", cache.group), {})
+            key = "write", cache.group, self.spec.num_kv_heads, self.spec.head_dim  # layers with rows of one shape
+            shared = batch.scratch.setdefault(key, {})
             cache.codec.write(cache, k_TGD, v_TGD, batch.slots[cache.group], shared)
         return q_THD
 
