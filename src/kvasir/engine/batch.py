@@ -27,26 +27,28 @@ class Frame:
     """A batch of one size at one place, whatever the plan. Padding rows hold token 0 and write to the dummy page.
 
     ``rows`` is the number of rows and ``wanted`` that of rows with logits, both multiples of ``ALIGNED``; ``memory`` is
-    the int64 tensor on the device that holds every such batch."""
+    the int64 tensor on the device that holds every such batch. ``varied``: whether rows have variants."""
 
     rows: int
     wanted: int
     memory: torch.Tensor
+    varied: bool = False
 
     @staticmethod
     def words(rows: int, wanted: int, num_groups: int) -> int:
         """Number of int64 elements that ``memory`` must hold."""
-        return (2 + num_groups) * rows + wanted
+        return (2 + num_groups) * rows + wanted + rows // 2
 
-    def parts(self, num_groups: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-        """Token ids, positions and slots as the batch has them, and the rows whose logits are wanted."""
+    def parts(
+        self, num_groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
+        """Token ids, positions and slots as the batch has them, the rows whose logits are wanted, and the variants."""
         ids, positions, *slots = self.memory[: (2 + num_groups) * self.rows].view(-1, self.rows)
-        return (
-            ids,
-            positions,
-            tuple(slots),
-            self.memory[(2 + num_groups) * self.rows : self.words(self.rows, self.wanted, num_groups)],
+        wanted, variants = self.memory[(2 + num_groups) * self.rows :].split_with_sizes(
+            (self.wanted, len(self.memory) - (2 + num_groups) * self.rows - self.wanted)
         )
+        variants = variants[: self.rows // 2].view(torch.int32)
+        return ids, positions, tuple(slots), wanted, variants if self.varied else None
 
 
 class Packer:
@@ -70,11 +72,13 @@ class Packer:
         width = max((-(-(s.start + s.length) // size) for s in spans), default=0)
         logit_rows = _logit_rows(spans, row_start)
         words = max((-(-s.length // 64) for s in spans if s.parents), default=0)
+        varied = any(s.varied for s in spans) if frame is None else frame.varied
 
         padded, wanted_rows = (num_rows, len(logit_rows)) if frame is None else (frame.rows, frame.wanted)
         wide_sizes = [padded, padded, *[padded] * self.num_groups, wanted_rows, num_rows * words]
+        wide_sizes.append((padded + 1) // 2 if varied else 0)  # two variants in a word
         narrow_sizes = [num_spans + 1, num_spans, *[num_spans * width] * self.num_groups]
-        wide, (ids, positions, *slots, wanted, bits) = self._stage(torch.int64, wide_sizes)
+        wide, (ids, positions, *slots, wanted, bits, variants) = self._stage(torch.int64, wide_sizes)
         narrow, (first_row, context, *tables) = self._stage(torch.int32, narrow_sizes)
         first_row[:], context[:], wanted[: len(logit_rows)] = row_start, starts, logit_rows
         if frame is not None:
@@ -83,6 +87,8 @@ class Packer:
                 section[num_rows:] = 0
         if words:
             bits[:] = 0
+        variants[:] = 0
+        variants = variants.view(np.int32)
         borrowed: list[tuple[int, int]] = []
         groups = [(g, table.reshape(num_spans, width), slots[g]) for g, table in enumerate(tables)]
         for i, span in enumerate(spans):
@@ -105,13 +111,15 @@ class Packer:
                 self._pages(span, span.seq.tables[g], table[i], slot[at:end])
             if span.parents:
                 tree_ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
+            if varied:
+                row_variants(span, variants[at:end])
 
         there = (
             wide.to(self.device, non_blocking=True)
             if frame is None
             else frame.memory[: len(wide)].copy_(wide, non_blocking=True)
         )
-        ids_t, positions_t, *slots_t, wanted_t, bits_t = _sections(there, wide_sizes)
+        ids_t, positions_t, *slots_t, wanted_t, bits_t, variants_t = _sections(there, wide_sizes)
         first_t, context_t, *tables_t = _sections(narrow.to(self.device, non_blocking=True), narrow_sizes)
         return StepBatch(
             input_ids=ids_t,
@@ -126,6 +134,7 @@ class Packer:
             ancestors=bits_t.view(num_rows, words) if words else None,
             borrowed=self._pairs(borrowed),
             guests=self._pairs(guest_rows(spans, row_start)),
+            variants=variants_t.view(torch.int32)[:padded] if varied else None,
         )
 
     def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -193,6 +202,17 @@ def guest_rows(spans: list[Span], row_start: list[int]) -> list[tuple[int, int]]
         if span.guests
         for i, number in enumerate(span.guests)
     ]
+
+
+def row_variants(span: Span, out: np.ndarray) -> None:
+    """Write each row's variant into ``out`` [length]: the sequence's from its first position on; that of the drafter
+    for guests."""
+    seq, guests = span.seq, len(span.guests)
+    out[:] = 0
+    if seq.variant:
+        out[tree_positions(span) >= seq.variant_from] = seq.variant
+    if guests:
+        out[len(out) - guests :] = seq.guest_variant
 
 
 def tree_positions(span: Span) -> np.ndarray:

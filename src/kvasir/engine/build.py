@@ -273,10 +273,11 @@ def ways_to_run(
     native = None
     if parts.model.place.fused and why_not(parts.model, parts.caches, parts.backend) is None:
         native = NativeDecoder(parts.model, parts.caches)
+    kinds = (False, True)[: 1 + (parts.num_variants > 0)]  # steps with variants have graphs of their own
     ways = (
         NativeDecodes(parts, native) if native is not None else None,
-        DecodeGraphs(parts, capture, max_drafts) if capture is not None else None,
-        MixedSteps(parts, pieces, max_rows) if pieces is not None else None,
+        *(DecodeGraphs(parts, capture, max_drafts, varied) for varied in kinds if capture is not None),
+        *(MixedSteps(parts, pieces, max_rows, varied) for varied in kinds if pieces is not None),
         NativeSteps(parts, native) if native is not None else None,
         DecodeTapes(parts) if DecodeTapes.can_serve(parts) else None,
         EagerSteps(parts),

@@ -2,7 +2,8 @@
 coming back.
 
 A tape's step has fixed tensors for everything that changes: token ids, positions, where keys and values go, which pages
-are read, and which of their slots are seen. A padding row is a sequence of length one in page 0.
+are read, and which of their slots are seen. A padding row is a sequence of length one in page 0. Steps whose rows have
+variants have tapes of their own.
 
 Legend: S sequences (one row each, padded), W pages of the longest (padded), P slots per page, G KV heads, N = W * P, V
 vocabulary.
@@ -77,8 +78,8 @@ class DecodeTapes(StepWay):
     def weights_changed(self) -> None:
         """Drop every tape: its calls name tensors made of the old weights."""
         self.arena = Arena()
-        self._seen: Counter[tuple[int, int]] = Counter()
-        self._steps: OrderedDict[tuple[int, int], _Step] = OrderedDict()
+        self._seen: Counter[tuple[int, int, bool]] = Counter()
+        self._steps: OrderedDict[tuple[int, int, bool], _Step] = OrderedDict()
 
     def _step(self, spans: list[Span]) -> _Step | None:
         """The tape for these spans; None: they are another kind of step, or too rare a shape."""
@@ -88,7 +89,8 @@ class DecodeTapes(StepWay):
             return None
         page_slots = self.parts.pool.page_slots
         rows, pages = _rounded(len(spans), 1), _rounded(max(s.start for s in spans) // page_slots + 1, 2)
-        key = rows, pages
+        varied = self.parts.varied(spans)
+        key = rows, pages, varied
         step = self._steps.get(key)
         if step is None:
             self._seen[key] += 1
@@ -96,7 +98,7 @@ class DecodeTapes(StepWay):
                 return None
             while len(self._steps) >= MAX_TAPES:
                 self._steps.popitem(last=False)
-            step = self._steps[key] = _Step(self, rows, pages)
+            step = self._steps[key] = _Step(self, rows, pages, varied)
         self._steps.move_to_end(key)
         return step
 
@@ -116,7 +118,7 @@ class DecodeTapes(StepWay):
 class _Step:
     """The fixed tensors of one shape, and the tape over them. A step writes only what differs from the step before."""
 
-    def __init__(self, home: DecodeTapes, rows: int, pages: int) -> None:
+    def __init__(self, home: DecodeTapes, rows: int, pages: int, varied: bool) -> None:
         self.home = home
         parts = home.parts
         size, cache, dtype = parts.pool.page_slots, parts.caches[0], parts.model.place.dtype
@@ -147,6 +149,8 @@ class _Step:
             [0] * rows,
             [1] * rows,
         )
+        if varied:
+            self.batch.variants = torch.zeros(rows, dtype=torch.int32)
         spec = parts.model.spec.layers[0].mixer.attention()
         self.batch.scratch["write", 0, spec.num_kv_heads, spec.head_dim] = {"rows": self.write}
         shared = {"blocks": self.read, "shape": shape, "pages": tables}
@@ -176,9 +180,13 @@ class _Step:
             self.ids[row], self.slots[row] = span.seq.tokens[start], table[last] * size + start % size
             moved |= self._turn(row, table[: last + 1])
             self._see(row, start)
+            if self.batch.variants is not None:
+                self.batch.variants[row] = span.seq.variant if span.varied else 0
         for row in range(len(spans), len(self.ids)):
             self.slots[row] = 0
             moved |= self._turn(row, [])
+            if self.batch.variants is not None:
+                self.batch.variants[row] = 0
             self._see(row, 0)
         codec = parts.pool.codec
         self.write.copy_(row_index(self.batch.slots[0], cache.planes["k"]))

@@ -1,8 +1,9 @@
 """Device state of running sequences, so that a decode step sends two numbers for each row.
 
-A seat (``Sequence.seat``) holds a sequence's last drawn token, the numbers of its sampling parameters, and its page
-tables. All seats lie in one flat int32 tensor, so that any number of changes is one copy to the device and one scatter.
-The device writes the token itself, step by step: the next step may be launched before the host has read it.
+A seat (``Sequence.seat``) holds a sequence's last drawn token, the numbers of its sampling parameters, its variant with
+the position from which that acts, and its page tables. All seats lie in one flat int32 tensor, so that any number of
+changes is one copy to the device and one scatter. The device writes the token itself, step by step: the next step may
+be launched before the host has read it.
 
 The last seat is for padding rows and belongs to no sequence. Its token is what was drawn for it last, it is greedy, and
 its tables hold the dummy page.
@@ -17,16 +18,16 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
-from kvasir.engine.batch import tree_ancestors, tree_positions
+from kvasir.engine.batch import row_variants, tree_ancestors, tree_positions
 from kvasir.kernels.decode_rows import Kept
 from kvasir.types import Sequence, Span
 
 # Where the sections of the flat tensor begin, in units of R words. A stream takes two words of a seat.
-TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE, TABLES = 0, 1, 2, 3, 4, 5, 7, 8
+TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE, VARIANT, VARIANT_FROM, TABLES = 0, 1, 2, 3, 4, 5, 7, 8, 9, 10
 # Position of a seat whose token the device does not have.
 UNKNOWN = -1
 # Words that a row takes in a step of drafts which share their keys: see ``draft_words``.
-ROW_WORDS = 8
+ROW_WORDS = 9
 # Ancestor bits of a chain's rows, by place in the span.
 CHAIN = np.array([(2 << i) - 1 - (i == 63) * (1 << 64) for i in range(64)], np.int64)
 
@@ -35,15 +36,18 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
     """Fill ``words``, int64 [``ROW_WORDS``, B], with what rows that verify drafts start from.
 
     The words of a row are: its sequence's seat; its place in the cache; its token (-1: the seat's); its position; its
-    place in the span; the span's length; its ancestor bits; its guest (-1: none). Every padding row is a span of its
-    own, with seat ``padding``."""
+    place in the span; the span's length; its ancestor bits; its guest (-1: none); its variant. Every padding row is a
+    span of its own, with seat ``padding``."""
     heads: list[tuple[int, int, int, int]] = []  # seat, start, length, and first row in the step
     tokens: list[int] = []
     trees: list[tuple[Span, int]] = []
+    varied: list[tuple[Span, int]] = []
     for span in spans:  # once a sequence and step: no call that is not needed
         seq, start, length, first = span.seq, span.start, span.length, len(tokens)
         heads.append((span.seat, start, length, first))
         tokens.append(seq.tokens[start] if start < len(seq.tokens) else -1)
+        if span.varied:
+            varied.append((span, first))
         if length > 1:
             tokens += seq.draft
             if span.parents:
@@ -58,13 +62,15 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
         own[1] += own[4]
         own[2] = tokens
     # Chains that are longer than CHAIN run row by row, where nobody asks for ancestors.
-    own[3], own[6], own[7] = own[1], CHAIN.take(own[4], mode="clip"), -1
+    own[3], own[6], own[7], own[8] = own[1], CHAIN.take(own[4], mode="clip"), -1, 0
     for span, first in trees:
         end = first + span.length
         own[3, first:end], own[6, first:end] = tree_positions(span), 0
         tree_ancestors(span.parents, own[6, first:end, None])
         own[7, end - len(span.guests) : end] = span.guests
-    words[:, count:] = np.array([padding, 0, -1, 0, 0, 1, 1, -1])[:, None]
+    for span, first in varied:
+        row_variants(span, own[8, first : first + span.length])
+    words[:, count:] = np.array([padding, 0, -1, 0, 0, 1, 1, -1, 0])[:, None]
 
 
 class DeviceSeats:
@@ -85,6 +91,7 @@ class DeviceSeats:
         self.top_k = section(TOP_K)
         self.sure = section(SURE)  # the k of the confidence that is asked for; 0: none
         self.stream = section(STREAM, 2).view(count, 2)  # low and high word: a gathered pair is an int64
+        self._variant, self._variant_from = section(VARIANT), section(VARIANT_FROM)
         self._bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
         self.kept = Kept(
             self.token,
@@ -111,10 +118,16 @@ class DeviceSeats:
         stream = np.array([seq.stream], np.uint64).view(np.int32).tolist()
         at = [self.count * part + seat for part in (TEMPERATURE, TOP_P, MIN_P, TOP_K, SURE)]
         at += [self.count * STREAM + 2 * seat, self.count * STREAM + 2 * seat + 1]
-        self._open[seat] = seq, at, [*numbers, top_k, sure, *stream]
+        at += [self.count * part + seat for part in (VARIANT, VARIANT_FROM)]
+        self._open[seat] = seq, at, [*numbers, top_k, sure, *stream, seq.variant, seq.variant_from]
         self._unsent.add(seat)
         self._position[seat] = UNKNOWN
         seq.num_sent = 0
+
+    def variants(self, seats_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
+        """The variants int32 [B] of the rows of these seats at these positions."""
+        acts_B = positions_B >= self._variant_from.index_select(0, seats_B)
+        return self._variant.index_select(0, seats_B) * acts_B
 
     def close(self, seat: int) -> None:
         """Free a seat for another sequence."""

@@ -196,6 +196,7 @@ class Drafting:
                         [] if tree.is_chain else tree.parents,
                         tree.guests,
                     )
+                    ask.seq.guest_variant = tree.guest_variant
             return
         pending, start = self._pending, 0
         tokens, parents = trees.ints[:2].tolist()

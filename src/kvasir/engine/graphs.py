@@ -39,9 +39,11 @@ LOGIT_BYTES = 256 << 20
 
 
 class DecodeGraphs(CapturingWay):
-    """Runs decodes, and spans with up to ``max_drafts`` drafts for each sequence."""
+    """Runs decodes, and spans with up to ``max_drafts`` drafts for each sequence: steps whose rows have variants, or
+    (``varied`` False) the others."""
 
-    def __init__(self, parts: StepParts, capture: Capture, max_drafts: int = 0) -> None:
+    def __init__(self, parts: StepParts, capture: Capture, max_drafts: int = 0, varied: bool = False) -> None:
+        self._varied = varied
         self._parts, self._sampler, self._seats = parts, parts.sampler, parts.seats
         self.choice = Buckets(parts.backend.together() if max_drafts > 0 else (), parts.sampler.max_seqs, max_drafts)
         self.buckets, self.most_drafted = self.choice.sizes, self.choice.most_drafted
@@ -52,6 +54,7 @@ class DecodeGraphs(CapturingWay):
         self._ready: dict[GraphKey, Work] = {}  # replays
         self._drawn = StepOutput.DRAWS  # what the last drawing step put out
         self._reported = False  # whether a step ever did
+        self._used = not varied  # whether a step ever ran here
         self._tapped: Tapped | None = None
         self.captures = 0
 
@@ -66,7 +69,7 @@ class DecodeGraphs(CapturingWay):
         return bool(self.choice.forms)
 
     def takes(self, spans: list[Span]) -> bool:
-        return self.choice.takes(spans)
+        return self._parts.varied(spans) == self._varied and self.choice.takes(spans)
 
     @torch.inference_mode()
     def run(self, spans: list[Span]) -> Handle:
@@ -121,7 +124,7 @@ class DecodeGraphs(CapturingWay):
     def _send(self, spans: list[Span], output: StepOutput) -> tuple[GraphKey, Stage, np.ndarray | None]:
         """Bring the rows and what else changed to the device. Returns the kind of step to run, the host memory in use,
         and with drafts the ``draft_words`` of these spans."""
-        form = self.choice.form(spans)
+        form, self._used = self.choice.form(spans), True
         if form == DECODES:
             key = self._fit(len(spans), output, form)
             return key, self._buffers.send_decodes(spans, key.size), None
@@ -157,6 +160,9 @@ class DecodeGraphs(CapturingWay):
             starts=buffers.starts,
             lengths=[1] * size,
         )
+        if self._varied:
+            shared = form > ROW_BY_ROW  # then guests may have a variant of their own
+            batch.variants = words[8].int() if shared else self._seats.variants(seats_B, starts_B)
         if form > ROW_BY_ROW:
             batch.together, batch.ancestors = Together(words[4], words[5], form), words[6][:, None]
             if parts.guest_inputs is not None:
@@ -206,9 +212,9 @@ class DecodeGraphs(CapturingWay):
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more bucket, those first that stand in for many others; reporting ones only once a step has
-        reported."""
+        reported, and those of variants once a step had some."""
         key = next((key for key in self.choice.by_worth(self._reported) if key not in self._ready), None)
-        if key is None or self._capture is None:
+        if key is None or self._capture is None or not self._used:
             return False
         self._buffers.pad(key.size)
         self._compute(*key)

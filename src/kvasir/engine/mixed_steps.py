@@ -121,9 +121,11 @@ class _Address:
 
 
 class MixedSteps(CapturingWay):
-    """Runs steps of up to ``max_rows`` rows, if they are worth capturing."""
+    """Runs steps of up to ``max_rows`` rows, if they are worth capturing: steps whose rows have variants, or
+    (``varied`` False) the others."""
 
-    def __init__(self, parts: StepParts, capture: PieceCapture, max_rows: int) -> None:
+    def __init__(self, parts: StepParts, capture: PieceCapture, max_rows: int, varied: bool = False) -> None:
+        self._varied = varied
         self._parts, model, backend = parts, parts.model, parts.backend
         self._capture: PieceCapture | None = capture
         place, self._num_groups = model.place, len(parts.pool.groups)
@@ -144,7 +146,9 @@ class MixedSteps(CapturingWay):
 
     def takes(self, spans: list[Span]) -> bool:
         """Trees, guests and tapped states are left to other ways."""
-        self._next = None if self._parts.taps is not None else self.frame(spans)
+        parts = self._parts
+        mine = parts.taps is None and parts.varied(spans) == self._varied
+        self._next = self.frame(spans) if mine else None
         return self._next is not None
 
     @torch.inference_mode()
@@ -177,7 +181,7 @@ class MixedSteps(CapturingWay):
         return frame if wanted <= frame.wanted else None
 
     def _frame(self, size: int) -> Frame:
-        return Frame(size, min(size, self._max_wanted), self._memory)
+        return Frame(size, min(size, self._max_wanted), self._memory, self._varied)
 
     def forward(self, frame: Frame, batch: StepBatch) -> torch.Tensor:
         """Hidden states [W, E] of ``batch.logit_rows`` before the final norm, valid until the next step. The batch was
@@ -198,7 +202,7 @@ class MixedSteps(CapturingWay):
     def _compute(self, size: int, backend: _Cuts) -> None:
         """Run the step itself over the fixed memory."""
         parts, frame = self._parts, self._frame(size)
-        ids, positions, slots, wanted = frame.parts(self._num_groups)
+        ids, positions, slots, wanted, variants = frame.parts(self._num_groups)
         batch = StepBatch(
             input_ids=ids,
             positions=positions,
@@ -209,6 +213,7 @@ class MixedSteps(CapturingWay):
             logit_rows=wanted,
             starts=[],
             lengths=[],
+            variants=variants,
         )
         self._hidden[: frame.wanted].copy_(parts.model.forward(batch, parts.caches, backend, wanted_M=wanted))
 
@@ -251,7 +256,9 @@ class MixedSteps(CapturingWay):
         return True
 
     def capture_next(self) -> bool:
-        """Capture one more size, those first that stand in for others."""
+        """Capture one more size, those first that stand in for others; of variants only once a step had some."""
+        if self._varied and not self._uses:
+            return False
         size = next((size for size in (*self._coarse, *self.sizes) if size not in self._ready), None)
         return size is not None and self._try_capture(size)
 

@@ -27,12 +27,13 @@ class NativeDecodes(StepWay):
         native.keep(parts.seats.kept, parts.sampler.tokenizer_size)
 
     def takes(self, spans: list[Span]) -> bool:
-        """Hidden states are not handed out here, so nothing is taken while they are wanted."""
+        """Nothing is taken while hidden states are wanted, which are not handed out here, nor rows with variants."""
         taps = self._parts.taps
         return (
             (taps is None or not taps.on and self.native.can_tap(taps.layers))
             and len(spans) <= self.native.most_decodes
             and all(span.want is ONE_SAMPLE for span in spans)
+            and not self._parts.varied(spans)
         )
 
     def run(self, spans: list[Span]) -> Handle:

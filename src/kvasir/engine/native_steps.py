@@ -1,5 +1,5 @@
-"""Steps of any kind whose forward is one native call on a CPU; the sampler draws from the logits. Guests are left to
-other ways."""
+"""Steps of any kind whose forward is one native call on a CPU; the sampler draws from the logits. Guests and rows
+with variants are left to other ways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NativeSteps(StepWay):
 
     def takes(self, spans: list[Span]) -> bool:
         rows = sum(span.length for span in spans)
-        if not self.native.takes(rows, len(spans)) or any(span.guests for span in spans):
+        if not self.native.takes(rows, len(spans)) or any(span.guests for span in spans) or self._parts.varied(spans):
             return False
         return self._parts.taps is None or self.native.can_tap(self._parts.taps.layers)
 

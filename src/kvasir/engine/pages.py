@@ -420,9 +420,7 @@ class PageManager:
         last = node
         for i in range(count, full):
             child = self.index.child(last, seq, i)
-            if (
-                child is None
-            ):  # a collision: another prefix has this key; keep that one, and stop indexing this sequence
+            if child is None:  # a collision: another prefix has this key; keep that one, and stop indexing here
                 if last is not node:
                     self.index.prune(last)
                 last = None
@@ -477,6 +475,8 @@ class PageManager:
                     assert node.tokens[:known] == seq.tokens[depth * size : depth * size + known], (
                         f"{seq}: page {i} is indexed under other tokens"
                     )
+                    same = known < size or node.variant == seq.kv_variant((depth + 1) * size)
+                    assert same, f"{seq}: page {i} is another variant's"
                     node, depth = node.parent, depth - 1
                 assert node is None or (depth == -1 and node.tokens == [seq.request.tenant]), (
                     f"{seq}: page {i} is indexed elsewhere"

@@ -1,9 +1,11 @@
 """The prefix index: the full pages of committed tokens that are in the pools, found by their whole prefix.
 
-A page's key is a chained hash, ``key[i] = blake2b(key[i - 1] + tokens of page i)``, of 128 bits. It is keyed with bytes
-drawn when the process starts, so that nobody can construct a collision. The chain starts from everything that changes
-KV (the engine's ``prefix_root``) and the tenant. The hash only leads to an entry: a walk also compares the tokens and
-checks that the entry is a child of the one before, so even a collision never gives a wrong page.
+A page's key is a chained hash, ``key[i] = blake2b(key[i - 1] + tokens of page i + variant)``, of 128 bits. It is keyed
+with bytes drawn when the process starts, so that nobody can construct a collision. The chain starts from everything
+that changes KV (the engine's ``prefix_root``) and the tenant. A page with a row whose keys and values a variant of the
+model changed has that variant's content key in its own key, and so in those of all pages behind it; the pages before it
+are shared with everybody. The hash only leads to an entry: a walk also compares the tokens and checks that the entry is
+a child of the one before, so even a collision never gives a wrong page.
 
 An entry is a ``Node``: one run of ``page_slots`` tokens after one exact prefix, with the page that each cache group has
 for it (0: none; a window group keeps few). Nodes form a tree. A node lives as long as it has a page, a child, or a
@@ -24,15 +26,17 @@ class Node:
     """One indexed page of tokens. A tenant's root is a node, too: its ``tokens`` holds the tenant's name, and it has no
     pages.
 
+    ``variant``: content key of the variant that changed its keys and values ("": none did).
     ``users``: number of children, plus the sequences whose last indexed page this is. ``pages``: one page id a cache
     group.
     """
 
-    __slots__ = ("key", "tokens", "parent", "users", "pages")
+    __slots__ = ("key", "tokens", "variant", "parent", "users", "pages")
 
-    def __init__(self, key: bytes, tokens: list, parent: Node | None, num_groups: int) -> None:
+    def __init__(self, key: bytes, tokens: list, variant: str, parent: Node | None, num_groups: int) -> None:
         self.key = key
         self.tokens = tokens
+        self.variant = variant
         self.parent = parent
         self.users = 0
         self.pages = [0] * num_groups
@@ -62,7 +66,8 @@ class PrefixIndex:
             i = len(keys)
             assert (i + 1) * size <= len(seq.tokens), f"page {i} of {seq} is not full"
             before = keys[-1] if keys else self._root_key(seq.request.tenant)
-            keys.append(self.digest(before + array("q", seq.tokens[i * size : (i + 1) * size]).tobytes()))
+            tokens = array("q", seq.tokens[i * size : (i + 1) * size]).tobytes()
+            keys.append(self.digest(before + tokens + seq.kv_variant((i + 1) * size).encode()))
         return keys[page]
 
     def walk(self, seq: Sequence, limit: int) -> Iterator[Node]:
@@ -74,17 +79,19 @@ class PrefixIndex:
             child = self.nodes.get(self.key(seq, i))
             if child is None or child.parent is not node or child.tokens != seq.tokens[i * size : (i + 1) * size]:
                 return
+            if child.variant != seq.kv_variant((i + 1) * size):
+                return
             yield child
             node = child
 
     def tenant(self, seq: Sequence) -> Node | None:
         """The root of the tenant's tree, created if needed; None: another node has its key (a collision)."""
-        return self._node(self._root_key(seq.request.tenant), [seq.request.tenant], None)
+        return self._node(self._root_key(seq.request.tenant), [seq.request.tenant], "", None)
 
     def child(self, parent: Node, seq: Sequence, page: int) -> Node | None:
         """The child of ``parent`` for full page ``page`` of ``seq``, created if needed; None: a collision."""
         tokens = seq.tokens[page * self.page_slots : (page + 1) * self.page_slots]
-        return self._node(self.key(seq, page), tokens, parent)
+        return self._node(self.key(seq, page), tokens, seq.kv_variant((page + 1) * self.page_slots), parent)
 
     def prune(self, node: Node | None) -> None:
         """Forget ``node`` and its ancestors as far as nothing uses them."""
@@ -102,12 +109,12 @@ class PrefixIndex:
     def _root_key(self, tenant: str) -> bytes:
         return self.digest(self.root + tenant.encode())
 
-    def _node(self, key: bytes, tokens: list, parent: Node | None) -> Node | None:
+    def _node(self, key: bytes, tokens: list, variant: str, parent: Node | None) -> Node | None:
         node = self.nodes.get(key)
         if node is None:
-            node = self.nodes[key] = Node(key, tokens, parent, self.num_groups)
+            node = self.nodes[key] = Node(key, tokens, variant, parent, self.num_groups)
             if parent is not None:
                 parent.users += 1
-        elif node.parent is not parent or node.tokens != tokens:
+        elif node.parent is not parent or node.tokens != tokens or node.variant != variant:
             return None
         return node

@@ -188,7 +188,10 @@ class Room:
             (
                 holder
                 for holder in self._by_place.get(self.pages.place_key(seq, known), ())
-                if holder.tokens[:known] == seq.tokens[:known] and self.pages.can_fork(holder, known)
+                if holder.tokens[:known] == seq.tokens[:known]
+                # The last page is not full, so no key tells which variant computed it.
+                and holder.kv_variant(known) == seq.kv_variant(known)
+                and self.pages.can_fork(holder, known)
             ),
             None,
         )

@@ -69,7 +69,8 @@ class StepParts:
     seats of running sequences.
 
     ``max_model_len`` is the number of positions that a seat's page tables have room for. ``taps`` are the hidden states
-    a drafter reads; ``guest_inputs`` [G, E] is what the first layer reads in rows that hold no token.
+    a drafter reads; ``guest_inputs`` [G, E] is what the first layer reads in rows that hold no token. ``num_variants``
+    is the number of variants of the model that can be resident.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class StepParts:
         self.seats = DeviceSeats(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
         self.taps: Taps | None = None
         self.guest_inputs: torch.Tensor | None = None
+        self.num_variants = 0
 
     def first_layers(self, num_layers: int) -> StepParts:
         """The same parts with the first ``num_layers`` layers for a model. Nothing is copied: every weight, page and
@@ -111,6 +113,10 @@ class StepParts:
         """Free a seat for another sequence."""
         self.sampler.close(seat)
         self.seats.close(seat)
+
+    def varied(self, spans: list[Span]) -> bool:
+        """Whether rows of these spans may have a variant."""
+        return self.num_variants > 0 and any(span.varied for span in spans)
 
     def pack(self, spans: list[Span], frame: Frame | None = None) -> StepBatch:
         """The spans as tensors on the device. Tokens that are still being drawn are taken from their seats."""

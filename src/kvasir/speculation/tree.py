@@ -20,7 +20,7 @@ class DraftTree:
 
     ``est``: the drafter's estimate that the node is accepted, given that its parent is. ``depths``: 0 for the anchor's
     children. ``source``: name of the drafter, where there are several. ``guests``: by node, chains of guest rows behind
-    it (see ``Span``)."""
+    it (see ``Span``); ``guest_variant``: slot of the resident variant that computes these, 0 for the base model."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -28,6 +28,7 @@ class DraftTree:
     depths: list[int] = field(default_factory=list)
     source: str = ""
     guests: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    guest_variant: int = 0
     # (parent, token) -> node; filled when it is first needed
     _places: dict[tuple[int, int], int] | None = field(default=None, repr=False, compare=False)
 

@@ -20,6 +20,7 @@ from kvasir.types.request import (
     Grammar,
     Request,
     SamplingParams,
+    Variant,
 )
 from kvasir.types.sequence import (
     FinishReason,
@@ -65,6 +66,7 @@ __all__ = [
     "Together",
     "TokenLogprob",
     "U64",
+    "Variant",
     "Want",
     "branch_stream",
 ]

@@ -85,6 +85,21 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A set of changes to the model that computes a request's rows, for example a LoRA adapter.
+
+    ``name``: as it is served. ``key``: hex digest of its content, so that other bytes under the same name are another
+    variant. ``start``: the first position that it computes; rows before it run on the base model.
+    ``changes_kv``: whether keys and values of its rows differ from the base model's.
+    """
+
+    name: str
+    key: str
+    start: int = 0
+    changes_kv: bool = True
+
+
 @dataclass(slots=True, kw_only=True)
 class Request:
     """The durable state of one request. The engine can rebuild everything else from it, on any machine, at any time.
@@ -94,6 +109,7 @@ class Request:
     ``affinity``: name that requests of one problem share; some scheduler policies keep them together.
     ``piece``: number of tokens that may leave the engine together; 1 where a client reads them as they come.
     ``bare``: whether log-probabilities are wanted as plain numbers (`Event.bare`), without ranks and alternatives.
+    ``variant``: the variant of the model that computes it; None: the base model.
     ``epoch``: number of re-submissions. ``emitted``, ``ended``: what earlier epochs delivered, by branch.
     """
 
@@ -112,3 +128,4 @@ class Request:
     affinity: str = ""
     piece: int = 1
     bare: bool = False
+    variant: Variant | None = None

@@ -35,7 +35,7 @@ class Sequence:
         "request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft",
         "draft_parents", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids", "max_output",
         "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason", "state",
-        "first_scheduled",
+        "first_scheduled", "variant", "guest_variant",
     )
     # fmt: on
 
@@ -68,6 +68,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.state: dict[str, Any] = {}  # what techniques attach, by technique name (grammar matcher, drafter state)
         self.first_scheduled: float | None = None
+        self.variant = 0  # slot of the resident variant that computes its rows while it runs; 0: the base model
+        self.guest_variant = 0  # slot of the one that computes the guests of the next span
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +82,18 @@ class Sequence:
 
     def drop_draft(self) -> None:
         """Forget the draft and the guests, so that the next span verifies nothing."""
-        self.draft, self.draft_parents, self.guests = [], [], {}
+        self.draft, self.draft_parents, self.guests, self.guest_variant = [], [], {}, 0
+
+    @property
+    def variant_from(self) -> int:
+        """The first position that the request's variant computes."""
+        variant = self.request.variant
+        return 0 if variant is None else variant.start
+
+    def kv_variant(self, end: int) -> str:
+        """The content key of the variant that changed keys and values of positions before ``end``; "": none did."""
+        variant = self.request.variant
+        return "" if variant is None or not variant.changes_kv or end <= variant.start else variant.key
 
     @property
     def num_guests(self) -> int:

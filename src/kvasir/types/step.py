@@ -6,7 +6,7 @@ Shape suffixes: T rows, S sequences (spans of this step), M rows whose logits ar
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvasir.types.event import TokenLogprob
@@ -88,6 +88,13 @@ class Span:
     guests: Collection[int] = ()
 
     @property
+    def varied(self) -> bool:
+        """Whether a variant of the model may compute some of its rows."""
+        seq = self.seq
+        own = seq.variant and self.start + self.length - len(self.guests) > seq.variant_from
+        return bool(own or (self.guests and seq.guest_variant))
+
+    @property
     def valid(self) -> bool:
         """Whether the sequence has not finished, failed or been preempted since the span was planned."""
         return self.seq.seat == self.seat and self.seq.status is Status.RUNNING
@@ -142,6 +149,8 @@ class StepBatch:
     ``borrowed``: two [K] int64, rows of this batch and the seats on the device that hold the tokens for them.
     ``guests``: two [K] int64, the guest rows and the numbers of their embeddings in the drafter's table.
     ``inputs`` [K, E]: those embeddings as the first layer reads them.
+    ``variants`` [T] int32: the slot of the resident variant that computes each row, 0 for the base model; None: no row
+    has a variant. A row's slot depends on its sequence and its input position alone; guests have that of their drafter.
     ``together``: set if each row is a span of its own here and the rows of one draft share the read of their keys. Then
     ``context`` is each row's position, ``tables`` has a line a row, and every row has ``ancestors``, in chains too.
     ``starts`` and ``lengths``: host copies of context and span lengths. ``scratch``: belongs to the attention backend.
@@ -160,8 +169,15 @@ class StepBatch:
     borrowed: tuple[torch.Tensor, torch.Tensor] | None = None
     guests: tuple[torch.Tensor, torch.Tensor] | None = None
     inputs: torch.Tensor | None = None
+    variants: torch.Tensor | None = None
     together: Together | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
+
+    def only(self, rows_M: torch.Tensor) -> StepBatch:
+        """The batch as layers see it that compute only these rows [M]: with their variants."""
+        if self.variants is None:
+            return self
+        return replace(self, variants=self.variants.index_select(0, rows_M), scratch={})
 
 
 @dataclass(slots=True)
