@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvasir.types.pooling import PoolingParams
+
 U64 = (1 << 64) - 1
 
 
@@ -94,6 +96,7 @@ class Request:
     ``affinity``: name that requests of one problem share; some scheduler policies keep them together.
     ``piece``: number of tokens that may leave the engine together; 1 where a client reads them as they come.
     ``bare``: whether log-probabilities are wanted as plain numbers (`Event.bare`), without ranks and alternatives.
+    ``pooling``: an embedding or a score of the prompt is wanted, and no tokens (None: tokens are).
     ``epoch``: number of re-submissions. ``emitted``, ``ended``: what earlier epochs delivered, by branch.
     """
 
@@ -112,3 +115,4 @@ class Request:
     affinity: str = ""
     piece: int = 1
     bare: bool = False
+    pooling: PoolingParams | None = None

@@ -35,7 +35,7 @@ class Sequence:
         "request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft",
         "draft_parents", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids", "max_output",
         "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason", "state",
-        "first_scheduled",
+        "first_scheduled", "pools",
     )
     # fmt: on
 
@@ -68,6 +68,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.state: dict[str, Any] = {}  # what techniques attach, by technique name (grammar matcher, drafter state)
         self.first_scheduled: float | None = None
+        self.pools = request.pooling is not None  # wants one vector of its prompt, and draws nothing
 
     @property
     def num_tokens(self) -> int:
