@@ -37,6 +37,9 @@ class ModelConfig:
     revision: str | None = opt(None, "Branch, tag or commit on the hub.")
     tokenizer: str | None = opt(None, "Folder or hub id of the tokenizer; default: the model's.")
     served_model_name: str | None = opt(None, "Model name in the API; default: the model as given.")
+    task: Literal["auto", "generate", "embed", "score"] = opt(
+        "auto", "Work of the model; auto: what the checkpoint was made for (generate text, embed, or score pairs)."
+    )
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "Device to run on; auto takes a GPU when torch sees one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(
         "auto", "Type of weights and KV; auto: as stored on a GPU, float32 on a CPU."

@@ -34,8 +34,7 @@ ONLY_AT = {
     ("--tokenizer-mode",): ("auto",),
     ("--config-format",): ("auto", "hf"),
     ("--model-impl",): ("auto",),
-    ("--task",): ("auto", "generate"),
-    ("--runner",): ("auto", "generate"),
+    ("--runner",): ("auto", "generate", "pooling"),  # found in the checkpoint; --task decides otherwise
 }
 
 _QUANTIZED = "quantised weights are not served yet; use the unquantised checkpoint, e.g. with --dtype bfloat16"
@@ -50,7 +49,7 @@ _GRAMMAR = "there is one grammar engine, for JSON schema, regex, choice and Lark
 _ROPE = "RoPE follows the checkpoint's config.json; edit its rope_scaling there"
 _TLS = "put a TLS-terminating proxy in front"
 _HUB = "the hub client decides this; set its own variables (HF_HOME, HF_TOKEN)"
-_EMBED = "only text generation is served yet"
+_EMBED = "a checkpoint's own files say how it pools; --task embed or score makes another model do it"
 _HTTP = "the HTTP side has no such switch"
 _STEPS = "one step is launched ahead of the one being read; --overlap and --no-overlap switch that"
 _CPU = "use --cpu-cache-bytes for the pool on a CPU, and --gpu-memory-utilization for GPU memory"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from kvasir.errors import RequestError
-from kvasir.types import U64, Grammar, ModelInfo, Request, SamplingParams
+from kvasir.types import U64, Grammar, ModelInfo, PoolingParams, Request, SamplingParams
 
 # Limits on one request. They bound what a client can make this process and the engine store or compute.
 MAX_N = 256
@@ -51,6 +51,7 @@ def admit(
     ``arrival``: ``time.monotonic()`` seconds. ``encode``: text to token ids without special tokens; only ``bad_words``
     need it. Raises RequestError (status 400) that names the parameter.
     """
+    check_task(info, "generate")
     ids_end = info.tokenizer_size or info.vocab_size
     _check_prompt(prompt_ids, info, ids_end)
     params = _checked(params, ids_end)
@@ -75,23 +76,85 @@ def admit(
     )
 
 
+def admit_pooling(
+    prompt_ids: list[int],
+    params: PoolingParams,
+    info: ModelInfo,
+    *,
+    id: str,
+    arrival: float,
+    tenant: str = "",
+    priority: int = 0,
+) -> Request:
+    """Check the parameters of an embedding or a score, and build the request. Its prompt may fill the whole context.
+    Raises RequestError (status 400) that names the parameter."""
+    if not isinstance(params, PoolingParams):
+        _refuse("pooling_params", f"expected PoolingParams(...), got {type(params).__name__}")
+    if info.pooling is None:
+        check_task(info, "embed")
+    pooling = info.pooling
+    _check_prompt(prompt_ids, info, info.tokenizer_size or info.vocab_size, spare=0)
+    if params.dimensions is not None:
+        if pooling.task != "embed":
+            _refuse("dimensions", "a score has no dimensions")
+        _integer("dimensions", params.dimensions, 1, pooling.width)
+    if params.use_activation is not None and not isinstance(params.use_activation, bool):
+        _refuse("use_activation", f"use_activation must be true or false, not {_shown(params.use_activation)}")
+    return Request(
+        id=id,
+        prompt_ids=list(prompt_ids),
+        params=SamplingParams(max_tokens=1, temperature=0.0),
+        seed=0,
+        max_tokens=1,
+        priority=_integer("priority", priority, -I64, I64),
+        arrival=arrival,
+        tenant=tenant,
+        pooling=dataclasses.replace(params, rows=pooling.rows),
+    )
+
+
+# What each kind of model is called in messages, and where its requests go.
+_TASKS = {
+    "generate": ("generates text", "/v1/chat/completions and /v1/completions"),
+    "embed": ("is an embedding model", "/v1/embeddings, /v1/score and /v1/rerank"),
+    "score": ("is a reranker", "/v1/score and /v1/rerank"),
+}
+_CURES = {
+    "generate": "For text, start a server with a model that generates.",
+    "embed": "For embeddings, start a server with an embedding checkpoint, or with --task embed to use the last hidden "
+    "state of this one.",
+    "score": "For scores, start a server with a reranker or an embedding checkpoint.",
+}
+
+
+def check_task(info: ModelInfo, task: str) -> None:
+    """Raise RequestError (400) unless the served model does ``task``: generate, embed or score. An embedding model
+    scores, too: by the cosine of two texts."""
+    served = "generate" if info.pooling is None else info.pooling.task
+    if task == served or (task, served) == ("score", "embed"):
+        return
+    kind, routes = _TASKS[served]
+    _refuse("model", f"the model '{info.name}' {kind}; it serves {routes}. {_CURES[task]}", code="unsupported_task")
+
+
 # -------------------------------------------------------------------------------------------------- prompt and lengths
 
 
-def _check_prompt(prompt_ids: list[int], info: ModelInfo, ids_end: int) -> None:
+def _check_prompt(prompt_ids: list[int], info: ModelInfo, ids_end: int, spare: int = 1) -> None:
+    """Raise RequestError for a prompt that is no list of known ids, or leaves no room for ``spare`` tokens."""
     if not isinstance(prompt_ids, (list, tuple)):
         _refuse("prompt", f"token ids must be a list, not {type(prompt_ids).__name__}")
     if not prompt_ids:
         _refuse("prompt", "the prompt is empty")
     _check_ids("prompt", prompt_ids, ids_end)
-    room = info.max_model_len - 1
+    room = info.max_model_len - spare
     if len(prompt_ids) > room:
         _refuse(
             "prompt",
             f"the prompt has {len(prompt_ids)} tokens; a context of {info.max_model_len} allows at most {room}",
             code="context_length_exceeded",
         )
-    if info.kv_capacity_tokens and len(prompt_ids) >= info.kv_capacity_tokens:
+    if info.kv_capacity_tokens and len(prompt_ids) + spare > info.kv_capacity_tokens:
         _refuse(
             "prompt",
             f"the prompt has {len(prompt_ids)} tokens; the cache of this server holds {info.kv_capacity_tokens}",

@@ -186,7 +186,7 @@ def _sections(whole: Any, sizes: list[int]) -> list[Any]:
 def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:
     rows: list[int] = []
     for span, at in zip(spans, row_start):
-        wanted = [r for kind in ("score", "sample") if (r := span.want.get(kind))]
+        wanted = [r for kind in ("score", "sample", "pool") if (r := span.want.get(kind))]
         if len(wanted) == 1 and len(wanted[0]) == 1:
             rows.append(at + wanted[0][0])
         else:

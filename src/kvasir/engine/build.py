@@ -26,6 +26,7 @@ from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool, resolve_length
+from kvasir.engine.spans import next_span
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
 from kvasir.errors import ConfigError
@@ -41,8 +42,9 @@ from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
+from kvasir.models.pooling import read_pooling
 from kvasir.models.spec import ModelSpec
-from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Sequence, Span
+from kvasir.types import ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
 
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
@@ -135,6 +137,12 @@ def build(
         torch.set_num_threads(config.runner.num_threads)
     path = checkpoint.resolve(config.model.model, config.model.revision)
     hf = checkpoint.read_config(path)
+    pooling = read_pooling(path, hf, config.model.task, config.model.model)
+    if pooling is not None and config.speculation.drafter:
+        raise ConfigError(
+            f"drafter={config.speculation.drafter}, but this model pools (task {pooling.task}) and draws no tokens. "
+            "Leave out --drafter."
+        )
     device = choose_device(config)
     dtype = choose_dtype(config, device, hf)
     exact = config.runner.batch_invariant
@@ -160,11 +168,13 @@ def build(
         fused=config.runner.fused_kernels,
         seed=config.model.seed,
         num_positions=config.model.max_model_len,
+        pooling=pooling,
     )
     clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
     info = _info(config, path, hf, model, tokenizer_file)
+    info.pooling = pooling
     codec = choose_codec(config.cache.kv_codec, dtype)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
@@ -191,7 +201,7 @@ def build(
 
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
-        parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
+        parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len, pooling=pooling)
         rehearse(parts)
         use_graphs = config.runner.cuda_graphs and device.type == "cuda" and backend.graphs
         capture = CudaCapture(device) if use_graphs else None
@@ -269,7 +279,10 @@ def ways_to_run(
     here.
 
     ``capture`` captures decode steps, with up to ``max_drafts`` drafts for each sequence; ``pieces`` captures steps of
-    up to ``max_rows`` rows that mix prompts with decodes. None: such steps are not captured."""
+    up to ``max_rows`` rows that mix prompts with decodes. None: such steps are not captured. A model that pools has
+    prompts alone, and needs the hidden states of steps, not their logits."""
+    if parts.pooler is not None:
+        return [*([MixedSteps(parts, pieces, max_rows)] if pieces is not None else []), EagerSteps(parts)]
     native = None
     if parts.model.place.fused and why_not(parts.model, parts.caches, parts.backend) is None:
         native = NativeDecoder(parts.model, parts.caches)
@@ -455,8 +468,13 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
         temperature=0.8, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5
     )
 
+    pooler = runner.parts.pooler
+    pooling = None if pooler is None else PoolingParams(rows=pooler.pooling.rows)
+
     def sequence(seat: int, length: int) -> Sequence:
-        seq = Sequence(Request(id=f"profile-{seat}", prompt_ids=[1] * length, params=params, seed=seat, max_tokens=1))
+        request = Request(id=f"profile-{seat}", prompt_ids=[1] * length, params=params, seed=seat, max_tokens=1)
+        request.pooling = pooling
+        seq = Sequence(request)
         seq.tables = [list(range(1, pages_for(length, slots) + 1)) for _ in range(num_groups)]
         seq.seat = seat
         runner.open(seq)
@@ -464,9 +482,7 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
 
     def run(seqs: list[Sequence], length: int) -> None:
         runner.pool.copy([PageCopy(0, 1, pages)])
-        runner.launch(
-            Plan(0, [Span(s, 0, length, want={"sample": range(length - 1, length)}, seat=s.seat) for s in seqs])
-        ).read()
+        runner.launch(Plan(0, [next_span(s, length) for s in seqs])).read()
         for seq in seqs:
             runner.close(seq.seat)
 

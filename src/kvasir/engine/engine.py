@@ -122,7 +122,7 @@ class Engine:
         self._gate = Gate(config.scheduler, self.info, self.scheduler, self.pace)
         self.info.max_queued_requests = config.scheduler.max_queued_requests
         self.info.max_queued_tokens = self._gate.max_queued_tokens
-        self._num_generated = self._num_forwards = 0
+        self._num_generated = self._num_forwards = self._num_pooled = 0
         self._failed: Counter[str] = Counter()
         self._stats = EngineStats(
             num_pages=self.pages.num_total, startup=built.startup, weight_bytes=built.weight_bytes
@@ -338,7 +338,7 @@ class Engine:
 
     def idle(self) -> bool:
         """Do a bit of work while there are no requests. False: none is left."""
-        return self._num_generated > 0 and not self._plans and self.runner.capture_next()
+        return self._num_generated + self._num_pooled > 0 and not self._plans and self.runner.capture_next()
 
     def _close_seat(self, seq: Sequence) -> None:
         if seq.open_seat >= 0:
@@ -359,11 +359,14 @@ class Engine:
             tokens, reason, stop = self._until_stop(seq, tokens)
             if result.logprobs:
                 result.logprobs = result.logprobs[: len(tokens)]
+        if result.pooled is not None:
+            reason = "stop"
         if result.path:
             self._drafting.commit(span, result, tokens)
         self.scheduler.advance(span, tokens)
         if result.path:
             self._drafting.observe(span, result)
+        self._num_pooled += result.pooled is not None
         if tokens:
             self._num_generated += len(tokens)
             self._num_forwards += 1
@@ -380,6 +383,7 @@ class Engine:
             index=index,
             token_ids=tokens,
             logprobs=result.logprobs,
+            pooled=result.pooled,
             num_cached=seq.num_cached,
         )
         if index == 0:

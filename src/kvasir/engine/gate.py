@@ -46,6 +46,8 @@ class Gate:
                 retry_after=retry_after,
             )
 
+        if (request.pooling is None) != (self._info.pooling is None):
+            return refuse(400, "unsupported_task", "this model does not do what the request asks for")
         num_prompt, config, backlog = len(request.prompt_ids), self._config, self._scheduler.backlog
         needed = num_prompt + max(0, request.max_tokens - 1)  # the last token is never computed
         if not self._pages.fits(needed, self._scheduler.max_rows):

@@ -131,6 +131,8 @@ class MixedSteps(CapturingWay):
         place, self._num_groups = model.place, len(parts.pool.groups)
         self.sizes = sizes(most_rows(model.spec, place.device, place.dtype, max_rows))
         most, self._max_wanted = self.sizes[-1], -(-parts.sampler.max_seqs // ALIGNED) * ALIGNED
+        if parts.pooler is not None and parts.pooler.all_rows:
+            self._max_wanted = most
         words = Frame.words(most, self._max_wanted, self._num_groups)
         self._memory = torch.zeros(words, dtype=torch.int64, device=place.device)
         self._hidden = torch.zeros(self._max_wanted, model.spec.hidden_size, dtype=place.dtype, device=place.device)

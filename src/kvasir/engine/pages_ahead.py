@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvasir.engine.pages import PageManager
-from kvasir.engine.spans import Step, unscored_from
+from kvasir.engine.spans import Step, needed_from
 from kvasir.types import Sequence
 
 
@@ -30,6 +30,6 @@ class PagesAhead:
 
     def hold_next_of(self, seq: Sequence, num_hit: int) -> bool:
         """Whether the page that ``seq`` would compute first, after a hit of ``num_hit`` tokens, is being computed."""
-        if not self._keys or unscored_from(seq) is not None or num_hit + self._pages.page_slots >= seq.num_tokens:
+        if not self._keys or needed_from(seq) is not None or num_hit + self._pages.page_slots >= seq.num_tokens:
             return False
         return self._pages.page_key(seq, num_hit // self._pages.page_slots) in self._keys

@@ -2,8 +2,8 @@
 
 There are no phases. A running sequence needs ``rows_left`` rows and those of its draft. Below, a *decode* is a sequence
 that needs a single row in addition to its draft; one that needs more has a *prompt* to compute (also after a
-preemption). Within the row budget a plan takes decodes with their drafts, then running prompts, then admissions from
-the queue.
+preemption); so has every sequence that pools. Within the row budget a plan takes decodes with their drafts, then
+running prompts, then admissions from the queue.
 
 Where nobody reads a token before its sequence ends (``prompts_first``), decodes sit out while prompts fill whole steps.
 All of them then run together in captured steps, instead of ending one after the other.
@@ -32,12 +32,12 @@ from kvasir.engine.spans import (
     ONE_SAMPLE,
     ROW_TILE,
     Step,
+    needed_from,
     page_aligned,
     room_to_start,
     round_down,
     rows_left,
     trim_draft,
-    unscored_from,
 )
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
@@ -145,7 +145,7 @@ class Scheduler:
             self._launched = self._step
         for seq, span in step.spans.items():
             seq.num_ahead += span.length
-            if "sample" in span.want:
+            if span.ends_draw:
                 seq.num_drawn += 1
         return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
@@ -201,7 +201,7 @@ class Scheduler:
     def _land(self, span: Span) -> None:
         span.landed = True
         span.seq.num_ahead -= span.length
-        span.seq.num_drawn -= "sample" in span.want
+        span.seq.num_drawn -= span.ends_draw
 
     def complete(self, plan: Plan) -> None:
         """A plan has ended; nothing launched up to it uses a page or row any more. What was not advanced is planned
@@ -223,7 +223,7 @@ class Scheduler:
         waited, longest = set(decodes), self.max_model_len
         for seq in self.running.ordered(now):
             num_tokens = len(seq.tokens) + seq.num_drawn
-            if num_tokens - seq.num_computed - seq.num_ahead > 1:
+            if num_tokens - seq.num_computed - seq.num_ahead > 1 or seq.pools and not seq.num_drawn:
                 seq.drop_draft()
                 prompts.append(seq)
                 continue
@@ -390,17 +390,17 @@ class Scheduler:
         reuse wins.
 
         A lease comes first: a branch of a request that goes on from one must not copy the copy its parent has just
-        begun with. A sequence whose prompt is to be scored must compute the rows that still have no score.
+        begun with. Rows whose score or hidden state is wanted must be computed: the cache holds keys and values alone.
         """
-        unscored = unscored_from(seq)
-        if unscored is None and (holder := self.room.resumed(seq)) is not None:
+        needed = needed_from(seq)
+        if needed is None and (holder := self.room.resumed(seq)) is not None:
             return holder, seq.num_tokens - 1
-        hit = self.pages.match(seq, unscored)
+        hit = self.pages.match(seq, needed)
         prompt = seq.num_prompt - 1
         if (
             seq.parent is not None
             and seq.parent.status is Status.RUNNING
-            and unscored is None
+            and needed is None
             and prompt > hit
             and self.pages.can_fork(seq.parent, prompt)
         ):

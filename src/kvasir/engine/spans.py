@@ -29,8 +29,11 @@ class Step:
             self.left += span.length
 
 
-def unscored_from(seq: Sequence) -> int | None:
-    """Return the first prompt row whose log-probability is wanted and not known yet, or None."""
+def needed_from(seq: Sequence) -> int | None:
+    """Return the first prompt row that no cache can stand in for, or None: its log-probability is wanted and not known
+    yet, or its hidden state goes into a mean. (The row that is pooled last is always computed.)"""
+    if seq.pools:
+        return None if seq.request.pooling.rows == "last" else 0
     params = seq.request.params
     first = params.score_from if params.prompt_logprobs is None else 1
     if first is None or seq.branch:
@@ -44,10 +47,13 @@ def next_span(seq: Sequence, length: int) -> Span:
     sampled."""
     start = seq.num_computed + seq.num_ahead
     first = len(seq.tokens) + seq.num_drawn - 1 - start  # the row of the last token, known or being drawn
+    if seq.pools:
+        rows = seq.request.pooling.rows_of(start, start + length, seq.num_prompt)
+        return Span(seq, start, length, {"pool": range(rows.start - start, rows.stop - start)}, seat=seq.seat)
     if length == 1 and not first and not seq.guests:
         return Span(seq, start, 1, want=ONE_SAMPLE, seat=seq.seat)
     want: dict[Want, range] = {}
-    unscored = unscored_from(seq) if start < seq.num_prompt - 1 else None
+    unscored = needed_from(seq) if start < seq.num_prompt - 1 else None
     if unscored is not None and start + length > unscored:
         want["score"] = range(max(0, unscored - start), min(length, seq.num_prompt - 1 - start))
     if length > first:

@@ -20,11 +20,12 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import SampleOutput, Sampler
 from kvasir.engine.batch import Frame, Packer
 from kvasir.engine.device_seats import DeviceSeats
+from kvasir.engine.pooling import PooledHandle, Pooler
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.taps import Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
-from kvasir.types import Handle, Sequence, Span, StepBatch
+from kvasir.types import Handle, Pooling, Sequence, Span, StepBatch
 
 
 class StepWay(ABC):
@@ -70,7 +71,8 @@ class StepParts:
 
     ``max_model_len`` is the number of positions that a seat's page tables have room for. ``taps`` are the hidden states
     a drafter reads; ``guest_inputs`` [G, E] is what the first layer reads in rows that hold no token. ``num_variants``
-    is the number of variants of the model that can be resident.
+    is the number of variants of the model that can be resident. ``pooling``: the model embeds or scores prompts (None:
+    it draws tokens).
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class StepParts:
         device: torch.device,
         *,
         max_model_len: int,
+        pooling: Pooling | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -94,6 +97,7 @@ class StepParts:
         self.taps: Taps | None = None
         self.guest_inputs: torch.Tensor | None = None
         self.num_variants = 0
+        self.pooler = None if pooling is None else Pooler(model, pooling, self.packer.send)
 
     def first_layers(self, num_layers: int) -> StepParts:
         """The same parts with the first ``num_layers`` layers for a model. Nothing is copied: every weight, page and
@@ -113,6 +117,8 @@ class StepParts:
         """Free a seat for another sequence."""
         self.sampler.close(seat)
         self.seats.close(seat)
+        if self.pooler is not None:
+            self.pooler.close(seat)
 
     def varied(self, spans: list[Span]) -> bool:
         """Whether rows of these spans may have a variant."""
@@ -126,10 +132,13 @@ class StepParts:
             batch.input_ids.index_copy_(0, rows, self.seats.token.index_select(0, seats).long())
         return batch
 
-    def sample_from(self, spans: list[Span], hidden_ME: torch.Tensor) -> SampleOutput:
-        """Draw from hidden states. The sampler asks for logits slice by slice, so a long scored prompt never needs [T,
-        V] at once."""
-        return self.sample(spans, lambda first, stop: self.model.logits(hidden_ME[first:stop]))
+    def sample_from(self, spans: list[Span], hidden_ME: torch.Tensor) -> Handle:
+        """Draw from hidden states, or pool them. The sampler asks for logits slice by slice, so a long scored prompt
+        never needs [T, V] at once."""
+        pooled = None if self.pooler is None else self.pooler.pool(spans, hidden_ME)
+        drawn_ME = hidden_ME if pooled is None else pooled.rest_ME
+        handle = self.sample(spans, lambda first, stop: self.model.logits(drawn_ME[first:stop]))
+        return handle if pooled is None else PooledHandle(handle, spans, pooled)
 
     def sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
         """Draw from the rows whose logits are wanted, and leave each sequence's token in its seat."""

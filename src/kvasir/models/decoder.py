@@ -95,7 +95,9 @@ class Decoder:
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=place.dtype).item()
         self.blocks = [Block(layer, spec.hidden_size, place) for layer in spec.layers]
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, place)
-        self.head_VE = self.embed_VE if spec.tied else matrix(spec.vocab_size, spec.hidden_size, place=place)
+        headless = spec.tied or spec.labels is not None
+        self.head_VE = self.embed_VE if headless else matrix(spec.vocab_size, spec.hidden_size, place=place)
+        self.labels_LE = matrix(spec.labels, spec.hidden_size, place=place) if spec.labels else None
         kinds = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
         self.ropes = [RopeTable(kind, num_positions or spec.max_position, place.device) for kind in kinds]
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in spec.layers]
@@ -136,18 +138,19 @@ class Decoder:
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of hidden states that ``forward`` returned: in the model's dtype, or in fp32 where they are
         scaled or capped. A sampler that wants fp32 converts as it reads; the values are the same."""
-        return self._scaled(self._head(hidden_ME))
+        return self.scaled(self._head(hidden_ME))
 
     def read_out(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of states [..., E] that went through a norm already, such as a drafter's own."""
-        return self._scaled(F.linear(normed, self.head_VE))
+        return self.scaled(F.linear(normed, self.head_VE))
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [..., E] as the first layer reads them."""
         embedded = F.embedding(ids, self.embed_VE)
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
 
-    def _scaled(self, logits_MV: torch.Tensor) -> torch.Tensor:
+    def scaled(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        """Raw logits, scaled and capped as the model says; changed in place where they are fp32."""
         if self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None:
             return logits_MV
         logits_MV = logits_MV.float()
@@ -175,8 +178,10 @@ class Decoder:
         """Every place that a stored tensor goes to, by our names. The head is among them only if it is not the
         embedding."""
         found = {"embed.weight": Slot(self.embed_VE), "norm.weight": self.norm.slots()["weight"]}
-        if not self.spec.tied:
+        if self.head_VE is not self.embed_VE:
             found["head.weight"] = Slot(self.head_VE)
+        if self.labels_LE is not None:
+            found["labels.weight"] = Slot(self.labels_LE)
         for i, block in enumerate(self.blocks):
             found |= {f"layers.{i}.{name}": slot for name, slot in block.slots().items()}
         return found

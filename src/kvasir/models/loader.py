@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import Filling, Stored, list_names, read_tensor
 from kvasir.models.packed import chunks_of, is_packed, stored_as
+from kvasir.models.pooling import causal
 from kvasir.models.spec import ModelSpec
+from kvasir.types import Pooling
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -31,7 +34,9 @@ DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100_000_000
 # Most names listed in a message.
 SHOWN = 5
-EMBED, HEAD = "embed.weight", "head.weight"
+EMBED, HEAD, LABELS = "embed.weight", "head.weight", "labels.weight"
+# What transformers calls the head for classes, and puts before the names of all that is not a head.
+STORED_LABELS, PREFIX = "score.weight", "model."
 
 
 def load_model(path: Path, config: dict[str, Any], **options: Any) -> Decoder:
@@ -52,14 +57,15 @@ def start_loading(
     fused: bool = True,
     seed: int = 0,
     num_positions: int | None = None,
+    pooling: Pooling | None = None,
 ) -> tuple[Decoder, Filling]:
     """Build the model that ``config`` describes and start to fill it from ``path`` (``dummy``: with random weights).
 
     The decoder may run at once, on undefined weights, to compile kernels and measure memory while files are read.
-    ``num_positions`` limits the RoPE tables (default: all that the config allows). Raises ConfigError that names file
-    and tensor.
+    ``num_positions`` limits the RoPE tables (default: all that the config allows). ``pooling``: how the model pools
+    (None: it generates). Raises ConfigError that names file and tensor.
     """
-    spec = build_spec(config)
+    spec = build_spec(config) if pooling is None else _pooling_spec(config, pooling)
     place = Placement(torch.device(device), dtype, exact, fused)
     filling = Filling(place.device)
     if load_format == "dummy":
@@ -72,6 +78,12 @@ def start_loading(
     stored = {slot: tensor for tensor, slot in placed}
     checks = [partial(_check_tied, tensor, stored[EMBED]) for slot, tensor in stored.items() if slot not in slots]
     return decoder, filling.start([(tensor, slots[slot]) for tensor, slot in placed if slot in slots], checks)
+
+
+def _pooling_spec(config: dict[str, Any], pooling: Pooling) -> ModelSpec:
+    """The model without its head for tokens, unless they make the score."""
+    spec = build_spec(causal(config))
+    return spec if pooling.tokens is not None else replace(spec, labels=pooling.labels)
 
 
 def load_again(decoder: Decoder, path: Path) -> None:
@@ -218,7 +230,7 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
     It uses a decoder without memory, so that a wrong checkpoint is refused before anything is allocated.
     """
     slots = Decoder(spec, Placement(torch.device("meta"), torch.float32), num_positions=1).slots()
-    stored_name = find_family(spec.family).stored_name
+    stored_name = _names(stored, spec)
     expected = {stored_name(slot): slot for slot in slots}
     if len(expected) < len(slots):
         several = next(name for name in expected if sum(stored_name(slot) == name for slot in slots) > 1)
@@ -228,7 +240,9 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
         )
     # Early checkpoints hold this buffer, which follows from the config.
     needed = [t for t in stored if not t.name.endswith(".rotary_emb.inv_freq")]
-    tied_head = stored_name(HEAD) if spec.tied else None
+    tied_head = stored_name(HEAD) if spec.tied and spec.labels is None else None
+    if spec.labels is not None:  # a head for tokens is not read
+        needed = [t for t in needed if t.name != stored_name(HEAD)]
     if tied_head:
         expected[tied_head] = HEAD
         slots[HEAD] = slots[EMBED]
@@ -251,6 +265,20 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
                 f"{t.file}: tensor '{t.name}' has shape {list(t.shape)}, config.json asks for {list(shape)}"
             )
     return [(t, expected[t.name]) for t in needed]
+
+
+def _names(stored: list[Stored], spec: ModelSpec) -> Callable[[str], str]:
+    """The checkpoint's name of each slot. A model that was saved without a head lacks the prefix ``model.``."""
+    of_family = find_family(spec.family).stored_name
+    names = {t.name for t in stored}
+    bare = of_family(EMBED) not in names and of_family(EMBED).removeprefix(PREFIX) in names
+
+    def stored_name(slot: str) -> str:
+        if slot == LABELS:
+            return STORED_LABELS
+        return of_family(slot).removeprefix(PREFIX) if bare else of_family(slot)
+
+    return stored_name
 
 
 # ---------------------------------------------------------------------------------------------------------- filling

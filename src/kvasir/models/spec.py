@@ -48,7 +48,7 @@ class ModelSpec:
 
     ``embed_scale`` multiplies the embeddings. Logits are ``logit_scale`` * head, then capped at +-``logit_softcap`` by
     a tanh. ``max_position``: number of positions that the model was made for. ``tied``: the head is the embedding
-    matrix.
+    matrix. ``labels``: the model pools, and has a head for so many classes (0: none) but none for tokens.
     """
 
     family: str
@@ -61,6 +61,7 @@ class ModelSpec:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    labels: int | None = None
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers that share a page pool, in order of appearance: all layers with full attention, and all

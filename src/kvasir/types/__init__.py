@@ -15,6 +15,12 @@ from kvasir.types.event import (
     PromptScore,
     TokenLogprob,
 )
+from kvasir.types.pooling import (
+    PairTemplate,
+    Pooling,
+    PoolingParams,
+    PoolRows,
+)
 from kvasir.types.request import (
     U64,
     Grammar,
@@ -54,7 +60,11 @@ __all__ = [
     "Handle",
     "ModelInfo",
     "PageCopy",
+    "PairTemplate",
     "Plan",
+    "PoolRows",
+    "Pooling",
+    "PoolingParams",
     "PromptScore",
     "Request",
     "SamplingParams",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvasir.types.pooling import Pooling
 from kvasir.types.sequence import FinishReason
 
 
@@ -47,7 +48,8 @@ class Event:
     ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last such event has
     ``finish_reason``) or ``error`` (ends the whole request; see ``status``, ``param`` and ``message``).
     ``queued``: seconds from arrival to the first granted rows; only on the first ``tokens`` event of branch 0.
-    ``bare``: replaces ``logprobs`` for requests with ``Request.bare``.
+    ``bare``: replaces ``logprobs`` for requests with ``Request.bare``. ``pooled``: the embedding or score of a request
+    with ``Request.pooling``, as little-endian fp32, with its only ``tokens`` event.
     """
 
     kind: Literal["accepted", "tokens", "error"]
@@ -60,6 +62,7 @@ class Event:
     bare: BareLogprobs | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     score: PromptScore | None = None
+    pooled: bytes | None = None
     num_cached: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -87,6 +90,7 @@ class ModelInfo:
     max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
     max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
+    pooling: Pooling | None = None  # set for a model that embeds or scores and draws no tokens
     config: dict[str, Any] = field(default_factory=dict)
 
 

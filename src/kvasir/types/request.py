@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvasir.types.pooling import PoolingParams
+
 U64 = (1 << 64) - 1
 
 
@@ -110,6 +112,7 @@ class Request:
     ``piece``: number of tokens that may leave the engine together; 1 where a client reads them as they come.
     ``bare``: whether log-probabilities are wanted as plain numbers (`Event.bare`), without ranks and alternatives.
     ``variant``: the variant of the model that computes it; None: the base model.
+    ``pooling``: an embedding or a score of the prompt is wanted, and no tokens (None: tokens are).
     ``epoch``: number of re-submissions. ``emitted``, ``ended``: what earlier epochs delivered, by branch.
     """
 
@@ -129,3 +132,4 @@ class Request:
     piece: int = 1
     bare: bool = False
     variant: Variant | None = None
+    pooling: PoolingParams | None = None

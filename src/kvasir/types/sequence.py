@@ -35,7 +35,7 @@ class Sequence:
         "request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft",
         "draft_parents", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids", "max_output",
         "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason", "state",
-        "first_scheduled", "variant", "guest_variant",
+        "first_scheduled", "variant", "guest_variant", "pools",
     )
     # fmt: on
 
@@ -70,6 +70,7 @@ class Sequence:
         self.first_scheduled: float | None = None
         self.variant = 0  # slot of the resident variant that computes its rows while it runs; 0: the base model
         self.guest_variant = 0  # slot of the one that computes the guests of the next span
+        self.pools = request.pooling is not None  # wants one vector of its prompt, and draws nothing
 
     @property
     def num_tokens(self) -> int:

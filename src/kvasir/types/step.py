@@ -15,7 +15,7 @@ from kvasir.types.sequence import Sequence, Status
 if TYPE_CHECKING:
     import torch
 
-Want = Literal["sample", "score"]
+Want = Literal["sample", "score", "pool"]
 Commit = Literal["all", "walk"]
 
 
@@ -63,7 +63,8 @@ class Span:
 
     Row ``i`` holds token ``start + i`` of ``seq.tokens + seq.draft`` and predicts the token after it.
     ``want`` maps each kind of output to the range of rows (0-based in the span) that give it: ``sample`` draws the next
-    token, ``score`` gives the log-probability of the known next token. Rows in no range give nothing.
+    token, ``score`` gives the log-probability of the known next token, ``pool`` adds the row to the prompt's vector.
+    Rows in no range give nothing.
     ``commit``: ``all`` rows, or (``walk``) of the rows that verify a draft only the accepted ones.
     ``parents``: for trees only, the index in the span of each row's parent; -1 for the first row.
     ``seat``: the sequence's seat when the span was planned; once the sequence has another, the span is void (not
@@ -98,6 +99,11 @@ class Span:
     def valid(self) -> bool:
         """Whether the sequence has not finished, failed or been preempted since the span was planned."""
         return self.seq.seat == self.seat and self.seq.status is Status.RUNNING
+
+    @property
+    def ends_draw(self) -> bool:
+        """Whether the span gives what follows the known tokens: a token, or the vector of the whole prompt."""
+        return "sample" in self.want or "pool" in self.want and self.start + self.length >= len(self.seq.tokens)
 
     def tokens(self) -> list[int]:
         """The tokens of all rows except the guests."""
@@ -187,6 +193,7 @@ class SpanResult:
     tokens: list[int] = field(default_factory=list)  # the emitted path; empty while a prompt is unfinished
     logprobs: list[TokenLogprob] | None = None
     scores: list[TokenLogprob] | None = None  # log-probability of the known token after each scored row
+    pooled: bytes | None = None  # little-endian fp32: embedding or score of the whole prompt, with its last row
     error: str | None = None  # why this sequence alone fails
     path: list[int] | None = None  # if a draft was verified: the row (0-based in the span) that drew each token
     top: list[list[int]] | None = None  # for a drafter: the likeliest tokens of each sampled row

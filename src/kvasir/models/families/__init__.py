@@ -3,9 +3,9 @@
 A file is named as its ``model_type``. A family defines ``ARCHITECTURES`` (the class names that it serves),
 ``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str`` (the checkpoint's name of each of our weight slots). One
 tensor fills one slot, so a converter splits fused tensors first. ``EOS_ID`` is optional: it ends a reply when the
-checkpoint names no end token. A field that the config leaves out means what it means to transformers. An installed
-package may add a family by an entry point of this group. A file may not, because a checkpoint must not decide which
-code runs.
+checkpoint names no end token. So is ``RERANKER`` (`kvasir.models.reranker`). A field that the config leaves out means
+what it means to transformers. An installed package may add a family by an entry point of this group. A file may not,
+because a checkpoint must not decide which code runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,28 @@
-"""Qwen 3. Quirks: every query and key head is normalised before RoPE; head_dim is its own (128 where absent)."""
+"""Qwen 3. Quirks: every query and key head is normalised before RoPE; head_dim is its own (128 where absent).
+
+The rerankers of the family say yes or no. The text that they were trained on is that of Zhang et al. 2025, Qwen3
+Embedding.
+"""
 
 from __future__ import annotations
 
 from kvasir.models import fields as hf
+from kvasir.models.reranker import Reranker
 from kvasir.models.spec import LayerSpec, ModelSpec
+from kvasir.types import PairTemplate
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 stored_name = hf.stored_name
+RERANKER = Reranker(
+    ("no", "yes"),
+    PairTemplate(
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+        "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "Given a web search query, retrieve relevant passages that answer the query",
+    ),
+)
 
 
 def build(fields: hf.Fields) -> ModelSpec:
