@@ -21,6 +21,7 @@ from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
+from kvasir.engine.forcing import Forcing
 from kvasir.engine.gate import Gate
 from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
 from kvasir.engine.groups import Groups
@@ -112,6 +113,7 @@ class Engine:
             if drafter is None
             else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
         )
+        self._forcing = Forcing(built.runner.sampler, self._overlap)
         self._grammars = Grammars(built.tokenizer_file, self.info.vocab_size, self.info.eos_ids)
         self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
@@ -268,11 +270,14 @@ class Engine:
         events = self._poll_compiling(now) if self._compiling else []
         began = time.perf_counter()
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
-        verifying = self._drafting is not None and bool(self._plans) and holds_draft(self._plans[0][0])
+        forcing = self._forcing.wanted()
+        verifying = bool(self._plans) and holds_draft(self._plans[0][0])
         # Where the next plan, draft or draw depends on the tokens in flight, they are read before anything is launched
         # behind them.
-        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or verifying):
+        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or forcing or verifying):
             self._resolve(events)
+        if forcing:
+            self._forcing.propose(self.scheduler.running, drafting)
         if drafting:
             self._drafting.propose(self.scheduler.running)
         plan = self.scheduler.plan(now, self.steps.max_rows)
@@ -322,7 +327,7 @@ class Engine:
                     continue
                 event = self._commit(span, result)
                 if result.hidden is not None and not result.path:
-                    self._drafting.ingest(span, result)
+                    self._drafting.ingest(span, result.hidden)
                 if event is not None:
                     events.append(event)
         for request_id in self._groups.decided():
@@ -359,11 +364,14 @@ class Engine:
             tokens, reason, stop = self._until_stop(seq, tokens)
             if result.logprobs:
                 result.logprobs = result.logprobs[: len(tokens)]
-        if result.path:
+        forced = min(seq.num_forced, len(tokens)) if result.path else 0
+        self._forcing.num_forced += forced
+        drafted = self._drafting is not None and bool(result.path)
+        if drafted:
             self._drafting.commit(span, result, tokens)
         self.scheduler.advance(span, tokens)
-        if result.path:
-            self._drafting.observe(span, result)
+        if drafted:
+            self._drafting.observe(span, result, forced > 0)
         if tokens:
             self._num_generated += len(tokens)
             self._num_forwards += 1
@@ -455,6 +463,7 @@ class Engine:
         s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
         s.generation_tokens, s.forwards = self._num_generated, self._num_forwards
+        s.forced_tokens = self._forcing.num_forced
         s.failed = dict(self._failed)
         s.step_time_error = self.clock.errors()
         if self._drafting is not None:
