@@ -1,4 +1,4 @@
-"""Forced chains: text that a grammar forces comes in one step, with the tokens and log-probabilities of plain decoding."""
+"""Forced chains: text that a grammar forces comes in one step, with plain decoding's tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvasir.decoding.grammar import Matcher
+from kvasir.engine.forcing import EAGER_SHARE
 from kvasir.types import Grammar
 from tests.engine.driver import Driver
 
@@ -113,4 +114,16 @@ def test_a_run_one_token_too_long_is_seen(monkeypatch, plain, extra):
     driver.run(list(fleet(driver, KINDS[:2])))
     right = not driver.errors and outcome(driver) == {key: plain[key] for key in [("r0", 0), ("r1", 0)]}
     assert right == (not extra)
+    driver.close()
+
+
+def test_reading_first_follows_the_share_of_forced_text():
+    """Free text is decoded without reading first, and chains come back with the text that is forced."""
+    driver = Driver(overlap=True)
+    forcing = driver.engine._forcing
+    driver.run(list(fleet(driver, [dict(grammar=Grammar("regex", "[a-z ]{120}"), max_tokens=130)])))
+    assert forcing.num_forced == 0 and not forcing._share >= EAGER_SHARE
+    tail = Grammar("regex", "[a-z]{3}" + " the tail of it is fixed," * 8)
+    driver.run([driver.request("tail", [301, 302, 303], grammar=tail, max_tokens=200)])
+    assert forcing.num_forced > 10 and forcing._share >= EAGER_SHARE
     driver.close()

@@ -234,10 +234,13 @@ class Packer:
             wanted: range | list[int] = sample or score
         else:
             wanted = sorted({*sample, *score})
+        if span.seq.seat < 0:  # it has ended since the step was launched: its rows are there, and nobody reads them
+            self._plain_rows(span, np.zeros(NUM_PARAMS), wanted, sample)
+            return range(0)
         state = self.states[span.seq.seat]
         assert state is not None, f"{span.seq} is not open"
         first = self.count
-        self._plain_rows(span, state, wanted, sample)
+        self._plain_rows(span, state.values, wanted, sample)
         if score:
             self._score(span, state, wanted, score, first)
         if sample:
@@ -247,14 +250,14 @@ class Packer:
                 self.reports[:] = sorted(self.reports)
         return wanted
 
-    def _plain_rows(self, span: Span, state: SeatState, wanted: range | list[int], sample: range) -> None:
+    def _plain_rows(self, span: Span, values: np.ndarray, wanted: range | list[int], sample: range) -> None:
         depth = _depths(span.parents) if span.parents else range(span.length)
         nothing = np.zeros(NUM_PARAMS)
         stream = span.seq.stream
         for i in wanted:
             drawn = i in sample
             self.sampled.append(drawn)
-            self.values.append(state.values if drawn else nothing)
+            self.values.append(values if drawn else nothing)
             self.streams.append(stream)
             self.positions.append(span.start + depth[i])
         self.count += len(wanted)

@@ -4,8 +4,9 @@ Requests come in as token ids and leave as events. The engine knows seams, never
 If it raises, nothing is committed: its halves are tried until the culprit is alone, and only that request fails.
 
 With overlap, a step is read only after the next one has been launched, so that the device never waits for the host.
-Some draws depend on the tokens before them (penalties, bad words, grammars, drafts). While a sequence that needs them
-runs, every step is read before the next is launched.
+What some draws allow depends on the tokens before them (penalties, bad words, grammars). While a sequence that needs
+them runs, a step's forward is launched, then the step before is read, then the draw is launched. Drafts and forced
+chains continue known tokens: before them, every step is read first.
 """
 
 from __future__ import annotations
@@ -272,9 +273,9 @@ class Engine:
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
         forcing = self._forcing.wanted()
         verifying = bool(self._plans) and holds_draft(self._plans[0][0])
-        # Where the next plan, draft or draw depends on the tokens in flight, they are read before anything is launched
+        # Where the next plan, draft or chain depends on the tokens in flight, they are read before anything is launched
         # behind them.
-        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or forcing or verifying):
+        if self._plans and (self.steps.stalled or drafting or forcing or verifying):
             self._resolve(events)
         if forcing:
             self._forcing.propose(self.scheduler.running, drafting)
@@ -283,18 +284,24 @@ class Engine:
         plan = self.scheduler.plan(now, self.steps.max_rows)
         for seq in plan.preempted:
             self._close_seat(seq)
+        late = bool(self._plans and self.runner.sampler.num_bound)
         if plan.spans:
-            self._launch(plan, began if drafting else time.perf_counter())  # drafting is part of the step that verifies
+            self._launch(
+                plan, late, began if drafting else time.perf_counter()
+            )  # drafting is part of the step that verifies
         elif not self._plans:
             wait_for_one(live.compiling for live in self._live.values() if live.compiling is not None)
         depth = 1 if plan.spans and self._overlap else 0
         while len(self._plans) > depth or self.steps.stalled:
             self._resolve(events)
+        if late:
+            self.steps.draw()
+            self._forcing.watch(plan)
         if self.config.runner.check:
             self.scheduler.check()
         return events
 
-    def _launch(self, plan: Plan, began: float) -> None:
+    def _launch(self, plan: Plan, late: bool, began: float) -> None:
         for span in plan.spans:
             if span.seq.open_seat != span.seat:
                 self.runner.open(span.seq)
@@ -312,7 +319,7 @@ class Engine:
         self._seen_kinds.add(kind)
         self._stats.step += 1
         self._plans.append((plan, began, rows))
-        self.steps.launch(plan, timed=not slow)
+        self.steps.launch(plan, not slow, late)
         if self._drafting is not None:
             self._drafting.launched(plan)
 

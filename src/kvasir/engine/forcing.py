@@ -1,7 +1,7 @@
 """Forced chains in the step loop: tokens that a request's own constraints force are appended in one step.
 
-A grammar often leaves one token only: the keys of a JSON schema, a tool's name. Such a run becomes the sequence's draft,
-with ``Sequence.num_forced`` set, so the row before each of its tokens allows no other, and the ordinary sampler
+A grammar often leaves one token only: the keys of a JSON schema, a tool's name. Such a run becomes the sequence's
+draft, with ``Sequence.num_forced`` set, so the row before each of its tokens allows no other, and the ordinary sampler
 verifies it. Tokens and log-probabilities are those of decoding one by one; only the number of steps is smaller.
 
 A run is known once the tokens before it are, so a step with chains is planned after the step before was read. Where
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.spans import rows_left
-from kvasir.types import Sequence, Status
+from kvasir.types import Plan, Sequence, Status
 
 # Most tokens of a chain, and most rows of decodes and chains in a step: about as many as an H200 computes while it
 # reads an 8B model's weights once, so that a forced token costs next to nothing.
@@ -25,7 +25,7 @@ LEAST_FOR_DRAFT = 4
 # costs a GPU about a tenth of a step.
 EAGER_SHARE = 1 / 8
 # Number of steps over which the share is averaged.
-HORIZON = 16
+HORIZON = 8
 
 
 class Forcing:
@@ -57,6 +57,10 @@ class Forcing:
                 seq.draft, seq.num_forced = run, len(run)
                 spare, forced = spare - len(run), forced + len(run)
         self._average(forced, forced + len(decodes))
+
+    def watch(self, plan: Plan) -> None:
+        """Count the draws of a launched plan that are forced while no chains are proposed."""
+        self._average(sum(bool(self._sampler.forced(s.seq)) for s in plan.spans if s.valid), len(plan.spans))
 
     def _average(self, forced: int, tokens: int) -> None:
         if tokens:

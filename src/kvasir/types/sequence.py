@@ -33,9 +33,9 @@ class Sequence:
     # fmt: off
     __slots__ = (
         "request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft",
-        "draft_parents", "num_forced", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids", "max_output",
-        "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason", "state",
-        "first_scheduled",
+        "draft_parents", "num_forced", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids",
+        "max_output", "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent",
+        "finish_reason", "state", "first_scheduled",
     )
     # fmt: on
 
