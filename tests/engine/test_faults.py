@@ -58,9 +58,9 @@ def inject(driver: Driver, monkeypatch, fault) -> None:
     """Call ``fault(plan)`` before every launch."""
     real = driver.engine.runner.launch
 
-    def launch(plan):
+    def launch(plan, late=False):
         fault(plan)
-        return real(plan)
+        return real(plan, late)
 
     monkeypatch.setattr(driver.engine.runner, "launch", launch)
 

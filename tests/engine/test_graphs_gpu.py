@@ -174,10 +174,10 @@ def test_a_launch_waits_for_nothing(graphs, params):
         d.step()
     launch = d.engine.runner.launch
 
-    def strict(plan):
+    def strict(plan, late=False):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(plan)
+            return launch(plan, late)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

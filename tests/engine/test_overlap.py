@@ -71,24 +71,30 @@ def test_same_tokens_and_ends(mode, rows, gap, alone):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_that_depend_on_what_was_drawn(mode, alone):
+@pytest.mark.parametrize("forcing, preempt_every", [(True, 0), (False, 0), (False, 4)])
+def test_requests_that_depend_on_what_was_drawn(mode, forcing, preempt_every, alone):
     driver = Driver(**MODES[mode], max_num_batched_tokens=32, max_num_seqs=16)
-    driver.run(fleet(driver, KINDS + BOUND), gap=1)
+    if not forcing:
+        driver.engine._forcing.wanted = lambda: False
+    driver.run(fleet(driver, KINDS + BOUND), gap=1, preempt_every=preempt_every)
     assert outcome(driver) == alone
     assert driver.engine.runner.sampler.num_bound == 0
 
 
 def record(driver: Driver, holds: str = "") -> list[tuple[str, int]]:
-    """Record launches and reads in order, for steps with a request whose id starts with ``holds``."""
+    """Record launches, late draws and reads in order, for steps with a request whose id starts with ``holds``."""
     calls: list[tuple[str, int]] = []
     runner = driver.engine.runner
-    launch = runner.launch
+    launch, draw = runner.launch, runner.draw
+    late_steps = []
 
-    def recorded(plan):
+    def recorded(plan, late=False):
         if not any(span.seq.request.id.startswith(holds) for span in plan.spans):
-            return launch(plan)
+            return launch(plan, late)
         calls.append(("launch", plan.step))
-        handle = launch(plan)
+        handle = launch(plan, late)
+        if runner.parts._late is not None:
+            late_steps.append(plan.step)
 
         class Handle:
             def read(self):
@@ -97,7 +103,11 @@ def record(driver: Driver, holds: str = "") -> list[tuple[str, int]]:
 
         return Handle()
 
-    runner.launch = recorded
+    def drawn():
+        calls.extend(("draw", late_steps.pop()) for _ in late_steps[:1])
+        draw()
+
+    runner.launch, runner.draw = recorded, drawn
     return calls
 
 
@@ -116,14 +126,16 @@ def test_the_next_step_is_launched_before_a_step_is_read():
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=["penalty", "bad words", "grammar"])
-def test_a_step_that_needs_the_last_token_is_launched_after_the_read(kind):
+def test_a_draw_that_needs_the_last_token_waits_for_the_read_and_the_forward_does_not(kind):
     driver = Driver(overlap=True, max_num_seqs=4)
-    calls, of_bound = record(driver), record(driver, "r1")
+    driver.engine._forcing.wanted = lambda: False
+    calls = record(driver, "r1")
     driver.run(fleet(driver, [dict(max_tokens=24), kind]))
-    assert [what for what, _ in of_bound] == ["launch", "read"] * (len(of_bound) // 2), (
-        "each is read before the next is launched"
-    )
-    assert any(a == b == "launch" for (a, _), (b, _) in zip(calls, calls[1:])), "the plain request alone overlaps"
+    launched = [step for what, step in calls if what == "launch"]
+    assert calls[:2] == [("launch", launched[0]), ("launch", launched[1])], "the first has nothing to wait for"
+    at = {call: i for i, call in enumerate(calls)}
+    for before, step in zip(launched, launched[1:]):
+        assert at["launch", step] < at["read", before] < at["draw", step] < at["read", step]
     driver.close()
 
 
@@ -156,8 +168,8 @@ def test_a_step_that_fails_when_it_is_read_is_run_again_and_so_is_the_next(mode,
     runner, launches = driver.engine.runner, []
     launch = runner.launch
 
-    def launched(plan):
-        handle = launch(plan)
+    def launched(plan, late=False):
+        handle = launch(plan, late)
         launches.append(plan)
         if len(launches) != at:
             return handle
@@ -170,9 +182,44 @@ def test_a_step_that_fails_when_it_is_read_is_run_again_and_so_is_the_next(mode,
         return Broken()
 
     runner.launch = launched
-    driver.run(fleet(driver, KINDS))
-    assert outcome(driver) == {key: value for key, value in alone.items() if int(key[0][1:]) < len(KINDS)}
+    driver.run(fleet(driver, KINDS + BOUND))
+    assert outcome(driver) == alone
     assert len(launches) > at
+
+
+@pytest.mark.parametrize("mode", ["depth1", "static1"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_late_draw_that_fails_is_run_again(mode, at, alone, monkeypatch):
+    driver = Driver(**MODES[mode], max_num_seqs=16)
+    driver.engine._forcing.wanted = lambda: False
+    parts, draws = driver.engine.runner.parts, []
+    draw_late = parts.draw_late
+
+    def failing():
+        draws.append(parts._late)
+        if len(draws) == at:
+            raise ValueError("injected")
+        draw_late()
+
+    monkeypatch.setattr(parts, "draw_late", failing)
+    driver.run(fleet(driver, KINDS + BOUND))
+    assert outcome(driver) == alone and len(draws) > at
+
+
+@pytest.mark.parametrize("mode", ["depth1", "static1"])
+def test_a_draw_made_before_the_read_is_seen(mode, alone, monkeypatch):
+    """Negative control: draws that do not wait for the tokens before them give other outputs, or an error."""
+    driver = Driver(**MODES[mode], max_num_seqs=16)
+    driver.engine._forcing.wanted = lambda: False
+    runner = driver.engine.runner
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda plan, late=False: launch(plan))
+    try:
+        driver.run(fleet(driver, BOUND))
+    except AssertionError:
+        return
+    bound = {k: v for k, v in alone.items() if int(k[0][1:]) >= len(KINDS)}
+    assert driver.errors or [v[0] for v in outcome(driver).values()] != [v[0] for v in bound.values()]
 
 
 def test_padding_rows_are_harmless(alone):

@@ -23,7 +23,7 @@ class Runner:
         self.fits = FULL_ROWS
         self.late = late
 
-    def launch(self, plan: Plan):
+    def launch(self, plan: Plan, late: bool = False):
         enough = plan.num_rows <= self.fits
         if not enough and not self.late:
             raise torch.OutOfMemoryError("injected")
@@ -97,7 +97,7 @@ def test_other_errors_leave_the_budget_alone():
     """Mutation: the budget is halved after every error."""
     steps = StepRunner(Runner(late=False), FULL_ROWS)
 
-    def launch(plan):
+    def launch(plan, late=False):
         raise ValueError("injected")
 
     steps.runner.launch = launch

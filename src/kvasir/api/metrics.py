@@ -209,6 +209,7 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "prompt_tokens": (stats.prompt_tokens, "Prompt tokens computed or found in the cache"),
         "generation_tokens": (stats.generation_tokens, "Tokens generated"),
         "forwards": (stats.forwards, "Steps of single sequences that generated tokens; one per token without drafts"),
+        "forced_tokens": (stats.forced_tokens, "Generated tokens that a grammar forced, several in a step"),
         "cached_tokens": (stats.cached_tokens, "Prompt tokens served from the prefix cache"),
         "prefix_query_tokens": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache"),
         "preemptions": (stats.preemptions, "Sequences that gave their pages back and start over"),

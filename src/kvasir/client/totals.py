@@ -14,6 +14,7 @@ COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
     "forwards",
+    "forced_tokens",
     "cached_tokens",
     "prefix_queries",
     "preemptions",

@@ -106,6 +106,15 @@ class Matcher:
             self._set_eos(mask, self._inner.is_accepting())
         return True
 
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow, one after the other: at each of them the mask has exactly that token.
+
+        EOS is never among them. The library tokenises forced bytes as the tokenizer does and gives the first token as
+        the only one of its mask, so that this is what the masks would force one by one."""
+        if self.failed() or self._ended or not self.constrained:
+            return []
+        return self._inner.compute_ff_tokens()
+
     def accept(self, tokens: list[int]) -> bool:
         """Advance by ``tokens``. False when one of them is not allowed; then only those before it count."""
         return self.try_accept(tokens) == len(tokens)

@@ -59,6 +59,7 @@ class SeatState:
         )
         # The allowed draws depend on the tokens before: the next row cannot be packed until the host knows them.
         self.bound = bool(self.words) or self.history is not None or self.matcher is not None
+        self.forces = self.matcher is not None
         # A step can report by itself only the drawn token's log-probability, from the model's own logits.
         self.reports = p.logprobs == 0 and p.logprobs_mode == "raw"
         self.always_simple = self.simple(0)
@@ -77,6 +78,18 @@ class SeatState:
         """Start the grammar's matcher and advance it by the sequence's output."""
         self.matcher = seq.state["grammar"].copy()
         self._advance(seq.output)
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow the known ones, whatever the logits. The run ends before a token that may
+        end the sequence and before one that the request rules out: these are left to ordinary draws."""
+        if self.error:
+            return []
+        run = self.matcher.forced()
+        stop = next((i for i, token in enumerate(run) if token in self.ends or not self._allows(token)), len(run))
+        return run[:stop]
+
+    def _allows(self, token: int) -> bool:
+        return self.allowed is None or bool(self.allowed[token // 32] >> (token % 32) & 1)
 
     def accepted(self, tokens: list[int]) -> None:
         if self.history is not None:
@@ -128,6 +141,7 @@ class Rows:
     bias: tuple[np.ndarray, ...]  # row, id, value
     banned: tuple[np.ndarray, ...]  # row, id
     counted: tuple[np.ndarray, ...]  # row, id, output count
+    forced: tuple[np.ndarray, ...]  # row, the only id that it allows
     masks: tuple[np.ndarray, ...]  # row, [K, W] int32
     # row, known id or -1 for the sampled one, number of alternatives, 1 if processed, k of the confidence
     reports: tuple[np.ndarray, ...]
@@ -135,14 +149,18 @@ class Rows:
     @property
     def constrained(self) -> bool:
         """Whether any row has conditions in addition to the numbers of its request."""
-        return any(len(part[0]) for part in (self.bias, self.banned, self.counted, self.masks))
+        return any(len(part[0]) for part in self._conditions)
+
+    @property
+    def _conditions(self) -> tuple[tuple[np.ndarray, ...], ...]:
+        return self.bias, self.banned, self.counted, self.forced, self.masks
 
     def cut(self, first: int, stop: int) -> Rows:
         """Return rows ``first`` .. ``stop``, numbered from 0."""
         if first == 0 and stop == len(self.sampled):
             return self
         sparse = []
-        for arrays in (self.bias, self.banned, self.counted, self.masks, self.reports):
+        for arrays in (*self._conditions, self.reports):
             low, high = np.searchsorted(arrays[0], [first, stop])
             sparse.append((arrays[0][low:high] - first, *(a[low:high] for a in arrays[1:])))
         return Rows(
@@ -156,7 +174,7 @@ class Rows:
     def drawn(self) -> Rows:
         """Return the sampled rows, numbered from 0. Only they have conditions; the reports are those of all rows."""
         place = np.cumsum(self.sampled) - 1
-        conditions = [(place[part[0]], *part[1:]) for part in (self.bias, self.banned, self.counted, self.masks)]
+        conditions = [(place[part[0]], *part[1:]) for part in self._conditions]
         keep = self.sampled
         return Rows(keep[keep], self.values[keep], self.streams[keep], self.positions[keep], *conditions, self.reports)
 
@@ -195,6 +213,7 @@ class Packer:
     bias: list[tuple] = field(default_factory=list)
     banned: list[tuple[int, int]] = field(default_factory=list)
     counted: list[tuple] = field(default_factory=list)
+    forced: list[tuple[int, int]] = field(default_factory=list)
     masks: list[tuple[int, np.ndarray]] = field(default_factory=list)
     reports: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
@@ -215,10 +234,13 @@ class Packer:
             wanted: range | list[int] = sample or score
         else:
             wanted = sorted({*sample, *score})
+        if span.seq.seat < 0:  # it has ended since the step was launched: its rows are there, and nobody reads them
+            self._plain_rows(span, np.zeros(NUM_PARAMS), wanted, sample)
+            return range(0)
         state = self.states[span.seq.seat]
         assert state is not None, f"{span.seq} is not open"
         first = self.count
-        self._plain_rows(span, state, wanted, sample)
+        self._plain_rows(span, state.values, wanted, sample)
         if score:
             self._score(span, state, wanted, score, first)
         if sample:
@@ -228,14 +250,14 @@ class Packer:
                 self.reports[:] = sorted(self.reports)
         return wanted
 
-    def _plain_rows(self, span: Span, state: SeatState, wanted: range | list[int], sample: range) -> None:
+    def _plain_rows(self, span: Span, values: np.ndarray, wanted: range | list[int], sample: range) -> None:
         depth = _depths(span.parents) if span.parents else range(span.length)
         nothing = np.zeros(NUM_PARAMS)
         stream = span.seq.stream
         for i in wanted:
             drawn = i in sample
             self.sampled.append(drawn)
-            self.values.append(state.values if drawn else nothing)
+            self.values.append(values if drawn else nothing)
             self.streams.append(stream)
             self.positions.append(span.start + depth[i])
         self.count += len(wanted)
@@ -263,6 +285,9 @@ class Packer:
         if state.plain and num_output >= state.min_tokens:
             return
         paths = _paths(span, sample)
+        # The rows before forced tokens allow only these.
+        self.forced.extend(zip(rows, span.seq.draft[: span.seq.num_forced]))
+        free = slice(span.seq.num_forced, None)
         for m, path in zip(rows, paths):
             if num_output + len(path) < state.min_tokens:
                 self.banned.extend((m, i) for i in state.ends)
@@ -274,9 +299,9 @@ class Packer:
                 known = span.seq.tokens[max(state.num_prompt, span.seq.num_tokens - state.tail) :] + path
                 self.banned.extend((m, i) for i in banned_by_words(state.words, known))
         if state.matcher is not None:
-            self._grammar_masks(span.seq, state, paths, rows)
+            self._grammar_masks(span.seq, state, paths[free], rows[free])
         elif state.allowed is not None:
-            self.masks.extend((m, state.allowed) for m in rows)
+            self.masks.extend((m, state.allowed) for m in rows[free])
 
     def _grammar_masks(self, seq: Sequence, state: SeatState, paths: list[list[int]], rows: range | list[int]) -> None:
         """Add one mask a row, walking the matcher along each path and back.
@@ -301,7 +326,9 @@ class Packer:
         matcher.rollback(len(at))
 
     def _rows(self) -> Rows:
-        banned = tuple(np.array(self.banned, np.int64).T) if self.banned else (_NONE, _NONE)
+        banned, forced = (
+            tuple(np.array(pairs, np.int64).T) if pairs else (_NONE, _NONE) for pairs in (self.banned, self.forced)
+        )
         masks = (
             (np.array([m for m, _ in self.masks], np.int64), np.stack([bits for _, bits in self.masks]))
             if self.masks
@@ -316,6 +343,7 @@ class Packer:
             _ragged(self.bias),
             banned,
             _ragged(self.counted),
+            forced,
             masks,
             reports,
         )

@@ -6,7 +6,7 @@ The order of the pipeline is fixed, since another order would change what users 
 2. allowed ids, banned ids (the last tokens of bad words)
 3. EOS and stop ids, until ``min_tokens``
 4. penalties: repetition (prompt and output), then frequency and presence (output)
-5. grammar
+5. forced tokens (rows that allow one token each), grammar
 6. temperature
 7. top-k, 8. top-p (over what top-k left), 9. min-p (relative to the most likely token)
 10. Gumbel noise keyed by (stream, position of the predicting row, token id); 11. argmax, the lowest id on a tie
@@ -94,6 +94,7 @@ class Sampler:
         self.max_seqs = max_seqs
         self._states: list[SeatState | None] = [None] * max_seqs
         self.num_bound = 0  # open seats whose draws depend on the tokens before
+        self.num_forcing = 0  # open seats whose requests may force tokens
         self._num_odd = 0  # open seats that are not always simple
         self._num_reporting = 0  # open seats that ask for the drawn token's log-probability and no more
         self.num_top = 0  # number of most likely tokens, by the model's logits, that steps report for every row
@@ -111,6 +112,7 @@ class Sampler:
             self.close(seq.seat)
         state = self._states[seq.seat] = SeatState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
         self.num_bound += state.bound
+        self.num_forcing += state.forces
         self._num_odd += not state.always_simple
         self._num_reporting += state.reports
 
@@ -118,6 +120,7 @@ class Sampler:
         """Forget the sequence of this seat."""
         state = self._states[seat]
         self.num_bound -= state.bound
+        self.num_forcing -= state.forces
         self._num_odd -= not state.always_simple
         self._num_reporting -= state.reports
         self._states[seat] = None
@@ -154,6 +157,12 @@ class Sampler:
             if self._num_reporting and any(states[span.seat].reports for span in spans)
             else StepOutput.DRAWS
         )
+
+    def forced(self, seq: Sequence) -> list[int]:
+        """Return the tokens that must follow the known ones of a sequence, whatever the logits: they can be verified as
+        one chain whose rows allow one token each."""
+        state = self._states[seq.seat]
+        return state.forced() if state is not None and state.forces else []
 
     def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
         """Advance the counts and the grammar of a sequence by committed ``tokens``."""
@@ -290,6 +299,11 @@ class Sampler:
             row, ids, counts = map(self._send, rows.counted)
             strength_S3 = self._send(rows.values[:, [REPETITION, FREQUENCY, PRESENCE]].astype(np.float32))
             penalise(x_SV, row, ids, counts, strength_S3[row])
+        if len(rows.forced[0]):
+            row, ids = map(self._send, rows.forced)
+            kept = x_SV[row, ids]
+            x_SV.index_fill_(0, row, NEG_INF)
+            x_SV[row, ids] = kept
         if len(rows.masks[0]):
             row, words_KW = map(self._send, rows.masks)
             bits = (words_KW[:, :, None] >> torch.arange(32, device=x_SV.device, dtype=torch.int32)) & 1
@@ -370,7 +384,8 @@ class SampleOutput:
             if not (NEG_INF < values[0] < INF and values[1] > NEG_INF)
         }
         if errors:  # rows whose allowed tokens the request itself rules out are the request's fault
-            forbidding = {*batch.rows.banned[0].tolist(), *batch.rows.masks[0].tolist()}
+            rows = batch.rows
+            forbidding = {*rows.banned[0].tolist(), *rows.forced[0].tolist(), *rows.masks[0].tolist()}
             errors |= {m: MASKED_ERROR for m in errors if m in forbidding and NEG_INF < largest[m] < INF}
         for m, message in batch.errors.items():
             errors[m] = message

@@ -134,6 +134,9 @@ class Drafting:
                 continue
             decodes += 1
             context += known
+            if seq.num_forced:  # nothing to guess
+                rows += len(seq.draft)
+                continue
             if seq.draft or seq.guests:
                 seq.draft, seq.draft_parents, seq.guests = [], [], {}
             nodes, end, wanted = most, seq.num_prompt + seq.max_output, seq.request.params.num_draft_tokens
@@ -251,7 +254,7 @@ class Drafting:
                 return
         rows = context = 0
         for span in plan.spans:
-            if len(span.want.get("sample", ())) + len(span.guests) != span.length:
+            if span.seq.num_forced or len(span.want.get("sample", ())) + len(span.guests) != span.length:
                 if self._drafting:
                     self._measured[plan.step] = None
                 return
@@ -274,7 +277,7 @@ class Drafting:
         path, count = result.path, len(kept)
         if count > 1 and path[count - 1] - path[0] >= count:
             self._move(span, path[:count])
-        if result.top is not None and (tree := self.draft_of(span.seq)) is not None:
+        if result.top is not None and not span.seq.num_forced and (tree := self.draft_of(span.seq)) is not None:
             self._guarded(self.drafter.recycle, span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
 
     def _move(self, span: Span, rows: list[int]) -> None:
@@ -286,10 +289,12 @@ class Drafting:
             )
             self._runner.pool.move_slots(group, sources, targets)
 
-    def observe(self, span: Span, result: SpanResult) -> None:
-        """Tell drafter and controller which tokens of a span's draft were accepted, once the span is committed."""
+    def observe(self, span: Span, result: SpanResult, forced: bool = False) -> None:
+        """Tell drafter and controller which tokens of a span's draft were accepted, once the span is committed.
+        ``forced``: the draft was a forced chain, which is nobody's merit."""
         found = self._pending.pop(span.seq, None)
-        if found is None:
+        if forced or found is None:
+            self.ingest(span, _committed(span, result))
             return
         trees, i = found
         if trees is not self._verified and self._alone and isinstance(trees, Forest):
@@ -317,11 +322,12 @@ class Drafting:
             self.controller.observe_all(self._verified, self._which, self._paths)
             self._verified, self._which, self._paths = None, [], []
 
-    def ingest(self, span: Span, result: SpanResult) -> None:
-        """Hand the drafter the hidden states of a committed span that verified nothing."""
-        if span.valid and self._failures < MAX_FAILURES:
+    def ingest(self, span: Span, hidden: Any) -> None:
+        """Hand the drafter the hidden states [K, layers, E] of a committed span's first rows; None: there are none. The
+        span verified none of its drafts."""
+        if hidden is not None and span.valid and self._failures < MAX_FAILURES:
             self._open(span.seq)
-            self._guarded(self.drafter.ingest, span.seq, result.hidden, span.start)
+            self._guarded(self.drafter.ingest, span.seq, hidden, span.start)
 
     def completed(self, plan: Plan) -> None:
         """Charge a step that was read. Its price is all the time since the end of the step before, including waits."""

@@ -4,8 +4,9 @@ Requests come in as token ids and leave as events. The engine knows seams, never
 If it raises, nothing is committed: its halves are tried until the culprit is alone, and only that request fails.
 
 With overlap, a step is read only after the next one has been launched, so that the device never waits for the host.
-Some draws depend on the tokens before them (penalties, bad words, grammars, drafts). While a sequence that needs them
-runs, every step is read before the next is launched.
+What some draws allow depends on the tokens before them (penalties, bad words, grammars). While a sequence that needs
+them runs, a step's forward is launched, then the step before is read, then the draw is launched. Drafts and forced
+chains continue known tokens: before them, every step is read first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
+from kvasir.engine.forcing import Forcing
 from kvasir.engine.gate import Gate
 from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
 from kvasir.engine.groups import Groups
@@ -112,6 +114,7 @@ class Engine:
             if drafter is None
             else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
         )
+        self._forcing = Forcing(built.runner.sampler, self._overlap)
         self._grammars = Grammars(built.tokenizer_file, self.info.vocab_size, self.info.eos_ids)
         self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
@@ -268,28 +271,37 @@ class Engine:
         events = self._poll_compiling(now) if self._compiling else []
         began = time.perf_counter()
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
-        verifying = self._drafting is not None and bool(self._plans) and holds_draft(self._plans[0][0])
-        # Where the next plan, draft or draw depends on the tokens in flight, they are read before anything is launched
+        forcing = self._forcing.wanted()
+        verifying = bool(self._plans) and holds_draft(self._plans[0][0])
+        # Where the next plan, draft or chain depends on the tokens in flight, they are read before anything is launched
         # behind them.
-        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or verifying):
+        if self._plans and (self.steps.stalled or drafting or forcing or verifying):
             self._resolve(events)
+        if forcing:
+            self._forcing.propose(self.scheduler.running, drafting)
         if drafting:
             self._drafting.propose(self.scheduler.running)
         plan = self.scheduler.plan(now, self.steps.max_rows)
         for seq in plan.preempted:
             self._close_seat(seq)
+        late = bool(self._plans and self.runner.sampler.num_bound)
         if plan.spans:
-            self._launch(plan, began if drafting else time.perf_counter())  # drafting is part of the step that verifies
+            self._launch(
+                plan, late, began if drafting else time.perf_counter()
+            )  # drafting is part of the step that verifies
         elif not self._plans:
             wait_for_one(live.compiling for live in self._live.values() if live.compiling is not None)
         depth = 1 if plan.spans and self._overlap else 0
         while len(self._plans) > depth or self.steps.stalled:
             self._resolve(events)
+        if late:
+            self.steps.draw()
+            self._forcing.watch(plan)
         if self.config.runner.check:
             self.scheduler.check()
         return events
 
-    def _launch(self, plan: Plan, began: float) -> None:
+    def _launch(self, plan: Plan, late: bool, began: float) -> None:
         for span in plan.spans:
             if span.seq.open_seat != span.seat:
                 self.runner.open(span.seq)
@@ -307,7 +319,7 @@ class Engine:
         self._seen_kinds.add(kind)
         self._stats.step += 1
         self._plans.append((plan, began, rows))
-        self.steps.launch(plan, timed=not slow)
+        self.steps.launch(plan, not slow, late)
         if self._drafting is not None:
             self._drafting.launched(plan)
 
@@ -322,7 +334,7 @@ class Engine:
                     continue
                 event = self._commit(span, result)
                 if result.hidden is not None and not result.path:
-                    self._drafting.ingest(span, result)
+                    self._drafting.ingest(span, result.hidden)
                 if event is not None:
                     events.append(event)
         for request_id in self._groups.decided():
@@ -361,12 +373,15 @@ class Engine:
                 result.logprobs = result.logprobs[: len(tokens)]
         if result.pooled is not None:
             reason = "stop"
-        if result.path:
+            self._num_pooled += 1
+        forced = min(seq.num_forced, len(tokens)) if result.path else 0
+        self._forcing.num_forced += forced
+        drafted = self._drafting is not None and bool(result.path)
+        if drafted:
             self._drafting.commit(span, result, tokens)
         self.scheduler.advance(span, tokens)
-        if result.path:
-            self._drafting.observe(span, result)
-        self._num_pooled += result.pooled is not None
+        if drafted:
+            self._drafting.observe(span, result, forced > 0)
         if tokens:
             self._num_generated += len(tokens)
             self._num_forwards += 1
@@ -459,6 +474,7 @@ class Engine:
         s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
         s.generation_tokens, s.forwards = self._num_generated, self._num_forwards
+        s.forced_tokens = self._forcing.num_forced
         s.failed = dict(self._failed)
         s.step_time_error = self.clock.errors()
         if self._drafting is not None:

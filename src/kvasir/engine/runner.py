@@ -1,7 +1,9 @@
 """Runs plans on the device. The runner knows nothing of a request but its seat.
 
 ``launch`` does not wait for the device; the handle's ``read`` does, and only for its own step. The next plan may be
-launched between the two: a decode whose token is still being drawn takes it from its seat on the device.
+launched between the two: a decode whose token is still being drawn takes it from its seat on the device. Where what may
+be drawn depends on such a token, too, the plan is launched ``late``: its forward runs while the host reads the step
+before, and ``draw`` follows.
 """
 
 from __future__ import annotations
@@ -43,14 +45,19 @@ class Runner:
         """The way of this class; None: steps are not run so here."""
         return next((way for way in self.ways if isinstance(way, kind)), None)
 
-    def launch(self, plan: Plan) -> Handle:
-        """Run a plan whose page copies were made already, in the first way that takes it. Does not wait for the
-        device."""
-        spans = plan.spans
+    def launch(self, plan: Plan, late: bool = False) -> Handle:
+        """Run a plan whose page copies were made already, in the first way that takes it. Does not wait for the device.
+
+        ``late``: a draw that the host has to prepare is left to ``draw``, before the next launch."""
+        spans, self.parts.late = plan.spans, late
         for way in self.ways:
             if way.takes(spans):
                 return way.run(spans)
         raise AssertionError("the last way takes every step")
+
+    def draw(self) -> None:
+        """Launch the draw that the last launch left. All steps before it were read."""
+        self.parts.draw_late()
 
     def weights_changed(self) -> None:
         """Renew what holds copies of weights. Nothing may be running."""
@@ -99,3 +106,4 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seats.forget()
+        self.parts.forget_late()

@@ -79,10 +79,14 @@ def rows_left(seq: Sequence) -> int:
 
 
 def trim_draft(seq: Sequence, spare: int, max_model_len: int) -> None:
-    """Drop a draft that exceeds the ``spare`` rows or the sequence's last position, and guests that do not fit."""
+    """Drop a draft that exceeds the ``spare`` rows or the sequence's last position, and guests that do not fit. A
+    forced chain is cut instead: its rest is forced again in the next step."""
     limit = min(max_model_len, seq.num_prompt + seq.request.max_tokens) - 1
-    if len(seq.draft) > min(spare, limit - len(seq.tokens)):
+    most = min(spare, limit - len(seq.tokens))
+    if len(seq.draft) > most:
+        kept = seq.draft[: min(most, seq.num_forced)] if most > 0 else []
         seq.drop_draft()
+        seq.draft, seq.num_forced = kept, len(kept)
     elif seq.guests and seq.num_look_ahead > min(spare, max_model_len - len(seq.tokens)):
         seq.guests = {}
 

@@ -25,7 +25,7 @@ from kvasir.engine.sizing import pages_for
 from kvasir.engine.taps import Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
-from kvasir.types import Handle, Pooling, Sequence, Span, StepBatch
+from kvasir.types import Handle, Pooling, Sequence, Span, SpanResult, StepBatch
 
 
 class StepWay(ABC):
@@ -65,6 +65,22 @@ class CapturingWay(StepWay):
         that with the graphs of all kinds of steps, which share it because they run one after the other."""
 
 
+class LateDraw:
+    """A launched forward whose draw depends on tokens that were still in flight when it was launched."""
+
+    def __init__(self, sample: Callable[[], Handle]) -> None:
+        self._sample = sample
+        self._handle: Handle | None = None
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        self._handle = self._sample()
+
+    def read(self) -> list[SpanResult]:
+        assert self._handle is not None, "a step is read before it has drawn"
+        return self._handle.read()
+
+
 class StepParts:
     """Parts that all ways to run a step share: the model, the KV pool, the attention backend, the sampler, and the
     seats of running sequences.
@@ -98,6 +114,8 @@ class StepParts:
         self.guest_inputs: torch.Tensor | None = None
         self.num_variants = 0
         self.pooler = None if pooling is None else Pooler(model, pooling, self.packer.send)
+        self.late = False  # whether the step being launched draws only when ``draw_late`` is called
+        self._late: LateDraw | None = None
 
     def first_layers(self, num_layers: int) -> StepParts:
         """The same parts with the first ``num_layers`` layers for a model. Nothing is copied: every weight, page and
@@ -140,14 +158,32 @@ class StepParts:
         handle = self.sample(spans, lambda first, stop: self.model.logits(drawn_ME[first:stop]))
         return handle if pooled is None else PooledHandle(handle, spans, pooled)
 
-    def sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
-        """Draw from the rows whose logits are wanted, and leave each sequence's token in its seat."""
+    def sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> Handle:
+        """Draw from the rows whose logits are wanted, and leave each sequence's token in its seat. A step that is
+        launched ``late`` does so in ``draw_late``."""
+        if self.late:
+            self._late = LateDraw(lambda: self._sample(spans, logits))
+            return self._late
+        return self._sample(spans, logits)
+
+    def draw_late(self) -> None:
+        """Draw what the step launched last has left: the steps before it were read, so all that its rows are
+        conditioned on is known."""
+        late, self._late = self._late, None
+        if late is not None:
+            late.draw()
+
+    def forget_late(self) -> None:
+        """Drop the draw that the step launched last has left: that step will be launched again."""
+        self._late = None
+
+    def _sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
         batch = self.sampler.pack(spans)
         output = self.sampler.sample(logits, batch)
         drawn = [
             (first + len(wanted) - 1, span.seat, span.start + span.length - len(span.guests))
             for span, wanted, first in zip(spans, batch.wanted, batch.first)
-            if len(span.want.get("sample", ())) == 1
+            if wanted and len(span.want.get("sample", ())) == 1
         ]
         if drawn:
             rows, seats, positions = zip(*drawn)

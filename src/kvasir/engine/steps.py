@@ -57,9 +57,9 @@ class StepRunner:
         """Whether the oldest plan in flight does not run, so that nothing should be launched before it is resolved."""
         return bool(self._flying) and self._flying[0].handle is None
 
-    def launch(self, plan: Plan, timed: bool = False) -> None:
+    def launch(self, plan: Plan, timed: bool = False, late: bool = False) -> None:
         """Copy pages and launch. It raises only if the device is lost. ``timed``: let the model of step times learn
-        from the step."""
+        from the step. ``late``: leave a draw that the host has to prepare to ``draw``."""
         if self._recover_in:
             self._recover_in -= 1
             if not self._recover_in:
@@ -69,14 +69,28 @@ class StepRunner:
         if not lost:
             try:
                 lap = self.clock.start(plan.spans) if timed and self.clock is not None else None
-                handle = self.runner.launch(plan)
-                if lap is not None:
+                handle = self.runner.launch(plan, late)
+                if lap is not None and not late:
                     self.clock.stop(lap)
             except Exception as e:
                 if _is_fatal(e):
                     raise
                 error = e
         self._flying.append(_Flight(plan, handle, error, lost, lap))
+
+    def draw(self) -> None:
+        """Launch the draw that the last launch left, once the plan before it was resolved."""
+        if not self._flying or self._flying[-1].handle is None:
+            return
+        flight = self._flying[-1]
+        try:
+            self.runner.draw()
+            if flight.lap is not None:
+                self.clock.stop(flight.lap)
+        except Exception as e:
+            if _is_fatal(e):
+                raise
+            flight.handle, flight.error = None, e
 
     def resolve(self) -> Iterator[Outcome]:
         """Wait for the oldest plan in flight and yield (spans, results) for its parts.

@@ -109,6 +109,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     forwards: int = 0  # spans in which the generated tokens were drawn: one a token without drafts
+    forced_tokens: int = 0  # generated tokens that the request's own grammar forced and that came in chains
     cached_tokens: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix index; ``cached_tokens`` of them were found
     preemptions: int = 0

@@ -33,9 +33,9 @@ class Sequence:
     # fmt: off
     __slots__ = (
         "request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft",
-        "draft_parents", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids", "max_output",
-        "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason", "state",
-        "first_scheduled", "variant", "guest_variant", "pools",
+        "draft_parents", "num_forced", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids",
+        "max_output", "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent",
+        "finish_reason", "state", "first_scheduled", "variant", "guest_variant", "pools",
     )
     # fmt: on
 
@@ -51,6 +51,7 @@ class Sequence:
         self.num_drawn = 0  # how many of these rows draw a token that will follow ``tokens``
         self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``; the next span verifies them
         self.draft_parents: list[int] = []  # for a tree: index in ``draft`` of each parent (-1: the last known token)
+        self.num_forced = 0  # leading tokens of ``draft`` that are forced: the row before each allows no other token
         self.guests: dict[int, tuple[tuple[int, ...], ...]] = {}  # chains of guests (``Span``) by node of the draft
         self.tables: list[list[int]] = []  # page ids by cache group; entry i holds positions [i*P, (i+1)*P); 0: dropped
         self.num_sent = 0  # leading entries of each table that the device has a copy of
@@ -83,7 +84,8 @@ class Sequence:
 
     def drop_draft(self) -> None:
         """Forget the draft and the guests, so that the next span verifies nothing."""
-        self.draft, self.draft_parents, self.guests, self.guest_variant = [], [], {}, 0
+        self.draft, self.draft_parents, self.num_forced = [], [], 0
+        self.guests, self.guest_variant = {}, 0
 
     @property
     def variant_from(self) -> int:

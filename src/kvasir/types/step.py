@@ -65,7 +65,8 @@ class Span:
     ``want`` maps each kind of output to the range of rows (0-based in the span) that give it: ``sample`` draws the next
     token, ``score`` gives the log-probability of the known next token, ``pool`` adds the row to the prompt's vector.
     Rows in no range give nothing.
-    ``commit``: ``all`` rows, or (``walk``) of the rows that verify a draft only the accepted ones.
+    ``commit``: ``all`` rows, or (``walk``) of the rows that verify a draft only the accepted ones. A forced chain is a
+    draft whose rows allow one token each (``Sequence.num_forced``).
     ``parents``: for trees only, the index in the span of each row's parent; -1 for the first row.
     ``seat``: the sequence's seat when the span was planned; once the sequence has another, the span is void (not
     ``valid``).
