@@ -222,9 +222,8 @@ class _Watch:
             log.exception("bug while serving %s %s", scope["method"], scope["path"])
             if status:
                 raise
-            await error_response(RequestError("internal error", status=500, code="internal_error"))(
-                scope, receive, watched
-            )
+            bug = RequestError("internal error", status=500, code="internal_error")
+            await error_response(bug, scope)(scope, receive, watched)
         finally:
             if self.log_requests:
                 log.info("%s %s %d in %.3f s", scope["method"], scope["path"], status, time.monotonic() - arrival)
@@ -232,14 +231,14 @@ class _Watch:
 
 async def _on_request_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, http.scope)
 
 
 async def _on_http_exception(http: Request, error: Exception) -> Response:
     """Answer 404 and 405 of the router."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    response = error_response(RequestError(str(error.detail), status=error.status_code, code=code))
+    response = error_response(RequestError(str(error.detail), status=error.status_code, code=code), http.scope)
     response.headers.update(error.headers or {})
     return response
 

@@ -14,10 +14,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from kvasir.api import limits
-from kvasir.api.errors import error_object, error_response
+from kvasir.api.errors import error_event, error_response
 from kvasir.api.metrics import Metrics
 from kvasir.api.protocol import Body, parse
-from kvasir.api.streaming import Disconnected, EventStream, encode, sse, unless_disconnected
+from kvasir.api.streaming import Disconnected, EventStream, encode, unless_disconnected
 from kvasir.api.text import Text
 from kvasir.client.admission import admit
 from kvasir.client.interface import EngineClient
@@ -36,7 +36,7 @@ class Caller:
     def __init__(self, http: HttpRequest) -> None:
         self.arrival = time.monotonic()
         self.created = int(time.time())
-        self.id = limits.clean_id(http.headers.get("x-request-id"))
+        self.id = limits.request_id(http.scope)
         self.key: str = http.scope["state"]["key"]
         self.tenant: str = http.scope["state"]["tenant"]
 
@@ -250,7 +250,7 @@ class Service:
             if job.stream:
                 with renamed(job.names):
                     await unless_disconnected(http.receive, generation.open())
-                response = EventStream(_guarded(job, generation, caller.id), generation.close, headers)
+                response = EventStream(_guarded(job, generation, http), generation.close, headers)
                 return response
             with renamed(job.names):
                 result = await unless_disconnected(http.receive, _collected(job, generation))
@@ -258,7 +258,7 @@ class Service:
         except Disconnected:
             return Response(status_code=499)
         except RequestError as e:
-            refusal = error_response(e)
+            refusal = error_response(e, http.scope)
             refusal.headers["x-request-id"] = caller.id
             return refusal
         finally:
@@ -288,7 +288,7 @@ async def _collected(job: Job, generation: Work) -> dict[str, Any]:
         await generation.close()
 
 
-async def _guarded(job: Job, generation: Work, name: str) -> AsyncGenerator[bytes, None]:
+async def _guarded(job: Job, generation: Work, http: HttpRequest) -> AsyncGenerator[bytes, None]:
     """Yield the job's events. An error after the headers becomes an event of its own, and the stream ends."""
     events = job.events(generation)
     try:
@@ -296,10 +296,10 @@ async def _guarded(job: Job, generation: Work, name: str) -> AsyncGenerator[byte
             async for event in events:
                 yield event
     except RequestError as e:
-        yield sse(error_object(e))
+        yield error_event(e, http.scope)
     except Exception:
-        log.exception("request %s failed while streaming", name)
-        yield sse(error_object(RequestError("internal error", status=500, code="internal_error")))
+        log.exception("request %s failed while streaming", limits.request_id(http.scope))
+        yield error_event(RequestError("internal error", status=500, code="internal_error"), http.scope)
     finally:
         await events.aclose()
 
