@@ -91,6 +91,22 @@ def test_tenants_come_from_keys_only(guarded):
             assert http.post(CHAT, json={**body, name: tenants[2]}, headers=key("alpha")).status_code == 400
 
 
+def test_x_api_key_counts_as_a_key(guarded):
+    """Anthropic clients send the key there, some of them next to a made-up bearer token."""
+    with httpx.Client(base_url=guarded.url, timeout=120) as http:
+        for headers in (
+            {"x-api-key": "beta"},
+            {"x-api-key": "beta", **key("wrong")},
+            {"x-api-key": "no", **key("beta")},
+        ):
+            assert http.post(CHAT, json=SAY, headers=headers).status_code == 200
+        tenants = {r.tenant for r in guarded.engine.seen[-3:]}
+        http.post(CHAT, json=SAY, headers=key("beta"))
+        assert tenants == {guarded.engine.seen[-1].tenant}, "one key is one tenant, wherever it stands"
+        for wrong in ("", "alph", "Bearer alpha", "alpha beta"):
+            assert http.post(CHAT, json=SAY, headers={"x-api-key": wrong}).status_code == 401
+
+
 def test_one_key_is_no_tenant():
     with running(api_key=("alpha",)) as server:
         httpx.post(server.url + CHAT, json=SAY, headers=key("alpha"), timeout=120)
