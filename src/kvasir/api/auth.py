@@ -10,7 +10,7 @@ from typing import Any
 from kvasir.api.errors import error_response
 from kvasir.errors import RequestError
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 Scope = dict[str, Any]
 App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 
