@@ -52,7 +52,7 @@ def error_response(error: RequestError, scope: Scope | None = None) -> Response:
     status, body = error.status, error_object(error)
     if scope is not None and speaks_anthropic(scope["path"]):
         status, body = _anthropic_status(error), _anthropic_object(error, request_id(scope))
-        headers |= {"request-id": request_id(scope), "x-request-id": request_id(scope)}
+        headers |= id_headers(scope)
     return Response(encode(body), status, headers, media_type="application/json")
 
 
@@ -61,6 +61,12 @@ def error_event(error: RequestError, scope: Scope) -> bytes:
     if speaks_anthropic(scope["path"]):
         return sse(_anthropic_object(error, request_id(scope)), "error")
     return sse(error_object(error))
+
+
+def id_headers(scope: Scope) -> dict[str, str]:
+    """The headers that name the request, under the name that the route's clients read as well."""
+    name = request_id(scope)
+    return {"x-request-id": name} | ({"request-id": name} if speaks_anthropic(scope["path"]) else {})
 
 
 def speaks_anthropic(path: str) -> bool:
@@ -78,6 +84,7 @@ def _anthropic_object(error: RequestError, request: str) -> dict[str, Any]:
     default = "api_error" if status >= 500 else "invalid_request_error"
     kind = ANTHROPIC_TYPES.get(status) or TYPES.get(status, default)
     # This form has no field for the parameter.
-    named = error.param is None or error.param in error.message
+    places = {error.param or "", (error.param or "").rpartition(".")[0]} - {""}
+    named = not places or any(place in error.message for place in places)
     message = error.message if named else f"{error.param}: {error.message}"
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request}

@@ -27,9 +27,11 @@ from kvasir import __version__
 from kvasir.api import protocol
 from kvasir.api.auth import KeyGuard
 from kvasir.api.errors import error_response
+from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
 from kvasir.api.middleware import HeadAsGet, Preflights
 from kvasir.api.not_found import explain_method, explain_path, methods_at, served
 from kvasir.api.routes_completions import CompletionJob
+from kvasir.api.routes_messages import MessagesJob, MessagesRoutes
 from kvasir.api.routes_responses import ResponsesJob
 from kvasir.api.routes_scaling import ScalingRoutes, chat_job
 from kvasir.api.routes_status import StatusRoutes
@@ -106,6 +108,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     generation(
         "/v1/responses", protocol.ResponsesBody, ResponsesJob, "Answer a conversation (responses API, stateless)"
     )
+    generation("/v1/messages", MessagesBody, MessagesJob, "Answer a conversation (Anthropic's messages API)")
+    messages = MessagesRoutes(service)
+    _post(app, "/v1/messages/count_tokens", messages.count_tokens, CountTokensBody, "Count a conversation's tokens")
     _post(
         app,
         "/v1/scaling/runs",
@@ -191,6 +196,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             protocol.ChatBody,
             protocol.CompletionBody,
             protocol.ResponsesBody,
+            MessagesBody,
+            CountTokensBody,
             protocol.RunBody,
             protocol.TokenizeBody,
             protocol.DetokenizeBody,

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from kvasir.api import limits
-from kvasir.api.errors import error_event, error_response
+from kvasir.api.errors import error_event, error_response, id_headers
 from kvasir.api.metrics import Metrics
 from kvasir.api.protocol import Body, parse
 from kvasir.api.streaming import Disconnected, EventStream, encode, unless_disconnected
@@ -52,7 +52,8 @@ class Work(Protocol):
 
 
 class Job(Protocol):
-    """An admitted body of a generation route: it starts the work and gives the two forms of the reply."""
+    """An admitted body of a generation route: it starts the work and gives the two forms of the reply. One whose
+    protocol has an event for silent streams has it as ``ping`` (bytes)."""
 
     stream: bool
     ignored: list[str]
@@ -245,12 +246,13 @@ class Service:
         generation = response = None
         try:
             job: Job = await asyncio.to_thread(make, self, raw, caller)
-            headers = {"x-request-id": caller.id, **_ignored_header(job.ignored)}
+            headers = {**id_headers(http.scope), **ignored_header(job.ignored)}
             generation = job.begin(lambda: self.concurrency.leave(caller.key))
             if job.stream:
                 with renamed(job.names):
                     await unless_disconnected(http.receive, generation.open())
-                response = EventStream(_guarded(job, generation, http), generation.close, headers)
+                events = _guarded(job, generation, http)
+                response = EventStream(events, generation.close, headers, getattr(job, "ping", b""))
                 return response
             with renamed(job.names):
                 result = await unless_disconnected(http.receive, _collected(job, generation))
@@ -259,7 +261,7 @@ class Service:
             return Response(status_code=499)
         except RequestError as e:
             refusal = error_response(e, http.scope)
-            refusal.headers["x-request-id"] = caller.id
+            refusal.headers.update(id_headers(http.scope))
             return refusal
         finally:
             if generation is None:
@@ -304,7 +306,7 @@ async def _guarded(job: Job, generation: Work, http: HttpRequest) -> AsyncGenera
         await events.aclose()
 
 
-def _ignored_header(names: list[str]) -> dict[str, str]:
+def ignored_header(names: list[str]) -> dict[str, str]:
     """The warning header of lenient mode, with the ignored parameters in short ASCII."""
     if not names:
         return {}
