@@ -168,7 +168,7 @@ class ServerConfig:
     host: str = opt("127.0.0.1", "Address to listen on.")
     port: int = opt(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
     uds: str | None = opt(None, "Unix socket to listen on instead.")
-    api_key: tuple[str, ...] = opt((), "Key that clients must send as a bearer token (repeatable).")
+    api_key: tuple[str, ...] = opt((), "Key that clients must send, as a bearer token or as x-api-key (repeatable).")
     insecure: bool = opt(False, "Allow listening beyond this machine without a key.")
     allowed_origins: tuple[str, ...] = opt((), "Origin that browsers may call from (CORS; repeatable).")
     max_body_bytes: int = opt(16 << 20, "Largest request body, in bytes.", low=1)
@@ -177,6 +177,9 @@ class ServerConfig:
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
+    enable_tokenizer_info_endpoint: bool = opt(
+        False, "Serve GET /tokenizer_info: the tokenizer's configuration and the chat template."
+    )
     scaling_runs: str | None = opt(
         None, "Folder that keeps background runs of /v1/scaling/runs, so that the next server can continue them."
     )

@@ -10,7 +10,7 @@ from tests.api.running import all_routes, key, running
 CHAT = "/v1/chat/completions"
 SAY = {"messages": [{"role": "user", "content": "say: hello world"}]}
 # Paths that need no key.
-OPEN = {"/", "/health", "/health/live"}
+OPEN = {"/", "/health", "/health/live", "/ping"}
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def guarded():
         yield server
 
 
-def test_every_route_but_two_needs_a_key(guarded):
+def test_every_route_but_four_needs_a_key(guarded):
     routes = all_routes(guarded)
     assert {("POST", CHAT), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/health/ready")} <= routes
     with httpx.Client(base_url=guarded.url, timeout=120) as http:
@@ -91,15 +91,45 @@ def test_tenants_come_from_keys_only(guarded):
             assert http.post(CHAT, json={**body, name: tenants[2]}, headers=key("alpha")).status_code == 400
 
 
+def test_x_api_key_counts_as_a_key(guarded):
+    """Anthropic clients send the key there, some of them next to a made-up bearer token."""
+    with httpx.Client(base_url=guarded.url, timeout=120) as http:
+        for headers in (
+            {"x-api-key": "beta"},
+            {"x-api-key": "beta", **key("wrong")},
+            {"x-api-key": "no", **key("beta")},
+        ):
+            assert http.post(CHAT, json=SAY, headers=headers).status_code == 200
+        tenants = {r.tenant for r in guarded.engine.seen[-3:]}
+        http.post(CHAT, json=SAY, headers=key("beta"))
+        assert tenants == {guarded.engine.seen[-1].tenant}, "one key is one tenant, wherever it stands"
+        for wrong in ("", "alph", "Bearer alpha", "alpha beta"):
+            assert http.post(CHAT, json=SAY, headers={"x-api-key": wrong}).status_code == 401
+
+
 def test_one_key_is_no_tenant():
     with running(api_key=("alpha",)) as server:
         httpx.post(server.url + CHAT, json=SAY, headers=key("alpha"), timeout=120)
         assert server.engine.seen[-1].tenant == ""
 
 
+def test_a_refused_preflight_names_the_flag(guarded):
+    """Browsers send no key with it, so the key guard must not be what answers."""
+    asked = {"origin": "http://localhost:3000", "access-control-request-method": "POST"}
+    with running() as free:
+        for server in (guarded, free):
+            r = httpx.options(server.url + CHAT, headers=asked, timeout=120)
+            assert r.status_code == 403 and "access-control-allow-origin" not in r.headers
+            assert "--allowed-origins http://localhost:3000" in r.json()["error"]["message"]
+        r = httpx.options(guarded.url + "/v1/messages", headers={**asked, "origin": "x" * 5000}, timeout=120)
+        assert r.json()["error"]["type"] == "permission_error" and len(r.content) < 800
+        assert httpx.options(guarded.url + CHAT, timeout=120).status_code == 401, "no preflight, so it needs a key"
+
+
 def test_cors_is_off_unless_asked_for(http):
     origin = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in http.options(CHAT, headers=origin).headers
+    assert http.options(CHAT).status_code == 405, "OPTIONS that is no preflight is like any other method"
     with (
         running(api_key=("alpha",), allowed_origins=("https://good.example",)) as server,
         httpx.Client(base_url=server.url, timeout=120) as own,
@@ -116,4 +146,5 @@ def test_cors_is_off_unless_asked_for(http):
         seen = own.get("/health", headers={"origin": "https://good.example"}).headers["access-control-expose-headers"]
         assert {"x-request-id", "retry-after", "warning"} <= set(seen.split(", "))
         assert "access-control-allow-origin" not in own.options(CHAT, headers=origin).headers
+        assert own.options(CHAT, headers=origin).json()["error"]["code"] == "cors_refused"
         assert own.post(CHAT, json=SAY, headers={"origin": "https://good.example"}).status_code == 401

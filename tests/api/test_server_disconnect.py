@@ -26,6 +26,7 @@ BODIES = {
     },
     "/v1/completions": {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 500, "ignore_eos": True},
     "/v1/responses": {"input": "x", "max_output_tokens": 500, "ignore_eos": True},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "ignore_eos": True},
 }
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from kvasir.api.errors import error_response
 from kvasir.errors import RequestError
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 Scope = dict[str, Any]
 App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 
 
 class KeyGuard:
-    """ASGI middleware: ``Authorization: Bearer KEY``, compared in constant time against all keys.
+    """ASGI middleware: ``Authorization: Bearer KEY`` (OpenAI's clients) or ``x-api-key: KEY`` (Anthropic's), compared
+    in constant time against all keys.
 
     Stores in ``scope["state"]``: ``key``, a digest that names the caller in counters (empty without keys), and
     ``tenant``, the salt of the prefix cache: the digest when there are two keys or more, else empty. Neither comes from
@@ -35,25 +36,31 @@ class KeyGuard:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if b"websocket" in headers.get(b"upgrade", b"").lower():
             error = RequestError("no route speaks WebSocket", status=400, code="no_websocket")
-            return await error_response(error)(scope, receive, send)
-        key = self.match(headers.get(b"authorization", b""))
+            return await error_response(error, scope)(scope, receive, send)
+        key = self.match(headers)
         if key is None and scope["path"] not in OPEN_PATHS:
             error = RequestError(
-                "a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key"
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
+                status=401,
+                code="invalid_api_key",
             )
-            return await error_response(error)(scope, receive, send)
+            return await error_response(error, scope)(scope, receive, send)
         state = scope.setdefault("state", {})
         state["key"] = key or ""
         state["tenant"] = key or "" if len(self.digests) > 1 else ""
         return await self.app(scope, receive, send)
 
-    def match(self, authorization: bytes) -> str | None:
-        """The caller's name, or None for a wrong key. It compares all keys, so the time tells nothing about them."""
+    def match(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """The caller's name, or None without a valid key. It compares all keys, so the time tells nothing about
+        them."""
         if not self.digests:
             return ""
-        scheme, _, key = authorization.partition(b" ")
-        given = hashlib.sha256(key.strip()).digest()
-        found = [d for d in self.digests if hmac.compare_digest(d, given)]
-        if not found or scheme.lower() != b"bearer":
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [bearer] if scheme.lower() == b"bearer" else []
+        # Some clients send both, and a made-up one where the user gave none.
+        given += [headers[b"x-api-key"]] if b"x-api-key" in headers else []
+        hashes = [hashlib.sha256(key.strip()).digest() for key in given]
+        found = [d for d in self.digests for one in hashes if hmac.compare_digest(d, one)]
+        if not found:
             return None
         return hashlib.blake2b(found[0], digest_size=16, person=b"kvasir-tenant").hexdigest()

@@ -11,6 +11,7 @@ import asyncio
 import re
 import uuid
 from collections import Counter
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -158,6 +159,16 @@ def decode_json(body: bytes) -> dict[str, Any]:
 def clean_id(text: str | None) -> str:
     """The client's request id, reduced to 64 letters, digits and ``._-`` at most; a fresh id when there is none."""
     return re.sub(r"[^A-Za-z0-9._-]", "", text or "")[:64] or uuid.uuid4().hex
+
+
+def request_id(scope: MutableMapping[str, Any]) -> str:
+    """The id of the request of this ASGI scope: the client's ``x-request-id``, cleaned, or a fresh one; always the
+    same for one request."""
+    state = scope.setdefault("state", {})
+    if "request_id" not in state:
+        header = dict(scope["headers"]).get(b"x-request-id", b"")
+        state["request_id"] = clean_id(header.decode("latin-1"))
+    return state["request_id"]
 
 
 def unique_id(prefix: str, client_id: str) -> str:

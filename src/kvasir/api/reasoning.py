@@ -38,6 +38,7 @@ class ReasoningParser(Technique):
         super().__init__()
         tail = (prompt or "").rstrip()
         inside = tail.endswith(self.start) or (prompt is None and self.starts_inside)
+        self.opened = inside  # the prompt ends inside the thinking
         self.disabled = tail.endswith(self.end)
         self._mode = "content" if self.disabled else "inside" if inside else "before"
         self._may_repeat = inside  # some models repeat the mark that the prompt ended with

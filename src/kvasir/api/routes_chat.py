@@ -37,9 +37,11 @@ def prepare_prompt(
     offered: list[dict[str, Any]] | None,
     tool_choice: Any,
     parallel: bool,
+    contexts: int = 1,
+    /,
     **template: Any,
 ) -> Prompt:
-    """Check, render and encode a conversation. Raises RequestError."""
+    """Check, render and encode a conversation that may be as long as ``contexts`` contexts. Raises RequestError."""
     text = service.text
     tools.validate(offered, tool_choice)
     offered = offered if offered and tool_choice != "none" else None
@@ -50,7 +52,7 @@ def prepare_prompt(
             code="no_tool_parser",
         )
     messages = check_messages(messages)
-    text.check_size(texts(messages), service.info.max_model_len)
+    text.check_size(texts(messages), service.info.max_model_len, contexts)
     ids = text.tokenizer.encode_chat(messages, tools=offered, **template)
     thinking = text.reasoning(ids)
     after = thinking.end_ids(text.tokenizer) if thinking else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
@@ -67,10 +68,21 @@ class StatusRoutes:
 
     async def models(self) -> Response:
         self.service.require_ready()
-        return reply({"object": "list", "data": [self._model()]})
+        model = self._model()
+        # The second line is for Anthropic's clients.
+        return reply(
+            {"object": "list", "data": [model]} | {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        )
 
     async def model(self, name: str) -> Response:
         self.service.require_ready()
+        if name.endswith("/") or not name:
+            served = f"/v1/models/{name.rstrip('/')}".rstrip("/")
+            raise RequestError(
+                f"the path ends in a slash: leave that away. The route is GET {served[:120]}.",
+                status=404,
+                code="not_found",
+            )
         if name != self.service.info.name:
             raise RequestError(
                 f"the model '{name[:200]}' is not served here", status=404, param="model", code="model_not_found"
@@ -87,6 +99,9 @@ class StatusRoutes:
             "root": info.name,
             "parent": None,
             "max_model_len": info.max_model_len,
+            "type": "model",  # this and the rest are what Anthropic's clients read
+            "display_name": info.name,
+            "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
         }
 
     async def metrics(self) -> Response:
@@ -106,6 +121,20 @@ class StatusRoutes:
                 "x-content-type-options": "nosniff",
                 "referrer-policy": "no-referrer",
             },
+        )
+
+    async def tokenizer_info(self) -> Response:
+        """The tokenizer's configuration, as vLLM gives it: class, special tokens as texts, chat template."""
+        self.service.require_ready()
+        tokenizer = self.service.text.tokenizer
+        templates = {name: template.source for name, template in tokenizer.templates.items()}
+        return reply(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                **tokenizer.config,
+                **tokenizer.named_tokens,
+                "chat_template": templates.get("default"),
+            }
         )
 
     async def tokenize(self, http: Request) -> Response:

@@ -27,7 +27,11 @@ from kvasir import __version__
 from kvasir.api import protocol
 from kvasir.api.auth import KeyGuard
 from kvasir.api.errors import error_response
+from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
+from kvasir.api.middleware import HeadAsGet, Preflights
+from kvasir.api.not_found import explain_method, explain_path, methods_at, served
 from kvasir.api.routes_completions import CompletionJob
+from kvasir.api.routes_messages import MessagesJob, MessagesRoutes
 from kvasir.api.routes_responses import ResponsesJob
 from kvasir.api.routes_scaling import ScalingRoutes, chat_job
 from kvasir.api.routes_status import StatusRoutes
@@ -74,17 +78,19 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     # The middleware added last sees a request first: CORS answers preflights, then the watch also counts what the guard
-    # refuses.
+    # refuses. HEAD is turned into GET before the watch, which reads the route from the request's own scope.
     app.add_middleware(KeyGuard, keys=settings.api_key)
     app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
+    app.add_middleware(HeadAsGet)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client has headers of its own
-            expose_headers=["x-request-id", "retry-after", "warning"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "warning"],
         )
+    app.add_middleware(Preflights, allowed=settings.allowed_origins)
     return app
 
 
@@ -102,6 +108,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     generation(
         "/v1/responses", protocol.ResponsesBody, ResponsesJob, "Answer a conversation (responses API, stateless)"
     )
+    generation("/v1/messages", MessagesBody, MessagesJob, "Answer a conversation (Anthropic's messages API)")
+    messages = MessagesRoutes(service)
+    _post(app, "/v1/messages/count_tokens", messages.count_tokens, CountTokensBody, "Count a conversation's tokens")
     _post(
         app,
         "/v1/scaling/runs",
@@ -121,13 +130,16 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/v1/models": status.models,
         "/v1/models/{name:path}": status.model,
         "/health": status.health,
+        "/ping": status.health,
         "/health/live": status.live,
         "/health/ready": status.ready,
         "/version": status.version,
         "/metrics": status.metrics,
         "/": status.playground,
+        **({"/tokenizer_info": status.tokenizer_info} if service.settings.enable_tokenizer_info_endpoint else {}),
     }.items():
         app.add_api_route(path, route, methods=["GET"], response_class=Response, responses=ERRORS)
+    app.add_api_route("/ping", status.health, methods=["POST"], response_class=Response, responses=ERRORS)
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -139,6 +151,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         "description": "The server failed or is not ready",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
     },
+}
+KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 ERROR_SCHEMA = {
     "type": "object",
@@ -180,6 +196,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             protocol.ChatBody,
             protocol.CompletionBody,
             protocol.ResponsesBody,
+            MessagesBody,
+            CountTokensBody,
             protocol.RunBody,
             protocol.TokenizeBody,
             protocol.DetokenizeBody,
@@ -189,8 +207,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             own = body.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= own.pop("$defs", {})
             schemas[body.__name__] = own
-        schema["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-        schema["security"] = [{"key": []}]
+        schema["components"] = {"schemas": schemas, "securitySchemes": KEYS}
+        schema["security"] = [{name: []} for name in KEYS]
         app.openapi_schema = schema
     return app.openapi_schema
 
@@ -222,9 +240,8 @@ class _Watch:
             log.exception("bug while serving %s %s", scope["method"], scope["path"])
             if status:
                 raise
-            await error_response(RequestError("internal error", status=500, code="internal_error"))(
-                scope, receive, watched
-            )
+            bug = RequestError("internal error", status=500, code="internal_error")
+            await error_response(bug, scope)(scope, receive, watched)
         finally:
             if self.log_requests:
                 log.info("%s %s %d in %.3f s", scope["method"], scope["path"], status, time.monotonic() - arrival)
@@ -232,15 +249,22 @@ class _Watch:
 
 async def _on_request_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, http.scope)
 
 
 async def _on_http_exception(http: Request, error: Exception) -> Response:
-    """Answer 404 and 405 of the router."""
+    """Answer 404 and 405 of the router with what is served."""
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    response = error_response(RequestError(str(error.detail), status=error.status_code, code=code))
-    response.headers.update(error.headers or {})
+    path, routes = http.scope["path"], served(http.app.routes)
+    methods = methods_at(path, routes)
+    if error.status_code == 405:
+        what = RequestError(explain_method(http.method, path, methods), status=405, code="method_not_allowed")
+    elif error.status_code == 404:
+        what = RequestError(explain_path(path, routes), status=404, code="not_found")
+    else:
+        what = RequestError(str(error.detail), status=error.status_code)
+    response = error_response(what, http.scope)
+    response.headers.update({"allow": ", ".join(methods)} if error.status_code == 405 else {})
     return response
 
 

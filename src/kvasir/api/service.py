@@ -14,10 +14,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from kvasir.api import limits
-from kvasir.api.errors import error_object, error_response
+from kvasir.api.errors import error_event, error_response, id_headers
 from kvasir.api.metrics import Metrics
 from kvasir.api.protocol import Body, parse
-from kvasir.api.streaming import Disconnected, EventStream, encode, sse, unless_disconnected
+from kvasir.api.streaming import Disconnected, EventStream, encode, unless_disconnected
 from kvasir.api.text import Text
 from kvasir.client.admission import admit
 from kvasir.client.interface import EngineClient
@@ -36,7 +36,7 @@ class Caller:
     def __init__(self, http: HttpRequest) -> None:
         self.arrival = time.monotonic()
         self.created = int(time.time())
-        self.id = limits.clean_id(http.headers.get("x-request-id"))
+        self.id = limits.request_id(http.scope)
         self.key: str = http.scope["state"]["key"]
         self.tenant: str = http.scope["state"]["tenant"]
 
@@ -52,7 +52,8 @@ class Work(Protocol):
 
 
 class Job(Protocol):
-    """An admitted body of a generation route: it starts the work and gives the two forms of the reply."""
+    """An admitted body of a generation route: it starts the work and gives the two forms of the reply. One whose
+    protocol has an event for silent streams has it as ``ping`` (bytes)."""
 
     stream: bool
     ignored: list[str]
@@ -245,12 +246,13 @@ class Service:
         generation = response = None
         try:
             job: Job = await asyncio.to_thread(make, self, raw, caller)
-            headers = {"x-request-id": caller.id, **_ignored_header(job.ignored)}
+            headers = {**id_headers(http.scope), **ignored_header(job.ignored)}
             generation = job.begin(lambda: self.concurrency.leave(caller.key))
             if job.stream:
                 with renamed(job.names):
                     await unless_disconnected(http.receive, generation.open())
-                response = EventStream(_guarded(job, generation, caller.id), generation.close, headers)
+                events = _guarded(job, generation, http)
+                response = EventStream(events, generation.close, headers, getattr(job, "ping", b""))
                 return response
             with renamed(job.names):
                 result = await unless_disconnected(http.receive, _collected(job, generation))
@@ -258,8 +260,8 @@ class Service:
         except Disconnected:
             return Response(status_code=499)
         except RequestError as e:
-            refusal = error_response(e)
-            refusal.headers["x-request-id"] = caller.id
+            refusal = error_response(e, http.scope)
+            refusal.headers.update(id_headers(http.scope))
             return refusal
         finally:
             if generation is None:
@@ -288,7 +290,7 @@ async def _collected(job: Job, generation: Work) -> dict[str, Any]:
         await generation.close()
 
 
-async def _guarded(job: Job, generation: Work, name: str) -> AsyncGenerator[bytes, None]:
+async def _guarded(job: Job, generation: Work, http: HttpRequest) -> AsyncGenerator[bytes, None]:
     """Yield the job's events. An error after the headers becomes an event of its own, and the stream ends."""
     events = job.events(generation)
     try:
@@ -296,15 +298,15 @@ async def _guarded(job: Job, generation: Work, name: str) -> AsyncGenerator[byte
             async for event in events:
                 yield event
     except RequestError as e:
-        yield sse(error_object(e))
+        yield error_event(e, http.scope)
     except Exception:
-        log.exception("request %s failed while streaming", name)
-        yield sse(error_object(RequestError("internal error", status=500, code="internal_error")))
+        log.exception("request %s failed while streaming", limits.request_id(http.scope))
+        yield error_event(RequestError("internal error", status=500, code="internal_error"), http.scope)
     finally:
         await events.aclose()
 
 
-def _ignored_header(names: list[str]) -> dict[str, str]:
+def ignored_header(names: list[str]) -> dict[str, str]:
     """The warning header of lenient mode, with the ignored parameters in short ASCII."""
     if not names:
         return {}

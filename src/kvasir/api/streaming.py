@@ -12,6 +12,8 @@ from starlette.responses import Response
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.encode
+# Seconds between two pings of a silent stream: proxies close a connection that says nothing for a minute.
+PING_SECONDS = 10.0
 
 
 def sse(value: Any, event: str | None = None) -> bytes:
@@ -47,15 +49,22 @@ async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awai
 
 class EventStream(Response):
     """A reply whose body is a generator of events. ``close`` is awaited in every case: at the end, or when the client
-    leaves or is disconnected because it does not read (``server.Protocol``)."""
+    leaves or is disconnected because it does not read (``server.Protocol``). ``ping``: an event to send when there was
+    none for PING_SECONDS (empty: none)."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: dict[str, str]
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        headers: dict[str, str],
+        ping: bytes = b"",
     ) -> None:
         self.events = events
         self.close = close
+        self.ping = ping
+        self._silent = True
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -74,6 +83,20 @@ class EventStream(Response):
 
     async def _stream(self, send: Callable) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for data in self.events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        pings = asyncio.ensure_future(self._pings(send)) if self.ping else None
+        try:
+            async for data in self.events:
+                self._silent = False
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            if pings is not None:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pings(self, send: Callable) -> None:
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if self._silent:
+                await send({"type": "http.response.body", "body": self.ping, "more_body": True})
+            self._silent = True

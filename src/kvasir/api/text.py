@@ -11,6 +11,9 @@ from kvasir.api.chat import Message
 from kvasir.errors import RequestError
 from kvasir.models.tokenizer import Tokenizer
 
+# Names under which chat templates read whether the model should think (Qwen3 and many after it; DeepSeek, Granite).
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+
 
 class Text:
     """The tokenizer and the parsers of one model. Call ``load`` before anything else, in a thread, because it blocks.
@@ -40,6 +43,9 @@ class Text:
             *(self.tool_format.marks if self.tool_format else ()),
             *((thinking.start, thinking.end) if thinking else ()),
         ]
+        reads = set().union(*(t.reads for t in self.tokenizer.templates.values()))
+        self._switch = next((name for name in THINKING_SWITCHES if name in reads), None)
+        self._reads_effort = "reasoning_effort" in reads
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
     def check_size(self, texts: Iterable[str], max_model_len: int, contexts: int = 1) -> None:
@@ -61,6 +67,14 @@ class Text:
     def reasoning(self, prompt_ids: Sequence[int]) -> reasoning.ReasoningParser | None:
         """A parser for one answer to this prompt; None when the model does not think."""
         return reasoning.parser(self._thinking, self.tokenizer, prompt_ids)
+
+    def thinking_options(self, on: bool) -> dict[str, Any]:
+        """The template's variable that switches thinking on or off; empty when the template has no switch."""
+        return {} if self._switch is None else {self._switch: on}
+
+    def effort_options(self, effort: str) -> dict[str, Any]:
+        """The template's variable for how hard the model should think; empty when the template reads none."""
+        return {"reasoning_effort": effort} if self._reads_effort else {}
 
     def message(self, prompt_ids: Sequence[int], offered: list[dict[str, Any]] | None, parallel: bool) -> Message:
         """A fresh assistant message that answers this prompt. ``offered``: the tools it may call."""

@@ -35,7 +35,8 @@ UNKNOWN = "\U0010fffc"
 class Tokenizer:
     """The tokenizer of a model, with its chat templates.
 
-    ``size``: highest id + 1. ``special_ids``: ids that ``decode`` skips. ``eos_ids``: ids that end an answer.
+    ``config``: what the model's files say about it. ``size``: highest id + 1. ``special_ids``: ids that ``decode``
+    skips. ``eos_ids``: ids that end an answer.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Tokenizer:
         templates: Mapping[str, str] | None = None,
         eos_ids: Iterable[int] = (),
     ) -> None:
-        config = config or {}
+        self.config = config = dict(config or {})
         backend.no_truncation()
         backend.no_padding()
         _add_missing(backend, config)

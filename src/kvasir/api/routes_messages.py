@@ -1,0 +1,178 @@
+"""POST /v1/messages and /v1/messages/count_tokens: the same conversation as chat, for Anthropic's clients."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from kvasir.api.detokenize import Detokenizer
+from kvasir.api.errors import id_headers
+from kvasir.api.generation import Generation
+from kvasir.api.limits import unique_id
+from kvasir.api.messages import Content, choice_of, messages_of, own_places, stop_fields, tools_of, usage_object
+from kvasir.api.messages_protocol import Conversation, CountTokensBody, MessagesBody
+from kvasir.api.routes_chat import Prompt, prepare_prompt, template_options
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.service import Caller, Service, ignored_header, renamed
+from kvasir.api.streaming import encode, sse
+from kvasir.errors import RequestError
+from kvasir.types import Request
+
+# Fields of Anthropic's own service that a reply may not need to honour: what was ignored stands in a header.
+IGNORED = ("context_management", "diagnostics")
+# /v1/messages/count_tokens takes conversations of up to this many contexts.
+COUNT_CONTEXTS = 4
+
+
+class AskedPrompt:
+    """The prompt of a conversation, and how its answer is read. Raises RequestError.
+
+    ``continues``: the conversation ends with a message of the assistant, which the answer continues. ``ignored``: what
+    of the body was ignored.
+    """
+
+    def __init__(self, service: Service, body: Conversation, contexts: int = 1) -> None:
+        text = service.text
+        self.ignored = [name for name in IGNORED if getattr(body, name) is not None]
+        options = template_options(service, body.chat_template_kwargs)
+        options = {**self._thinking(service, body), **options}
+        messages = messages_of(body.messages, body.system)
+        last = messages[-1] if messages else {}
+        self.continues = last.get("role") == "assistant" and "tool_calls" not in last
+        if self.continues:
+            messages.pop()
+        tools, ignored = tools_of(body.tools)
+        self.ignored += ignored
+        choice, self.parallel = choice_of(body.tool_choice)
+        with own_places(body.tools):
+            self.prompt: Prompt = prepare_prompt(service, messages, tools, choice, self.parallel, contexts, **options)
+        if self.continues:
+            thinking = text.reasoning(self.prompt.ids)
+            if "reasoning_content" in last or (thinking is not None and thinking.opened):
+                raise RequestError(
+                    "the last message is the assistant's and would be continued, which thinking rules out. End with a "
+                    "user's message, or send thinking={'type': 'disabled'} and no thinking block at the end",
+                    param="messages",
+                    code="unsupported_parameter",
+                )
+            self.prompt.ids += text.encode(last["content"])
+            self.prompt.after = ()
+
+    def _thinking(self, service: Service, body: Conversation) -> dict[str, Any]:
+        """The template's variables for ``thinking`` and ``output_config.effort``."""
+        options: dict[str, Any] = {}
+        if body.thinking is not None:
+            options |= (switch := service.text.thinking_options(body.thinking.type != "disabled"))
+            if body.thinking.type == "disabled" and not switch and service.text.reasoning([]) is not None:
+                self.ignored.append("thinking.type")
+            if body.thinking.budget_tokens is not None:
+                self.ignored.append("thinking.budget_tokens")
+        if body.output_config is not None and body.output_config.effort is not None:
+            options |= (effort := service.text.effort_options(body.output_config.effort))
+            if not effort:
+                self.ignored.append("output_config.effort")
+        return options
+
+
+class MessagesJob:
+    """A message; see ``service.Job``. The constructor admits the body, off the event loop. Raises RequestError."""
+
+    ping = sse({"type": "ping"}, "ping")
+
+    def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
+        self.service = service
+        body, unknown = service.parse(MessagesBody, raw)
+        self.stream = bool(body.stream)
+        if body.stop is not None and body.stop_sequences is not None:
+            raise RequestError("'stop' is another name of 'stop_sequences'; send one of them", param="stop")
+        self.names = {"prompt": "messages", "stop": "stop" if body.stop_sequences is None else "stop_sequences"}
+        with renamed(self.names):
+            asked = AskedPrompt(service, body)
+        self.ignored = [*unknown, *asked.ignored]
+        output = body.output_config.format if body.output_config else None
+        place = "output_config.format"
+        grammar_name, grammar = grammar_of(
+            body, {place: format_grammar(output, place), "tool_choice": asked.prompt.forced}
+        )
+        if grammar is not None:
+            grammar = dataclasses.replace(grammar, after=asked.prompt.after)
+        stop = body.stop if body.stop_sequences is None else body.stop_sequences
+        params = sampling_params(
+            body,
+            service.info.generation_defaults,
+            max_tokens=body.max_tokens,
+            grammar=grammar,
+            **({} if stop is None else {"stop": stop}),
+        )
+        self.names["grammar"] = grammar_name
+        id = unique_id("msg", caller.id)
+        ids = asked.prompt.ids
+        self.requests = service.admit([ids], [params], caller, id, body.priority, self.names, self.stream)
+        self.message = service.text.message(ids, asked.prompt.tools, asked.parallel)
+        self.content = Content(body.thinking is not None and body.thinking.display == "omitted")
+        self.head = {"id": id, "type": "message", "role": "assistant", "model": service.info.name}
+
+    def begin(self, release: Callable[[], None]) -> Generation:
+        return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)
+
+    def detokenizer(self, request: Request) -> Detokenizer:
+        return Detokenizer(self.service.text.tokenizer, (), request.params, self.service.text.keep_ids)
+
+    async def _steps(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of the message.
+
+        The first comes with the first token, when it is known how much of the prompt was cached, because some clients
+        read that only there.
+        """
+        begun = False
+        end: dict[str, Any] = {}
+        async for delta in generation.deltas():
+            if not begun:
+                begun = True
+                message = {**self.head, "content": [], "stop_reason": None, "stop_sequence": None}
+                yield {"type": "message_start", "message": {**message, "usage": usage_object(generation.usage)}}
+                yield {"type": "ping"}
+            for piece in self.message.push(delta.text, delta.token_ids, delta.finish_reason is not None):
+                for event in self.content.add(piece):
+                    yield event
+            if delta.finish_reason is not None:
+                end = stop_fields(self.message.finish_reason(delta.finish_reason), delta.stop_reason)
+        for event in self.content.finish():
+            yield event
+        generation.usage.reasoning = self.message.reasoning_tokens
+        yield {"type": "message_delta", "delta": end, "usage": usage_object(generation.usage)}
+        yield {"type": "message_stop"}
+
+    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        async for event in self._steps(generation):
+            yield sse(event, event["type"])
+
+    async def result(self, generation: Generation) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        async for event in self._steps(generation):
+            last = event if event["type"] == "message_delta" else last
+        return {**self.head, "content": self.content.blocks, **last["delta"], "usage": last["usage"]}
+
+
+class MessagesRoutes:
+    """The routes of the messages API beside the generating one; each public method is one."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def count_tokens(self, http: HttpRequest) -> Response:
+        raw = await self.service.body(http)
+        count, ignored = await asyncio.to_thread(self._count, raw)
+        headers = {**id_headers(http.scope), **ignored_header(ignored)}
+        return Response(encode({"input_tokens": count}), 200, headers, media_type="application/json")
+
+    def _count(self, raw: bytes) -> tuple[int, list[str]]:
+        body, unknown = self.service.parse(CountTokensBody, raw)
+        with renamed({"prompt": "messages"}):
+            asked = AskedPrompt(self.service, body, COUNT_CONTEXTS)
+        return len(asked.prompt.ids), [*unknown, *asked.ignored]
