@@ -155,6 +155,11 @@ class ServiceConfig:
     max_crashes_per_request: int = opt(
         2, "Fail a request after this many crashes of the engine process in which it was at work.", low=1
     )
+    crash_dumps: str | None = opt(
+        None,
+        "Folder for crash dumps: the last steps of an engine process that died, without prompts; empty: none; default: "
+        "the system's folder for temporary files.",
+    )
     journal: str | None = opt(None, "File to write unfinished requests to at shutdown (JSON lines).")
 
 
@@ -184,6 +189,16 @@ class ServerConfig:
         low=0.01,
     )
     log_requests: bool = opt(False, "Log one line per request.")
+    log_stats: bool = opt(
+        True, "Log one line about the load every --log-stats-interval while requests run.", off="disable-log-stats"
+    )
+    log_stats_interval: float = opt(10.0, "Seconds between two lines about the load; 0: none.", low=0)
+    public_metrics: bool = opt(False, "Serve /metrics without a key.")
+    otlp_traces_endpoint: str | None = opt(
+        None,
+        "Collector that gets a trace of each request over OTLP/HTTP, e.g. http://localhost:4318/v1/traces "
+        "(needs the extra [otel]); default: none.",
+    )
 
     def __post_init__(self) -> None:
         origins = tuple(origin for text in self.allowed_origins for origin in _origins(text))
