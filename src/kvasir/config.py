@@ -208,6 +208,11 @@ class ServerConfig:
                 "a slash at the end, or *"
             )
         object.__setattr__(self, "allowed_origins", origins)
+        if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: traces are sent over HTTP, not gRPC. Give the "
+                "collector's URL for that, usually http://HOST:4318/v1/traces"
+            )
 
 
 def _origins(text: str) -> list[str]:
