@@ -32,7 +32,7 @@ Samples = float | None | Iterable[tuple[tuple[str, ...], float]]
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A rule of Prometheus. ``expr``: {} stands for the metric's name there, with ``_total`` or ``_bucket``.
+    """A rule of Prometheus. ``expr``: {name} stands for the metric's name there, with ``_total`` or ``_bucket``.
     ``hold``: how long it must be true."""
 
     name: str
@@ -119,8 +119,8 @@ DEFINITIONS = (
         vllm=("num_requests_waiting",),
         alert=Alert(
             "KvasirQueueStands",
-            "min_over_time({}[10m]) > 0",
-            "10m",
+            "min_over_time({name}[10m]) > 0",
+            "0m",
             "warning",
             "Requests have waited without a pause for ten minutes: the server gets more than it can do.",
         ),
@@ -139,7 +139,7 @@ DEFINITIONS = (
         labels=("route", "status"),
         alert=Alert(
             "KvasirServerErrors",
-            'sum by (instance) (rate({{status=~"5.."}}[5m])) > 0.01 * sum by (instance) (rate({}[5m]))',
+            'sum by (instance) (rate({name}{{status=~"5.."}}[5m])) > 0.01 * sum by (instance) (rate({name}[5m]))',
             "5m",
             "critical",
             "More than 1 % of HTTP requests fail with a 5xx.",
@@ -164,7 +164,7 @@ DEFINITIONS = (
         vllm=("time_to_first_token_seconds",),
         alert=Alert(
             "KvasirSlowFirstToken",
-            "histogram_quantile(0.95, sum by (instance, le) (rate({}[5m]))) > 10",
+            "histogram_quantile(0.95, sum by (instance, le) (rate({name}[5m]))) > 10",
             "10m",
             "warning",
             "One request in twenty waits more than 10 s for its first token.",
@@ -280,7 +280,7 @@ DEFINITIONS = (
         vllm=("num_preemptions",),
         alert=Alert(
             "KvasirPreempts",
-            "rate({}[5m]) > 0.2",
+            "rate({name}[5m]) > 0.2",
             "10m",
             "warning",
             "Sequences keep losing their pages: fewer at once (--max-num-seqs) or a larger pool would be faster.",
@@ -352,7 +352,7 @@ DEFINITIONS = (
         unit="s",
         alert=Alert(
             "KvasirDraftsLose",
-            "delta({}[30m]) < -5",
+            "delta({name}[30m]) < -5",
             "30m",
             "warning",
             "Drafts cost more time than they save on this load: try another --drafter, or none.",
@@ -384,7 +384,7 @@ DEFINITIONS = (
         "Engine processes that died or hung and were replaced",
         alert=Alert(
             "KvasirEngineRestarted",
-            "increase({}[15m]) > 0",
+            "increase({name}[15m]) > 0",
             "0m",
             "critical",
             "The engine process died or hung and was replaced; the log names its crash dump.",
@@ -397,7 +397,7 @@ DEFINITIONS = (
         "Requests that were failed because the engine process kept dying on them",
         alert=Alert(
             "KvasirRequestQuarantined",
-            "increase({}[1h]) > 0",
+            "increase({name}[1h]) > 0",
             "0m",
             "warning",
             "A request made the engine process die again and again and was refused.",
