@@ -158,6 +158,11 @@ class ServiceConfig:
     max_crashes_per_request: int = opt(
         2, "Fail a request after this many crashes of the engine process in which it was at work.", low=1
     )
+    crash_dumps: str | None = opt(
+        None,
+        "Folder for crash dumps: the last steps of an engine process that died, without prompts; empty: none; default: "
+        "the system's folder for temporary files.",
+    )
     journal: str | None = opt(None, "File to write unfinished requests to at shutdown (JSON lines).")
 
 
@@ -190,6 +195,16 @@ class ServerConfig:
         low=0.01,
     )
     log_requests: bool = opt(False, "Log one line per request.")
+    log_stats: bool = opt(
+        True, "Log one line about the load every --log-stats-interval while requests run.", off="disable-log-stats"
+    )
+    log_stats_interval: float = opt(10.0, "Seconds between two lines about the load; 0: none.", low=0)
+    public_metrics: bool = opt(False, "Serve /metrics without a key.")
+    otlp_traces_endpoint: str | None = opt(
+        None,
+        "Collector that gets a trace of each request over OTLP/HTTP, e.g. http://localhost:4318/v1/traces "
+        "(needs the extra [otel]); default: none.",
+    )
 
     def __post_init__(self) -> None:
         origins = tuple(origin for text in self.allowed_origins for origin in _origins(text))
@@ -199,6 +214,11 @@ class ServerConfig:
                 "a slash at the end, or *"
             )
         object.__setattr__(self, "allowed_origins", origins)
+        if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: traces are sent over HTTP, not gRPC. Give the "
+                "collector's URL for that, usually http://HOST:4318/v1/traces"
+            )
 
 
 def _origins(text: str) -> list[str]:

@@ -77,6 +77,14 @@ def test_who_has_no_key_is_counted():
         )
 
 
+def test_metrics_are_public_only_when_asked_for():
+    with running(api_key=("k",)) as server:
+        assert httpx.get(server.url + "/metrics", timeout=120).status_code == 401
+    with running(api_key=("k",), public_metrics=True) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        assert "kvasir:num_pages" in http.get("/metrics").text
+        assert http.get("/v1/models").status_code == http.post("/metrics").status_code - 4 == 401
+
+
 def test_tenants_come_from_keys_only(guarded):
     body = {"messages": [{"role": "user", "content": "say: secret"}]}
     with httpx.Client(base_url=guarded.url, timeout=120) as http:

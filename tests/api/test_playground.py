@@ -18,11 +18,11 @@ import pytest
 PAGE = resources.files("kvasir.api").joinpath("playground", "index.html").read_text(encoding="utf-8")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-METRICS = """# HELP kvasir:pages_total Pages
-# TYPE kvasir:pages_total gauge
+METRICS = """# HELP kvasir:num_pages Pages
+# TYPE kvasir:num_pages gauge
 kvasir:num_requests_running{model="m"} 2.0
 kvasir:num_requests_waiting 3.0
-kvasir:pages_total 1000.0
+kvasir:num_pages 1000.0
 kvasir:pages_free 600.0
 kvasir:pages_cached 250.0
 """

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvasir.api.metric_definitions import DEFINITIONS
 from kvasir.api.metrics import ALIASES
 from kvasir.errors import RequestError
 from tests.api.fake_client import FakeClient
@@ -38,7 +39,7 @@ def test_metrics():
         found = samples(http)
         value = {name: s[0].value for name, s in found.items()}
         assert value["kvasir:num_requests_running"] == value["vllm:num_requests_running"] == 0
-        assert (value["kvasir:pages_total"], value["kvasir:pages_free"], value["kvasir:pages_cached"]) == (64, 60, 2)
+        assert (value["kvasir:num_pages"], value["kvasir:pages_free"], value["kvasir:pages_cached"]) == (64, 60, 2)
         assert value["kvasir:kv_cache_usage"] == value["vllm:kv_cache_usage_perc"] == 4 / 64
         assert value["kvasir:generation_tokens_total"] == value["vllm:generation_tokens_total"] == 13
         assert value["kvasir:time_to_first_token_seconds_count"] == value["vllm:time_to_first_token_seconds_count"] == 3
@@ -96,9 +97,17 @@ def test_metrics_of_choices_and_of_the_phases():
 def test_vllms_names_are_listed():
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     listed = next(p for p in text.split("\n\n") if p.startswith("vLLM's names in `/metrics`")).partition("):")[2]
-    assert re.findall(r"`(\w+)`", listed) == [
-        name.removeprefix("vllm:") for names in ALIASES.values() for name in names
-    ]
+    names = [name.removeprefix("vllm:") for names in ALIASES.values() for name in names]
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(names)
+
+
+def test_names_say_what_kind_a_metric_is(http):
+    """Prometheus keeps ``_total`` for counters."""
+    families = list(text_string_to_metric_families(http.get("/metrics").text))
+    assert not [f.name for f in families if f.type != "counter" and f.name.endswith("_total")]
+    served = {f.name.removeprefix("kvasir:") for f in families if f.name.startswith("kvasir:")} - {"build_info"}
+    absent = {d.name for d in DEFINITIONS} - served
+    assert served <= {d.name for d in DEFINITIONS} and absent == set(), "a metric is defined and not served"
 
 
 def test_openapi_names_every_route_and_schema(http, server):

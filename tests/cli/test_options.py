@@ -95,7 +95,7 @@ def test_every_setting_is_settable(settings, section, field):
         "bool": (not field.default, None),
         "int": (7, "7"),
         "float": (0.5, "0.5"),
-        "str": ("x", "x"),
+        "str": ("http://x", "http://x"),  # a URL, a name and a path
         "tuple[str, ...]": (("x", "y"), None),
     }
     kind = str(field.type).removesuffix(" | None")
@@ -285,3 +285,9 @@ def test_every_default_is_in_its_range():
         low, high = f.metadata["low"], f.metadata["high"]
         if f.default is not None:
             assert (low is None or f.default >= low) and (high is None or f.default <= high), f.name
+
+
+def test_the_log_of_the_load_is_switched_by_vllms_flag(settings):
+    assert settings().server.log_stats and settings().server.log_stats_interval == 10
+    assert not settings("--disable-log-stats").server.log_stats
+    assert settings("--no-log-stats") == settings("--disable-log-stats")

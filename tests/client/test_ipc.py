@@ -249,6 +249,27 @@ def test_more_requests_than_the_flight_record_holds_means_any(tmp_path):
     flight.close()
 
 
+def test_the_flight_record_keeps_the_last_launches(tmp_path):
+    """A reader in another process sees them oldest first; one whose record was cut off is left out."""
+    written, read = ipc.Flight(tmp_path / "f", create=True), ipc.Flight(tmp_path / "f")
+    assert read.recorded() == []
+    for step in range(ipc.Flight.RING + 9):
+        written.record(step, 7, [(step, 3, 4), (1 << 40, 0, 3)], slow=step % 2 == 0)
+    found = read.recorded()
+    assert [launch.step for launch in found] == list(range(9, ipc.Flight.RING + 9))
+    assert found[-1][2:] == (7, 2, True, [(ipc.Flight.RING + 8, 3, 4), (1 << 40, 0, 3)])
+    assert [launch.seconds for launch in found] == sorted(launch.seconds for launch in found)
+    wide = [(ticket, 0, 1) for ticket in range(ipc.Flight.SPANS + 5)]
+    written.record(1000, 37, wide, slow=False)
+    assert read.recorded()[-1].spans == len(wide) and read.recorded()[-1].kept == wide[: ipc.Flight.SPANS]
+    with pytest.raises(OverflowError):
+        written.record(1001, -1, [], slow=False)  # as if the process had died in the middle of its record
+    assert [launch.step for launch in read.recorded()] == [*range(11, ipc.Flight.RING + 9), 1000]
+    written.launch(range(ipc.Flight.CAPACITY))
+    assert read.recorded()[-1].step == 1000, "tickets and launches do not share a place"
+    written.close(), read.close()
+
+
 def test_a_flight_record_is_never_taken_over(tmp_path):
     ipc.Flight(tmp_path / "f", create=True).close()
     with pytest.raises(FileExistsError):

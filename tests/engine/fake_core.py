@@ -17,7 +17,7 @@ from collections import Counter
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError
-from kvasir.types import EngineStats, Event, ModelInfo, Request
+from kvasir.types import EngineStats, Event, ModelInfo, Plan, Request
 
 VOCAB = 1000
 CHUNK = 64
@@ -92,7 +92,7 @@ class FakeCore:
         self.info = ModelInfo(
             name="fake", max_model_len=4096, vocab_size=VOCAB, tokenizer_size=VOCAB, config={"layers": [1, None, "x"]}
         )
-        self.on_launch = lambda ids, slow: None
+        self.on_launch = lambda ids, slow, plan: None
         self._live: dict[str, Running] = {}
         self._counts = Counter()
         self._step = 0
@@ -151,7 +151,7 @@ class FakeCore:
     def step(self) -> list[Event]:
         batch = self._scheduled()
         if self.announces:
-            self.on_launch([r.request.id for r in batch], False)
+            self.on_launch([r.request.id for r in batch], False, Plan(self._step, []))
         time.sleep(self.step_seconds)
         events: list[Event] = []
         for running in batch:

@@ -309,7 +309,7 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
 def test_the_first_step_of_a_kind_is_announced_as_slow():
     driver = Driver(overlap=True)
     told = []
-    driver.engine.on_launch = lambda ids, slow: told.append((sorted(ids), slow))
+    driver.engine.on_launch = lambda ids, slow, plan: told.append((sorted(ids), slow))
     driver.run(fleet(driver, [dict(max_tokens=5), dict(max_tokens=8)]), gap=3)
     driver.outputs.clear()
     fresh = len(told)

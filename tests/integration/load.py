@@ -227,7 +227,7 @@ def metrics(http: httpx.Client) -> dict[str, float]:
 def busy(now: dict[str, float]) -> str:
     """The samples that show something running, waiting or holding a page; empty when the server is idle."""
     left = {k: now[f"kvasir:num_requests_{k}"] for k in ("running", "waiting", "blocked")}
-    left["pages"] = now["kvasir:pages_total"] - now["kvasir:pages_free"]
+    left["pages"] = now["kvasir:num_pages"] - now["kvasir:pages_free"]
     return ", ".join(f"{value:.0f} {name}" for name, value in left.items() if value)
 
 

@@ -75,7 +75,7 @@ class Served:
             now = self.metrics()
             if (
                 not any(now[f"kvasir:num_requests_{k}"] for k in ("running", "waiting", "blocked"))
-                and now["kvasir:pages_free"] == now["kvasir:pages_total"]
+                and now["kvasir:pages_free"] == now["kvasir:num_pages"]
             ):
                 return now
             assert time.monotonic() < end, f"the server is not idle: {now}"

@@ -132,4 +132,4 @@ def test_kill_storm(tmp_path):
 
         asyncio.run(run())
         end = server.until_idle()
-        assert server.log.count("was ended by SIGKILL") == STORM_KILLS and end["kvasir:pages_total"] > 0
+        assert server.log.count("was ended by SIGKILL") == STORM_KILLS and end["kvasir:num_pages"] > 0

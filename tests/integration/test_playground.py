@@ -45,7 +45,7 @@ def test_the_page_talks_to_the_real_server(server, browser, tmp_path):
     assert answer.endswith("Answer: 67")
     foot = text_of(browser, "article.assistant .foot")[0]
     assert "first token" in foot and "prompt tokens" in foot
-    pool = server.metrics()["kvasir:pages_total"]
+    pool = server.metrics()["kvasir:num_pages"]
     browser.until("Number(document.getElementById('cached').textContent.replace(/\\D/g, '')) > 0")
     shown = [
         browser.js(f"Number(document.getElementById('{i}').textContent.replace(/\\D/g, ''))")

@@ -23,7 +23,7 @@ IDLE = {
     "kvasir:num_requests_running": 0,
     "kvasir:num_requests_waiting": 0,
     "kvasir:num_requests_blocked": 0,
-    "kvasir:pages_total": 160,
+    "kvasir:num_pages": 160,
     "kvasir:pages_free": 160,
 }
 

@@ -1,4 +1,4 @@
-"""API keys. Every route except ``OPEN_PATHS`` needs one, so a route added later is guarded by default."""
+"""API keys. Every route except the open paths needs one, so a route added later is guarded by default."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvasir.api.errors import error_response
 from kvasir.errors import RequestError
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
+PUBLIC_METRICS = frozenset({"/metrics"})  # open as well with --public-metrics
 Scope = dict[str, Any]
 App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 
@@ -24,8 +25,9 @@ class KeyGuard:
     the client. WebSocket upgrades are refused: no route speaks them.
     """
 
-    def __init__(self, app: App, keys: Iterable[str] = ()) -> None:
+    def __init__(self, app: App, keys: Iterable[str] = (), open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self.app = app
+        self.open_paths = open_paths
         self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
@@ -38,7 +40,7 @@ class KeyGuard:
             error = RequestError("no route speaks WebSocket", status=400, code="no_websocket")
             return await error_response(error, scope)(scope, receive, send)
         key = self.match(headers)
-        if key is None and scope["path"] not in OPEN_PATHS:
+        if key is None and scope["path"] not in self.open_paths:
             error = RequestError(
                 "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
                 status=401,

@@ -89,6 +89,7 @@ class Branch:
     detokenizer: Detokenizer
     num_tokens: int = 0
     done: bool = False
+    finish_reason: str | None = None
     first: float | None = None  # time.monotonic() of its first token
     last: float | None = None  # time.monotonic() of its latest token
 
@@ -104,7 +105,8 @@ class Running:
     cached: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     early: list[Event] = field(default_factory=list)  # events of other branches, held until the prompt's have come
-    started: bool = False  # whether its first token has arrived
+    queued: float | None = None  # seconds from arrival to its first rows in a step
+    first: float | None = None  # time.monotonic() of its first token
 
 
 class Generation:
@@ -123,6 +125,7 @@ class Generation:
         self.metrics = metrics
         self.release = release  # called once, when everything is closed
         self.closed = False
+        self.outcome = ""  # once closed: "finished", "disconnected", or the code of the error that ended it
         self.arrival = min(r.arrival for r in requests)
         self.usage = Usage(prompt=sum(len(r.prompt_ids) for r in requests))
         self.running: list[Running] = []
@@ -155,7 +158,7 @@ class Generation:
         """Close all iterators, which cancels unfinished requests; idempotent. ``reason``: the label in the metrics."""
         if self.closed:
             return
-        self.closed = True
+        self.closed, self.outcome = True, reason
         try:
             for r in self.running:
                 await r.events.aclose()
@@ -244,6 +247,7 @@ class Generation:
         if piece.stop is not None:
             delta.finish_reason, delta.stop_reason, branch.done = "stop", piece.stop, True
         if delta.finish_reason is not None:
+            branch.finish_reason = delta.finish_reason
             self.metrics.finished(
                 delta.finish_reason,
                 len(r.request.prompt_ids),
@@ -259,10 +263,11 @@ class Generation:
             return
         now = time.monotonic()
         if event.queued is not None:
+            r.queued = event.queued
             self.metrics.queue_time.observe(event.queued)
             self.metrics.prefill_time.observe(max(0.0, now - r.request.arrival - event.queued))
-        if not r.started:
-            r.started = True
+        if r.first is None:
+            r.first = now
             self.metrics.first_token.observe(now - self.arrival)
         if branch.last is None:
             branch.first = now

@@ -25,8 +25,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvasir import __version__
 from kvasir.api import protocol
-from kvasir.api.auth import KeyGuard
+from kvasir.api.auth import OPEN_PATHS, PUBLIC_METRICS, KeyGuard
 from kvasir.api.errors import error_response
+from kvasir.api.log_stats import LogStats
 from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
 from kvasir.api.middleware import HeadAsGet, Preflights
 from kvasir.api.not_found import explain_method, explain_path, methods_at, served
@@ -61,6 +62,10 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     """Make the app. Its lifespan starts ``client`` and loads ``text`` in the background, and stops ``client`` at the
     end. ``app.state.service`` is the Service."""
     service = Service(client, text, settings)
+    if settings.log_stats and settings.log_stats_interval:
+        load = LogStats(client.stats, lambda: service.metrics.num_ended, settings.log_stats_interval)
+        service.openers.append(load.start)
+        service.closers.append(load.stop)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -68,6 +73,8 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
         yield
         await service.stop(0.0)
         await asyncio.gather(starting, return_exceptions=True)
+        if service.tracer is not None:
+            await asyncio.to_thread(service.tracer.close)
 
     app = FastAPI(
         title="kvasir", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan
@@ -79,7 +86,8 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     # The middleware added last sees a request first: CORS answers preflights, then the watch also counts what the guard
     # refuses. HEAD is turned into GET before the watch, which reads the route from the request's own scope.
-    app.add_middleware(KeyGuard, keys=settings.api_key)
+    open_paths = OPEN_PATHS | PUBLIC_METRICS if settings.public_metrics else OPEN_PATHS
+    app.add_middleware(KeyGuard, keys=settings.api_key, open_paths=open_paths)
     app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
     app.add_middleware(HeadAsGet)
     if settings.allowed_origins:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from kvasir.api.metrics import Metrics
 from kvasir.api.protocol import Body, parse
 from kvasir.api.streaming import Disconnected, EventStream, encode, unless_disconnected
 from kvasir.api.text import Text
+from kvasir.api.tracing import Trace, Tracer
 from kvasir.client.admission import admit
 from kvasir.client.interface import EngineClient
 from kvasir.client.pieces import PIECE
@@ -83,6 +85,7 @@ class Service:
         self.failure: BaseException | None = None
         self.openers: list[Callable[[], Awaitable[None]]] = []  # called once the engine is ready
         self.closers: list[Callable[[], Awaitable[None]]] = []  # called before the engine is stopped
+        self.tracer = Tracer(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
         self._starting: asyncio.Task | None = None
 
     # ------------------------------------------------------------------------------------------------------ life
@@ -241,13 +244,17 @@ class Service:
         so a refusal is always a status. A client that leaves cancels its request.
         """
         caller = Caller(http)
-        raw = await self.body(http)
-        self.concurrency.enter(caller.key)
+        trace = None if self.tracer is None else self.tracer.begin(http, caller.arrival)
+        with _traced(trace):
+            raw = await self.body(http)
+            self.concurrency.enter(caller.key)
         generation = response = None
         try:
             job: Job = await asyncio.to_thread(make, self, raw, caller)
             headers = {**id_headers(http.scope), **ignored_header(job.ignored)}
-            generation = job.begin(lambda: self.concurrency.leave(caller.key))
+            generation = job.begin(functools.partial(self._left, caller, trace))
+            if trace is not None:
+                trace.begin(generation, self.info.name, job.stream)
             if job.stream:
                 with renamed(job.names):
                     await unless_disconnected(http.receive, generation.open())
@@ -260,6 +267,8 @@ class Service:
         except Disconnected:
             return Response(status_code=499)
         except RequestError as e:
+            if trace is not None:
+                trace.refuse(e)
             refusal = error_response(e, http.scope)
             refusal.headers.update(id_headers(http.scope))
             return refusal
@@ -268,6 +277,22 @@ class Service:
                 self.concurrency.leave(caller.key)
             elif response is None:  # otherwise the stream closes it
                 await generation.close()
+
+    def _left(self, caller: Caller, trace: Trace | None) -> None:
+        self.concurrency.leave(caller.key)
+        if trace is not None:
+            trace.end()
+
+
+@contextlib.contextmanager
+def _traced(trace: Trace | None) -> Iterator[None]:
+    """End the trace of a request whose body is refused."""
+    try:
+        yield
+    except RequestError as e:
+        if trace is not None:
+            trace.refuse(e)
+        raise
 
 
 @contextlib.contextmanager

@@ -17,13 +17,15 @@ SATISFIED = (
     "--enable-auto-tool-choice",
     "--disable-log-requests",
     "--no-enable-log-requests",
-    "--disable-log-stats",
     "--no-trust-remote-code",
     "--use-v2-block-manager",
     "--enable-prompt-tokens-details",
     "--disable-fastapi-docs",
     "--disable-uvicorn-access-log",
 )
+
+# Likewise for everything except a server, which has a setting for it.
+SATISFIED_OFFLINE = ("--disable-log-stats",)
 
 # Flags with the values that are accepted.
 ONLY_AT = {
@@ -142,10 +144,9 @@ UNSERVED = {
     "--tool-parser-plugin": "use --tool-call-parser",
     "--enable-reasoning": "use --reasoning-parser",
     "--max-logprobs": "the limit is fixed",
-    "--otlp-traces-endpoint": "see /metrics",
     "--enable-sleep-mode": "stop the server and start it again",
     "--enable-log-requests": "use --log-requests",
-    "--no-disable-log-stats": "steps are not logged; `kvasir serve` counts them in /metrics",
+    "--no-disable-log-stats": "`kvasir serve` logs them unless told not to, and counts them in /metrics",
     "--max-log-len": "the text of requests is never logged",
 }
 
@@ -163,6 +164,6 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
         # 0 GiB of offload and empty overrides ask for nothing, and a feature may be turned off.
         if flag in UNSERVED and (value or flag != plain):
             raise ConfigError(f"kvasir does not serve vLLM's {name}={value!r}: {UNSERVED[flag]}.")
-        if only or flag in SATISFIED or plain in UNSERVED:  # an unserved flag was not asked for
+        if only or flag in (*SATISFIED, *SATISFIED_OFFLINE) or plain in UNSERVED:  # an unserved flag was not asked for
             del left[name]
     return left

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
+from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, SATISFIED_OFFLINE, UNSERVED
 from kvasir.config import EngineConfig, ServerConfig, Settings, compose, read_toml
 from kvasir.errors import ConfigError, nearest
 
@@ -100,7 +100,7 @@ def _annotation(kind: str) -> Any:
     return {"tuple[str, ...]": list[str], "str": str, "int": int, "float": float, "bool": bool}[kind] | None
 
 
-def _vllm_parameters() -> list[inspect.Parameter]:
+def _vllm_parameters(flags_that_hold: tuple[str, ...]) -> list[inspect.Parameter]:
     """Hidden options for flags of vLLM that are accepted without a setting of ours."""
 
     def parameter(names: tuple[str, ...], default: Any, kind: Any) -> inspect.Parameter:
@@ -112,7 +112,7 @@ def _vllm_parameters() -> list[inspect.Parameter]:
             annotation=kind,
         )
 
-    return [parameter((flag,), False, bool) for flag in SATISFIED] + [
+    return [parameter((flag,), False, bool) for flag in flags_that_hold] + [
         parameter(flags, None, str | None) for flags in ONLY_AT
     ]
 
@@ -141,7 +141,8 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
             ],
         )
         # An option of the command itself wins over vLLM's flag of that name.
-        vllm = [p for p in _vllm_parameters() if p.name.removeprefix(_VLLM) not in signature.parameters]
+        holds = SATISFIED if cls is Settings else (*SATISFIED, *SATISFIED_OFFLINE)
+        vllm = [p for p in _vllm_parameters(holds) if p.name.removeprefix(_VLLM) not in signature.parameters]
         parameters = own + [config] + setting_parameters(cls, skip=skip) + vllm
 
         def run(**given: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvasir.cli.options import check_output
@@ -19,6 +20,8 @@ def run(settings: Settings) -> None:
     # Errors of the model, the address and the journal are reported before a process is started.
     build_spec(checkpoint.read_config(checkpoint.resolve(settings.model.model, settings.model.revision)))
     check_free(settings.server)
+    if settings.server.otlp_traces_endpoint and find_spec("opentelemetry.exporter") is None:
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry. Install it: pip install 'kvasir[otel]'")
     check_output(Path(settings.service.journal) if settings.service.journal else None)
     from kvasir.client.engine_client import AsyncEngine
 

@@ -45,6 +45,8 @@ class Child:
         self.killed = False  # whether we ended it
         # Set by ``reap``: tickets of the requests that the process was working on when it died; None: any that it held.
         self.at_work: list[int] | None = []
+        self.launches: list[ipc.FlightStep] = []  # set by ``reap``: the last launches, oldest first
+        self.ended = 0.0  # set by ``reap``: ``time.monotonic()`` when the process was found dead
         self._channel: ipc.AsyncChannel | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="kvasir-"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -151,6 +153,7 @@ class Child:
             if self._channel is not None:
                 await self._channel.close()
             if not self.flight.closed:
+                self.ended, self.launches = time.monotonic(), self.flight.recorded()
                 self.at_work = {ipc.Activity.IDLE: [], ipc.Activity.BUSY: None}.get(
                     self.flight.activity, self.flight.tickets
                 )

@@ -16,7 +16,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterable
 
-from kvasir.client import ipc, journal, messages
+from kvasir.client import crash_dump, ipc, journal, messages
 from kvasir.client.child import Child, ChildError
 from kvasir.client.engine_process import ENGINE
 from kvasir.client.interface import Health
@@ -351,6 +351,8 @@ class AsyncEngine:
         self._deaths = 1 if lived > LONG_LIFE_SECONDS and not self._stuck else self._deaths + 1
         self.num_restarts += 1
         self._recovering = True
+        if self.num_restarts <= crash_dump.MAX_DUMPS:
+            crash_dump.keep(child, why, self._journal, self._totals.now(), self.config)
         self._totals.process_ended()
         self._blame(child)
         for entry in self._journal:

@@ -32,7 +32,7 @@ from kvasir.client.interface import EngineCore
 from kvasir.client.pieces import Pieces
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
-from kvasir.types import Event, Request
+from kvasir.types import Event, Plan, Request
 
 ENGINE = "kvasir.engine.engine:start"
 # File name of the flight record, in the folder of the socket.
@@ -138,8 +138,11 @@ class Loop:
         except RequestError as e:
             return [messages.error_event(request, e)]
 
-    def _on_launch(self, request_ids: Iterable[str], slow: bool) -> None:
-        self._flight.launch([self._tickets.get(request_id, 0) for request_id in request_ids], slow)
+    def _on_launch(self, request_ids: Iterable[str], slow: bool, plan: Plan) -> None:
+        tickets = self._tickets
+        self._flight.launch([tickets.get(request_id, 0) for request_id in request_ids], slow)
+        spans = [(tickets.get(s.seq.request.id, 0), s.start, s.length) for s in plan.spans]
+        self._flight.record(plan.step, plan.num_rows, spans, slow)
 
     def _send(self, events: list[Event]) -> None:
         # Found before ``Pieces`` joins events.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvasir.types import EngineStats, Event, ModelInfo, Request
+from kvasir.types import EngineStats, Event, ModelInfo, Plan, Request
 
 
 class EngineCore(Protocol):
@@ -14,11 +14,11 @@ class EngineCore(Protocol):
 
     info: ModelInfo
 
-    on_launch: Callable[[Iterable[str], bool], None]
-    """Callback of whoever runs the core; does nothing by default. The core calls it just before each launch with two
+    on_launch: Callable[[Iterable[str], bool, Plan], None]
+    """Callback of whoever runs the core; does nothing by default. The core calls it just before each launch with three
     arguments. The first are the ids of the requests at work (in the plan, still in flight, or in preparation on another
     thread), so that a death can be blamed on the right ones. The second is whether the step may be slow: the first step
-    of its kind may have kernels to compile."""
+    of its kind may have kernels to compile. The third is the plan of the step, for the flight record."""
 
     def submit(self, request: Request) -> list[Event]:
         """Queue a request. Returns ``accepted`` or one ``error`` event (queue full: status 429 or 503 with

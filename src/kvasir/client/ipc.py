@@ -16,9 +16,12 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterable
+import time
+from array import array
+from collections.abc import Collection, Iterable
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -156,18 +159,36 @@ class Activity(enum.IntEnum):
     LAUNCHED = 2  # working on the requests whose tickets are recorded
 
 
+class FlightStep(NamedTuple):
+    """A launch in the flight record. ``seconds``: ``time.monotonic()`` at the launch. ``kept``: ticket, start and
+    length of the first spans."""
+
+    step: int
+    seconds: float
+    rows: int
+    spans: int
+    slow: bool
+    kept: list[tuple[int, int, int]]
+
+
 class Flight:
     """The flight record: counters, flags and a list of tickets, all of 64 bits, in a memory-mapped file.
 
     ``progress`` changes whenever the process is idle or gets something done. ``steps`` counts finished steps. ``slow``
-    says that the present step may take long because kernels are compiled.
+    says that the present step may take long because kernels are compiled. A ring behind the tickets holds the last
+    launched steps, as numbers only: it outlives the process, and no text of a request is ever in it.
     """
 
-    _PROGRESS, _STEPS, _ACTIVITY, _COUNT, _SLOW, _TICKETS = range(6)
+    _PROGRESS, _STEPS, _ACTIVITY, _COUNT, _SLOW, _LAUNCHES, _TICKETS = range(7)
     CAPACITY = (128 << 10) // 8 - _TICKETS
+    # Steps that the ring holds, and spans that it keeps of one step.
+    RING, SPANS = 256, 32
+    _HEAD = 5  # words of a step before its spans: number + 1 (0: being written), time, rows, spans, slow
+    _ENTRY = _HEAD + 3 * SPANS
+    _WORDS = CAPACITY + _TICKETS + RING * _ENTRY
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
-        size = (self.CAPACITY + self._TICKETS) * 8
+        size = self._WORDS * 8
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:
             if create:
@@ -220,6 +241,29 @@ class Flight:
 
     def stepped(self) -> None:
         self._words[self._STEPS] += 1
+
+    def record(self, step: int, rows: int, spans: Collection[tuple[int, int, int]], slow: bool) -> None:
+        """Record a launch. ``spans``: ticket, start and length of each; the first ``SPANS`` are kept."""
+        words, launches = self._words, self._words[self._LAUNCHES]
+        at = self._WORDS - self.RING * self._ENTRY + launches % self.RING * self._ENTRY
+        words[at] = 0
+        kept = array("Q", [number for span in islice(spans, self.SPANS) for number in span])
+        words[at + 1 : at + self._HEAD] = array("Q", (time.monotonic_ns(), rows, len(spans), slow))
+        words[at + self._HEAD : at + self._HEAD + len(kept)] = kept
+        words[at] = step + 1
+        words[self._LAUNCHES] = launches + 1
+
+    def recorded(self) -> list[FlightStep]:
+        """The last launches, oldest first, without one whose record a death cut off."""
+        launches, found = self._words[self._LAUNCHES], []
+        for launch in range(max(0, launches - self.RING), launches):
+            at = self._WORDS - self.RING * self._ENTRY + launch % self.RING * self._ENTRY
+            mark, nanoseconds, rows, spans, slow, *kept = self._words[at : at + self._ENTRY].tolist()
+            if mark:
+                numbers = kept[: 3 * min(spans, self.SPANS)]
+                triples = list(zip(numbers[::3], numbers[1::3], numbers[2::3]))
+                found.append(FlightStep(mark - 1, nanoseconds / 1e9, rows, spans, bool(slow), triples))
+        return found
 
     @property
     def closed(self) -> bool:

@@ -277,8 +277,20 @@ class Drafting:
         path, count = result.path, len(kept)
         if count > 1 and path[count - 1] - path[0] >= count:
             self._move(span, path[:count])
+        if result.logprobs:
+            self._name_drafter(span, result)
         if result.top is not None and not span.seq.num_forced and (tree := self.draft_of(span.seq)) is not None:
             self._guarded(self.drafter.recycle, span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
+
+    def _name_drafter(self, span: Span, result: SpanResult) -> None:
+        """Note with the log-probability of each accepted token who drafted it. Only the last token of the whole path
+        was drawn without a draft; a stop rule may have cut it off already."""
+        found = self._pending.get(span.seq)
+        if found is not None:
+            trees, i = found
+            source = trees.source if isinstance(trees, Forest) else trees[i].source
+            for entry in result.logprobs[: len(result.path) - 1]:
+                entry.drafter = source
 
     def _move(self, span: Span, rows: list[int]) -> None:
         moves = [(span.start + row, span.start + rows[0] + j) for j, row in enumerate(rows) if row != rows[0] + j]

@@ -120,7 +120,7 @@ class Engine:
         self._live: dict[str, Live] = {}
         self._groups = Groups()
         self._compiling = 0  # requests whose grammar is being compiled
-        self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
+        self.on_launch: Callable[[Iterable[str], bool, Plan], None] = lambda ids, slow, plan: None
         self._seen_kinds: set[tuple] = set()
         self._gate = Gate(config.scheduler, self.info, self.scheduler, self.pace)
         self.info.max_queued_requests = config.scheduler.max_queued_requests
@@ -315,7 +315,7 @@ class Engine:
         rows = plan.num_rows
         kind = rows.bit_length(), rows == len(plan.spans), bool(self.runner.sampler.num_bound)
         slow = kind not in self._seen_kinds
-        self.on_launch(at_work, slow)
+        self.on_launch(at_work, slow, plan)
         self._seen_kinds.add(kind)
         self._stats.step += 1
         self._plans.append((plan, began, rows))

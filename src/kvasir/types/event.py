@@ -18,6 +18,7 @@ class TokenLogprob:
     rank: int  # 1: most likely
     top: list[tuple[int, float]] = field(default_factory=list)  # the most likely alternatives: (id, log-probability)
     confidence: float | None = None  # mean negative log-probability of the k likeliest tokens (None: not asked for)
+    drafter: str | None = None  # name of the drafter whose draft held this token (None: it was drawn without a draft)
 
 
 @dataclass(slots=True)
