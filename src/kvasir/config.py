@@ -155,7 +155,10 @@ class ServiceConfig:
     max_crashes_per_request: int = opt(
         2, "Fail a request after this many crashes of the engine process in which it was at work.", low=1
     )
-    journal: str | None = opt(None, "File to write unfinished requests to at shutdown (JSON lines).")
+    journal: str | None = opt(
+        None,
+        "File that keeps background responses, which the next server finishes, and unfinished requests at shutdown.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
