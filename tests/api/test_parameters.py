@@ -183,7 +183,10 @@ def test_tokens_are_named_by_their_ids(http):
     assert '"token":"token_id:' in ask(http, **more, stream=True).text
     choice = ask(http, TEXT, **more | {"logprobs": 3, "top_logprobs": None}).json()["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
-    assert all(len(top) == 3 for top in choice["logprobs"]["top_logprobs"]), "no two share a name"
+    assert all(
+        len(top) in (3, 4) and all(name.startswith("token_id:") for name in top)
+        for top in choice["logprobs"]["top_logprobs"]
+    )
 
 
 NEUTRAL = {

@@ -18,8 +18,14 @@ from typing import Any
 from kvasir.api.streaming import encode
 from kvasir.client import journal
 from kvasir.errors import ConfigError
+from kvasir.logs import log
 from kvasir.types import Request
 
+# Fields of the two records that hold a response.
+FIELDS = {
+    "begun": {"id", "owner", "tenant", "created", "model", "seed", "items", "body"},
+    "ended": {"id", "owner", "created", "items", "object"},
+}
 # Size at which the file is rewritten without what is forgotten, in bytes.
 COMPACT_BYTES = 64 << 20
 
@@ -129,6 +135,11 @@ def _latest(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The last record of each response that was not dropped, in the order in which they began."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
-        if isinstance(name := record.get("id"), str):
-            found[name] = record
-    return {name: record for name, record in found.items() if record["record"] in ("begun", "ended")}
+        kind = record["record"]
+        if kind == "dropped":
+            found.pop(record.get("id", ""), None)
+        elif kind in FIELDS and FIELDS[kind] <= record.keys():
+            found[record["id"]] = record
+        else:
+            log.error("a record of the journal cannot be read and is forgotten")
+    return found

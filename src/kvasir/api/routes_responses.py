@@ -254,6 +254,7 @@ class ResponsesRoutes:
         self.service = service
         self.store = ResponseStore()
         self.journal = ResponseJournal(journal)
+        self._left = self.journal.load()  # at once, so that a bad file stops the start
         service.openers.append(self._resume)
         service.enders.append(self._end)
 
@@ -360,7 +361,7 @@ class ResponsesRoutes:
 
     async def _resume(self) -> None:
         """Load the background responses of earlier servers and go on with the unfinished ones."""
-        records, requests = await asyncio.to_thread(self.journal.load)
+        (records, requests), self._left = self._left, ({}, {})
         going = []
         for record in records.values():
             if record["record"] == "ended":
@@ -393,7 +394,10 @@ class ResponsesRoutes:
                     code="model_not_found",
                 )
             job = await asyncio.to_thread(self._job, self.service, record["body"].encode(), caller, record)
-        except RequestError as e:
+        except Exception as error:  # one broken record must not keep the server from starting
+            if not isinstance(error, RequestError):
+                log.exception("background response %s cannot go on", record["id"])
+            e = error if isinstance(error, RequestError) else RequestError("its record cannot be read", status=500)
             failed = {
                 "id": record["id"],
                 "object": "response",
