@@ -163,7 +163,10 @@ class ServiceConfig:
         "Folder for crash dumps: the last steps of an engine process that died, without prompts; empty: none; default: "
         "the system's folder for temporary files.",
     )
-    journal: str | None = opt(None, "File to write unfinished requests to at shutdown (JSON lines).")
+    journal: str | None = opt(
+        None,
+        "File that keeps background responses, which the next server finishes, and unfinished requests at shutdown.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

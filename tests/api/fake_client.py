@@ -180,7 +180,7 @@ class FakeClient:
 
     async def _events(self, request: Request) -> AsyncIterator[Event]:
         plans = [self.plan(request, b) for b in range(request.params.n)]
-        places = [0] * len(plans)
+        places: list[int | None] = [len(tokens) for tokens in request.emitted] or [0] * len(plans)
         cached = self._cached(request)
         while any(place is not None for place in places):
             for branch, (tokens, reason, stop) in sorted(enumerate(plans), reverse=self.backwards):

@@ -15,7 +15,7 @@ from tests.api.fake_client import FakeClient, tokenizer
 class Running:
     """One server: its base url, its fake engine, and its app's service."""
 
-    def __init__(self, client: FakeClient, **settings) -> None:
+    def __init__(self, client: FakeClient, journal: str | None = None, **settings) -> None:
         import uvicorn
 
         from kvasir.api.server import Protocol, Server, create_app
@@ -23,7 +23,7 @@ class Running:
         from kvasir.config import ServerConfig
 
         self.engine = client
-        self.app = create_app(client, Text(tokenizer), ServerConfig(**settings))
+        self.app = create_app(client, Text(tokenizer), ServerConfig(**settings), journal)
         self.service = self.app.state.service
         # With the protocol named, asyncio switches Nagle's algorithm off as it does for a port of its own.
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

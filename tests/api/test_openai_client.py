@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kvasir.api.logprobs import completion_logprobs, prompt_offsets
+from kvasir.api.logprobs import completion_logprobs, namer, prompt_offsets
 from kvasir.types import TokenLogprob
 from tests.api.fake_client import tokenizer
 from tests.api.running import Running
@@ -382,7 +382,9 @@ def test_parts_of_characters_share_a_name_and_the_likeliest_still_shows():
     first, other = tokenizer().encode("語", add_special=False)[0], tokenizer().encode("🎉", add_special=False)[0]
     assert first != other and tokenizer().token_text(first) == tokenizer().token_text(other) == "\ufffd"
     for own, likeliest in ((-5.0, -0.5), (-0.25, -4.0)):
-        told = completion_logprobs(tokenizer(), [TokenLogprob(first, own, 2, [(other, likeliest)])], [first], [0])
+        told = completion_logprobs(
+            namer(tokenizer()), [TokenLogprob(first, own, 2, [(other, likeliest)])], [first], [0]
+        )
         assert told["token_logprobs"] == [own] and told["top_logprobs"] == [{"\ufffd": max(own, likeliest)}]
 
 

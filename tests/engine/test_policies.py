@@ -338,3 +338,12 @@ def test_work_is_charged_once():
     assert policy.work["a"] == 30 + 2 * 6
     with pytest.raises(ConfigError, match="displace"):
         technique.load(PACKAGE, "fair:displace=-1", SchedulerPolicy)
+
+
+def test_a_cache_salt_makes_no_new_caller():
+    policy = technique.load(PACKAGE, "fair", SchedulerPolicy)
+    d = fair_driver(policy)
+    for salt in "xyz":
+        d.add(unique(4, salt, tenant=f"a:{salt}", max_tokens=2))
+    d.drain()
+    assert list(policy.work) == ["a"]

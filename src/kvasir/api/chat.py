@@ -19,6 +19,8 @@ KEYS = {
 }
 # Keys that clients send back with empty values, which are dropped.
 EMPTY = {"refusal", "annotations", "audio", "function_call", "tool_calls"}
+# Keys that ask for caching, which happens anyway.
+HINTS = {"cache_control"}
 
 
 def check_messages(messages: list[dict[str, Any]], where: str = "messages") -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise RequestError(
             f"{where}.role must be one of {', '.join(ROLES)}.{nearest(str(role)[:40], ROLES)}", param=f"{where}.role"
         )
-    message = {k: v for k, v in message.items() if v is not None and not (k in EMPTY and not v)}
+    message = {k: v for k, v in message.items() if v is not None and k not in HINTS and not (k in EMPTY and not v)}
     if unknown := message.keys() - KEYS.get(role, {"role", "content", "name"}):
         name = min(unknown)
         raise RequestError(
@@ -74,6 +76,21 @@ def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         _check_calls(message["tool_calls"], f"{where}.tool_calls")
     # Templates do not know the role developer, which is OpenAI's newer word for system.
     return {**message, "role": "system"} if role == "developer" else message
+
+
+def only_functions(tools: list[dict[str, Any]] | None, warnings: list[str]) -> list[dict[str, Any]] | None:
+    """The function tools of a request. Tools that a provider would run itself (web search, MCP) are dropped, which adds
+    to ``warnings``: the model answers without them."""
+    kept = []
+    for i, tool in enumerate(tools or []):
+        kind = tool.get("type", "function")
+        if not isinstance(kind, str):
+            raise RequestError(f"tools[{i}].type must be a string", param=f"tools[{i}].type")
+        if kind == "function":
+            kept.append({k: v for k, v in tool.items() if k not in HINTS})
+        else:
+            warnings.append(f"tools[{i}] of type '{kind[:40]}' was dropped: only functions are served")
+    return kept or None
 
 
 def _check_calls(calls: Any, where: str) -> None:

@@ -63,9 +63,10 @@ def error_event(error: RequestError, scope: Scope) -> bytes:
     return sse(error_object(error))
 
 
-def id_headers(scope: Scope) -> dict[str, str]:
-    """The headers that name the request, under the name that the route's clients read as well."""
-    name = request_id(scope)
+def id_headers(scope: Scope, name: str | None = None) -> dict[str, str]:
+    """The headers that name the request, under the name that the route's clients read as well. ``name``: one from the
+    body, which replaces that of the request's headers."""
+    name = name or request_id(scope)
     return {"x-request-id": name} | ({"request-id": name} if speaks_anthropic(scope["path"]) else {})
 
 

@@ -132,7 +132,10 @@ class Generation:
         for i, request in enumerate(requests):
             n = request.params.n
             branches = [Branch(i * n + b, detokenizer(request)) for b in range(n)]
-            self.running.append(Running(i, request, client.generate(request), branches))
+            events = client.generate(request)
+            if any(request.emitted):
+                events = _resumed(request, events)
+            self.running.append(Running(i, request, events, branches))
         self._by_id = {r.request.id: r for r in self.running}
         self._by_choice = [r for r in self.running for _ in r.branches]
 
@@ -275,6 +278,18 @@ class Generation:
             for _ in event.token_ids:
                 self.metrics.inter_token.observe((now - branch.last) / len(event.token_ids))
         branch.last = now
+
+
+async def _resumed(request: Request, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    """Yield the events of a request that goes on from an earlier server's journal: the tokens known then come first."""
+    known = [list(tokens) for tokens in request.emitted]
+    async with contextlib.aclosing(events):  # type: ignore[type-var]
+        async for event in events:
+            yield event
+            if event.kind == "accepted":
+                for branch, tokens in enumerate(known):
+                    if tokens:
+                        yield Event(kind="tokens", request_id=request.id, branch=branch, index=0, token_ids=tokens)
 
 
 def _behind_prompt(r: Running, event: Event) -> list[Event]:

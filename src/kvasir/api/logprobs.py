@@ -3,7 +3,7 @@ prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvasir.models.tokenizer import Tokenizer
@@ -17,13 +17,20 @@ def _value(logprob: float) -> float:
     return logprob if logprob > FLOOR else FLOOR
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+def namer(tokenizer: Tokenizer, as_ids: bool | None = False) -> Callable[[int], str]:
+    """A function that names a token: its text, or ``token_id:N`` (vLLM's ``return_tokens_as_token_ids``), which also
+    tells tokens of the same text apart."""
+    return "token_id:{}".format if as_ids else tokenizer.token_text
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], as_ids: bool | None = False) -> dict[str, Any]:
     """Chat's form: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
-    ``bytes`` are exact even for half a character."""
+    ``bytes`` are exact even for half a character. ``as_ids``: as in ``namer``."""
+    name = namer(tokenizer, as_ids)
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": tokenizer.token_text(token),
+            "token": name(token),
             "logprob": _value(logprob),
             "bytes": list(tokenizer.token_bytes(token)),
         }
@@ -32,7 +39,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer,
+    name: Callable[[int], str],
     entries: Iterable[TokenLogprob | None],
     ids: Sequence[int],
     offsets: Sequence[int],
@@ -40,19 +47,18 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Form of plain completions: ``{"tokens", "token_logprobs", "top_logprobs", "text_offset"}``.
 
-    ``shift`` is added to the offsets, in characters. An entry is None for the first token of a prompt, which nothing
-    predicts.
+    ``name``: as ``namer`` gives it. ``shift`` is added to the offsets, in characters. An entry is None for the first
+    token of a prompt, which nothing predicts.
     """
     out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry, offset in zip(ids, entries, offsets, strict=True):
-        text = tokenizer.token_text(token)
         top: dict[str, float] = {}
         if entry is not None:
             for other, logprob in [(token, entry.logprob), *entry.top]:
                 # Parts of characters share one name; the larger value shows whether the token was the likeliest.
-                name = tokenizer.token_text(other)
-                top[name] = max(top.get(name, FLOOR), _value(logprob))
-        out["tokens"].append(text)
+                key = name(other)
+                top[key] = max(top.get(key, FLOOR), _value(logprob))
+        out["tokens"].append(name(token))
         out["token_logprobs"].append(None if entry is None else _value(entry.logprob))
         out["top_logprobs"].append(None if entry is None else top)
         out["text_offset"].append(shift + offset)

@@ -19,20 +19,37 @@ MAX_PROMPTS = 128
 MAX_RUN_PROBLEMS = 256
 
 # Parameters that say who asks and what for, but not what to compute.
-METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-# Parameters with their only supported values.
+METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+# Parameters with their only supported values, most of which switch a feature off: clients send whole objects.
 ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "background": (False,),
     "truncation": ("disabled",),
+    "verbosity": ("medium",),
+    "functions": ([],),
+    "function_call": ("none",),
     "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "num_beams": (1,),
+    "best_of": (1,),
+    "n": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "typical_p": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "top_a": (0, 0.0),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "no_repeat_ngram_size": (0,),
     "spaces_between_special_tokens": (True,),
     "continue_final_message": (False,),
     "include_reasoning": (True,),
     "return_tokens_as_token_ids": (False,),
 }
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _strings(value: Any) -> Any:
@@ -160,6 +177,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
     model: str | None = None
 
+    def check(self) -> None:
+        """Check rules that bind several parameters. Raises RequestError."""
+
 
 class Part(BaseModel):
     """Base class of nested objects, in which an unknown name is an error at once."""
@@ -214,6 +234,9 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = Field(None, min_length=1)
+    truncate_prompt_tokens: int | None = None
     min_tokens: int | None = None
     num_draft_tokens: int | None = None
     drafter: str | None = None
@@ -241,7 +264,15 @@ class ChoicesBody(SamplingBody):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
+            raise RequestError(
+                "'best_of' is supported only when it equals 'n'", param="best_of", code="unsupported_parameter"
+            )
 
     def stream_settings(self) -> StreamOptions:
         """The stream options with their defaults. Raises RequestError for options that need, or exclude, a stream."""
@@ -257,7 +288,6 @@ class CompletionBody(ChoicesBody):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = None
 
 
 class ScalingBudget(Part):
@@ -290,9 +320,23 @@ class ChatBody(ChoicesBody):
     tool_choice: Literal["none", "auto", "required"] | Object | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[Object] | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Object | None = None
     scaling: Scaling | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "'continue_final_message' continues the last message, 'add_generation_prompt' begins another one; "
+                "send one of them",
+                param="continue_final_message",
+                code="conflict",
+            )
 
 
 class RunProblem(Part):
@@ -325,21 +369,66 @@ class TextFormat(Part):
 
 class TextOptions(Part):
     format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Part):
+    """``summary``: reasoning comes as it is, which "auto" allows."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ObfuscationOptions(Part):
+    include_obfuscation: Literal[False] | None = None
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+def check_include(names: list[str]) -> None:
+    """Check what a request for a response wants included. Raises RequestError."""
+    for i, name in enumerate(names):
+        if name != LOGPROBS:
+            why = (
+                "reasoning is not encrypted here: send its items back as they came, or use previous_response_id"
+                if name == "reasoning.encrypted_content"
+                else f"served is '{LOGPROBS}'"
+            )
+            raise RequestError(
+                f"include: '{name[:80]}' is not supported; {why}", param=f"include[{i}]", code="unsupported_parameter"
+            )
 
 
 class ResponsesBody(SamplingBody):
-    """Body of /v1/responses, which is stateless: the whole conversation comes with every request."""
+    """Body of /v1/responses. ``store`` is true by default, as at OpenAI."""
 
     input: str | list[Object]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[str] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    metadata: Object | None = None
+    stream_options: ObfuscationOptions | None = None
     tools: list[Object] | None = None
     tool_choice: Literal["none", "auto", "required"] | Object | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
+
+    def check(self) -> None:
+        check_include(self.include or [])
+        if self.top_logprobs is not None and not self.include:
+            raise RequestError(f"'top_logprobs' needs include=['{LOGPROBS}']", param="top_logprobs")
+        if self.background and self.store is False:
+            raise RequestError(
+                "'background' needs store=true: the response is fetched later", param="store", code="conflict"
+            )
 
 
 class TokenizeBody(Body):
@@ -368,6 +457,7 @@ def parse(kind: type[B], value: Object, lenient: bool = False) -> tuple[B, list[
         body = kind.model_validate(value)
     except pydantic.ValidationError as e:
         raise _request_error(e) from e
+    body.check()
     return body, _unknown(kind, body.model_extra or {}, lenient)
 
 

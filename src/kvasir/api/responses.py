@@ -1,14 +1,14 @@
 """Translation for the responses API: its input items to chat messages, and a message to its output items and events.
 
-Stateless: nothing is stored, so the whole conversation comes with every request.
+An earlier response is continued from its items, which stand before the new ones as if the client had sent them again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvasir.api.chat import Piece, check_message, texts, whole
@@ -16,16 +16,21 @@ from kvasir.api.generation import Usage
 from kvasir.errors import RequestError
 
 
-def messages_of(input: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+def items_of(input: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of an input; a text is one message of the user."""
+    return [{"type": "message", "role": "user", "content": input}] if isinstance(input, str) else list(input)
+
+
+def messages_of(
+    input: str | list[dict[str, Any]], instructions: str | None, earlier: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
     """The chat messages of an input. Reasoning and the text and calls after it become one assistant message.
 
-    Raises RequestError that names the item.
+    ``earlier``: items of the conversation so far. Raises RequestError that names the item.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions is not None else []
-    if isinstance(input, str):
-        return [*messages, {"role": "user", "content": input}]
-    for i, item in enumerate(input):
-        _add_item(messages, item, f"input[{i}]")
+    for i, item in enumerate([*earlier, *items_of(input)]):
+        _add_item(messages, item, f"input[{i - len(earlier)}]")
     if not messages:
         raise RequestError("'input' holds no message", param="input")
     return messages
@@ -91,17 +96,11 @@ def _content(content: Any, where: str) -> Any:
 
 
 def tools_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Turn flat function tools into chat's form. Other types (web search, files, MCP) are refused by name."""
-    out = []
-    for i, tool in enumerate(tools or []):
-        if tool.get("type") != "function":
-            raise RequestError(
-                f"tools[{i}] is of type '{str(tool.get('type'))[:80]}'; only function tools are supported",
-                param=f"tools[{i}].type",
-                code="unsupported_parameter",
-            )
-        out.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}})
-    return out or None
+    """Turn flat function tools into chat's form."""
+    return [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
+        for tool in tools or []
+    ] or None
 
 
 @contextlib.contextmanager
@@ -138,10 +137,12 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class Output:
     """The output items as they grow, and the events for a stream: pairs of name and fields.
 
-    One item is open at a time: a reasoning item, a message with one text part, or a function call.
+    One item is open at a time: a reasoning item, a message with one text part, or a function call. ``name``: of the
+    response, from which the items' ids follow, so that a response that is generated again has the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.items: list[dict[str, Any]] = []
         self._open: tuple[str, int] | None = None  # kind of the open item, and its call number
 
@@ -170,7 +171,7 @@ class Output:
             )
 
     def _begin(self, piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
-        hex = uuid.uuid4().hex
+        hex = hashlib.blake2b(f"{self._name} {len(self.items)}".encode(), digest_size=16).hexdigest()
         if piece.kind == "call":
             assert piece.started is not None
             item: dict[str, Any] = {

@@ -7,15 +7,16 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from kvasir.api import tools
-from kvasir.api.chat import Call, Message, Piece, check_messages, texts
+from kvasir.api.chat import Call, Message, Piece, check_messages, only_functions, texts
 from kvasir.api.detokenize import Detokenizer
 from kvasir.api.generation import Delta, Generation
 from kvasir.api.limits import unique_id
 from kvasir.api.logprobs import chat_logprobs, prompt_logprobs
 from kvasir.api.protocol import ChatBody
-from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, truncated
 from kvasir.api.service import Caller, Service, renamed
 from kvasir.api.streaming import DONE, sse
+from kvasir.api.text import THINKING_SWITCHES
 from kvasir.errors import RequestError
 from kvasir.types import Grammar, Request
 
@@ -29,6 +30,7 @@ class Prompt:
     tools: list[dict[str, Any]] | None
     after: tuple[int, ...]  # a grammar starts after these ids: the end of the reasoning
     forced: Grammar | None
+    continued: str | None = None  # text of the message that the answer continues
 
 
 def prepare_prompt(
@@ -39,9 +41,13 @@ def prepare_prompt(
     parallel: bool,
     contexts: int = 1,
     /,
+    *,
+    continued: bool = False,
+    cut: Callable[[list[int]], list[int]] = list,
     **template: Any,
 ) -> Prompt:
-    """Check, render and encode a conversation that may be as long as ``contexts`` contexts. Raises RequestError."""
+    """Check, render and encode a conversation that may be as long as ``contexts`` contexts. ``continued``: the answer
+    continues the last message. ``cut`` shortens the prompt's ids. Raises RequestError."""
     text = service.text
     tools.validate(offered, tool_choice)
     offered = offered if offered and tool_choice != "none" else None
@@ -53,20 +59,42 @@ def prepare_prompt(
         )
     messages = check_messages(messages)
     text.check_size(texts(messages), service.info.max_model_len, contexts)
-    ids = text.tokenizer.encode_chat(messages, tools=offered, **template)
-    thinking = text.reasoning(ids)
+    ids = cut(text.tokenizer.encode_chat(messages, tools=offered, continue_final_message=continued, **template))
+    last = "".join(texts(messages[-1:])) if continued else None
+    thinking = text.reasoning(ids, last)
     after = thinking.end_ids(text.tokenizer) if thinking else ()
-    return Prompt(
-        ids, offered, after, tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after)
-    )
+    forced = tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after)
+    return Prompt(ids, offered, after, forced, last)
 
 
 def template_options(
-    service: Service, kwargs: dict[str, Any] | None, chat_template: str | None = None
+    service: Service,
+    kwargs: dict[str, Any] | None,
+    chat_template: str | None = None,
+    effort: str | None = None,
+    documents: list[dict[str, Any]] | None = None,
+    warnings: list[str] | None = None,
 ) -> dict[str, Any]:
-    """The template's options besides the messages. Raises RequestError for a client's template unless it is enabled."""
-    options = dict(kwargs or {})
-    for name in ("self", "messages", "tools", "add_generation_prompt", "chat_template"):
+    """The template's options besides the messages. Raises RequestError for a client's template unless it is enabled.
+
+    ``effort``: reasoning effort, a variable of the template; "none" also turns its switch for thinking off, others turn
+    it on. The client's ``kwargs`` win. ``warnings``: gets a line for what the template does not read.
+    """
+    wanted: dict[str, Any] = {}
+    reads = service.text.reads if chat_template is None else None
+    if effort is not None:
+        found = {"reasoning_effort": effort, **dict.fromkeys(THINKING_SWITCHES, effort != "none")}
+        wanted |= {name: value for name, value in found.items() if reads is None or name in reads}
+        if not wanted and warnings is not None:
+            warnings.append(
+                f"reasoning effort '{effort}' has no effect: this model's chat template has no such setting"
+            )
+    if documents is not None:
+        wanted["documents"] = documents
+        if reads is not None and "documents" not in reads and warnings is not None:
+            warnings.append("documents have no effect: this model's chat template does not read them")
+    options = wanted | (kwargs or {})
+    for name in ("self", "messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message"):
         if name in options:
             raise RequestError(
                 f"'{name}' cannot be set through chat_template_kwargs",
@@ -90,7 +118,7 @@ class ChatJob:
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
-        self.body, self.ignored = service.parse(ChatBody, raw)
+        self.body, self.ignored = service.parse(ChatBody, raw, caller)
         body = self.body
         self.stream = bool(body.stream)
         self.options = body.stream_settings()
@@ -100,14 +128,24 @@ class ChatJob:
             "logprobs": "top_logprobs",
             "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         }
-        options = template_options(service, body.chat_template_kwargs, body.chat_template)
+        options = template_options(
+            service,
+            body.chat_template_kwargs,
+            body.chat_template,
+            body.reasoning_effort,
+            body.documents,
+            caller.warnings,
+        )
+        limit = max_tokens_of(body)
         with renamed(self.names):
             self.prompt = prepare_prompt(
                 service,
                 body.messages,
-                body.tools,
+                only_functions(body.tools, caller.warnings),
                 body.tool_choice,
                 self.parallel,
+                continued=bool(body.continue_final_message),
+                cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, limit, service.info),
                 add_generation_prompt=body.add_generation_prompt is not False,
                 **options,
             )
@@ -123,7 +161,7 @@ class ChatJob:
         params = sampling_params(
             body,
             service.info.generation_defaults,
-            max_tokens=max_tokens_of(body),
+            max_tokens=limit,
             logprobs=_logprobs(body),
             grammar=grammar,
         )
@@ -131,7 +169,8 @@ class ChatJob:
         id = unique_id("chatcmpl", caller.id)
         self.requests = service.admit([self.prompt.ids], [params], caller, id, body.priority, self.names, self.stream)
         self.messages = [
-            service.text.message(self.prompt.ids, self.prompt.tools, self.parallel) for _ in range(params.n)
+            service.text.message(self.prompt.ids, self.prompt.tools, self.parallel, self.prompt.continued)
+            for _ in range(params.n)
         ]
         self.head = {
             "id": id,
@@ -182,13 +221,16 @@ class ChatJob:
         message = self.messages[delta.choice]
         pieces = message.push(delta.text, delta.token_ids, delta.finish_reason is not None)
         generation.usage.reasoning = sum(m.reasoning_tokens for m in self.messages)
-        deltas = [piece_delta(p) for p in pieces]
+        shown = self.body.include_reasoning is not False
+        deltas = [piece_delta(p) for p in pieces if shown or p.kind != "reasoning"]
         if not deltas and (delta.finish_reason is not None or delta.logprobs or self.body.return_token_ids):
             deltas = [{}]
         choices = [{"index": delta.choice, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
         if choices:
             if delta.logprobs:
-                choices[-1]["logprobs"] = chat_logprobs(self.service.text.tokenizer, delta.logprobs)
+                choices[-1]["logprobs"] = chat_logprobs(
+                    self.service.text.tokenizer, delta.logprobs, self.body.return_tokens_as_token_ids
+                )
             if self.body.return_token_ids:
                 choices[-1]["token_ids"] = delta.token_ids
             if delta.finish_reason is not None:
@@ -212,7 +254,7 @@ class ChatJob:
                 logprobs[delta.choice] += (choice["logprobs"] or {"content": []})["content"]
             ids[delta.choice] += delta.token_ids
         for i, (choice, message) in enumerate(zip(choices, self.messages, strict=True)):
-            choice["message"] = message_object(message)
+            choice["message"] = message_object(message, self.body.include_reasoning is not False)
             choice["logprobs"] = {"content": logprobs[i]} if self.body.logprobs else None
             if self.body.return_token_ids:
                 choice["token_ids"] = ids[i]
@@ -260,7 +302,7 @@ def piece_delta(piece: Piece) -> dict[str, Any]:
     return {"tool_calls": [{"index": piece.call, "id": piece.started.id, "type": "function", "function": function}]}
 
 
-def message_object(message: Message) -> dict[str, Any]:
+def message_object(message: Message, with_reasoning: bool = True) -> dict[str, Any]:
     """The ``message`` of a collected reply. ``content`` is null when there are only calls."""
 
     def call(c: Call) -> dict[str, Any]:
@@ -271,7 +313,7 @@ def message_object(message: Message) -> dict[str, Any]:
         "content": message.content or (None if message.calls else ""),
         "refusal": None,
     }
-    if message.reasoning:
+    if message.reasoning and with_reasoning:
         out |= reasoning_fields(message.reasoning)
     if message.calls:
         out["tool_calls"] = [call(c) for c in message.calls]

@@ -9,12 +9,11 @@ from typing import Any
 from kvasir.api.detokenize import Detokenizer
 from kvasir.api.generation import Delta, Generation, Running
 from kvasir.api.limits import unique_id
-from kvasir.api.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
+from kvasir.api.logprobs import completion_logprobs, namer, prompt_logprobs, prompt_offsets
 from kvasir.api.protocol import CompletionBody
-from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, truncated
 from kvasir.api.service import Caller, Service
 from kvasir.api.streaming import DONE, sse
-from kvasir.errors import RequestError
 from kvasir.types import Request, TokenLogprob
 
 # Default of max_tokens on this route, as at OpenAI.
@@ -26,23 +25,21 @@ class CompletionJob:
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
-        self.body, self.ignored = service.parse(CompletionBody, raw)
+        self.body, self.ignored = service.parse(CompletionBody, raw, caller)
         body = self.body
         self.stream = bool(body.stream)
         self.options = body.stream_settings()
-        if body.best_of is not None and body.best_of != (body.n if body.n is not None else 1):
-            raise RequestError(
-                "'best_of' is supported only when it equals 'n'", param="best_of", code="unsupported_parameter"
-            )
         grammar_name, grammar = grammar_of(
             body, {"response_format": format_grammar(body.response_format, "response_format")}
         )
         self.names = {"grammar": grammar_name}
         self.tokenizer = service.text.tokenizer
+        self.name = namer(self.tokenizer, body.return_tokens_as_token_ids)
         for prompt in body.prompt:
             if isinstance(prompt, str):
                 service.text.check_size([prompt], service.info.max_model_len)
-        prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompt]
+        whole = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompt]
+        prompts = [truncated(ids, body.truncate_prompt_tokens, body.max_tokens, service.info) for ids in whole]
         only_echo = bool(body.echo) and body.max_tokens == 0
         fixed: dict[str, Any] = {"logprobs": body.logprobs, "grammar": grammar}
         fixed["max_tokens"] = 1 if only_echo else body.max_tokens
@@ -65,7 +62,10 @@ class CompletionJob:
         self.head = {"id": id, "object": "text_completion", "created": caller.created, "model": service.info.name}
         # Text that echo puts before the answer: the prompt as sent, or the text of its ids.
         self.prefixes = (
-            [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special=False) for p in body.prompt]
+            [
+                p if isinstance(p, str) and len(ids) == len(all_ids) else self.tokenizer.decode(ids, skip_special=False)
+                for p, ids, all_ids in zip(body.prompt, prompts, whole, strict=True)
+            ]
             if body.echo
             else []
         )
@@ -125,7 +125,7 @@ class CompletionJob:
         }
         if self.body.logprobs is not None:
             choice["logprobs"] = completion_logprobs(
-                self.tokenizer, delta.logprobs or [], delta.token_ids, delta.offsets, len(prefix)
+                self.name, delta.logprobs or [], delta.token_ids, delta.offsets, len(prefix)
             )
             if first and self.body.echo:
                 choice["logprobs"] = {
@@ -141,7 +141,7 @@ class CompletionJob:
         ids = running.request.prompt_ids
         offsets = prompt_offsets(self.tokenizer, ids, show_special=not isinstance(self.body.prompt[running.index], str))
         return completion_logprobs(
-            self.tokenizer, _cut(running.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0), ids, offsets
+            self.name, _cut(running.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0), ids, offsets
         )
 
 

@@ -33,6 +33,8 @@ KEPT_NAMES = {
     "max_tokens",
     "max_completion_tokens",
     "seed",
+    "request_id",
+    "cache_salt",
     *METADATA,
 }
 
@@ -40,7 +42,7 @@ KEPT_NAMES = {
 def chat_job(service: Service, raw: bytes, caller: Caller) -> Any:
     """Make the job of a chat completion: a strategy if the body has a ``scaling`` block, else one generation."""
     if b'"scaling"' in raw:
-        body, ignored = service.parse(ChatBody, raw)
+        body, ignored = service.parse(ChatBody, raw, caller)
         if body.scaling is not None:
             return ScaledChat(service, body, ignored, caller)
     return ChatJob(service, raw, caller)

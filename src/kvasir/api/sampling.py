@@ -4,14 +4,14 @@ most."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from kvasir.api.protocol import SamplingBody, StructuredOutputs
 from kvasir.errors import RequestError
-from kvasir.types import Grammar, SamplingParams
+from kvasir.types import Grammar, ModelInfo, SamplingParams
 
 SHARED = (
     "temperature",
@@ -50,6 +50,24 @@ def sampling_params(body: SamplingBody, defaults: Mapping[str, Any], **fixed: An
     values = {name: defaults[name] for name in DEFAULTED if defaults.get(name) is not None}
     values |= {name: value for name in SHARED if (value := getattr(body, name, None)) is not None}
     return SamplingParams(**{**values, **fixed})
+
+
+def truncated(ids: Sequence[int], count: int | None, max_tokens: int | None, info: ModelInfo) -> list[int]:
+    """The last ``count`` ids of a prompt: vLLM's ``truncate_prompt_tokens``.
+
+    -1: as many as leave room for ``max_tokens`` (None: for one token) in the context. Raises RequestError.
+    """
+    if count is None:
+        return list(ids)
+    if count != -1 and not 1 <= count <= info.max_model_len:
+        raise RequestError(
+            f"'truncate_prompt_tokens' must be 1 to {info.max_model_len}, the context, or -1 for what fits",
+            param="truncate_prompt_tokens",
+        )
+    if count == -1:
+        room = min(info.max_model_len, info.kv_capacity_tokens or info.max_model_len)
+        count = max(1, room - max(1, max_tokens or 1))
+    return list(ids[-count:])
 
 
 def schema_grammar(schema: Any, param: str) -> Grammar:

@@ -33,7 +33,7 @@ from kvasir.api.middleware import HeadAsGet, Preflights
 from kvasir.api.not_found import explain_method, explain_path, methods_at, served
 from kvasir.api.routes_completions import CompletionJob
 from kvasir.api.routes_messages import MessagesJob, MessagesRoutes
-from kvasir.api.routes_responses import ResponsesJob
+from kvasir.api.routes_responses import ResponsesRoutes
 from kvasir.api.routes_scaling import ScalingRoutes, chat_job
 from kvasir.api.routes_status import StatusRoutes
 from kvasir.api.service import Service
@@ -58,9 +58,9 @@ BACKLOG = 2048
 MAX_FILES = 1 << 16
 
 
-def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> FastAPI:
+def create_app(client: EngineClient, text: Text, settings: ServerConfig, journal: str | None = None) -> FastAPI:
     """Make the app. Its lifespan starts ``client`` and loads ``text`` in the background, and stops ``client`` at the
-    end. ``app.state.service`` is the Service."""
+    end. ``journal``: file that keeps background responses. ``app.state.service`` is the Service."""
     service = Service(client, text, settings)
     if settings.log_stats and settings.log_stats_interval:
         load = LogStats(client.stats, lambda: service.metrics.num_ended, settings.log_stats_interval)
@@ -80,7 +80,7 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
         title="kvasir", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan
     )
     app.state.service = service
-    _add_routes(app, service)
+    _add_routes(app, service, ResponsesRoutes(service, journal))
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -96,13 +96,13 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client has headers of its own
-            expose_headers=["x-request-id", "request-id", "retry-after", "warning"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "warning", "x-kvasir-warning"],
         )
     app.add_middleware(Preflights, allowed=settings.allowed_origins)
     return app
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
+def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> None:
     status, scaling = StatusRoutes(service), ScalingRoutes(service)
 
     def generation(path: str, body: type[protocol.Body], job: Callable, summary: str) -> None:
@@ -113,9 +113,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     generation("/v1/chat/completions", protocol.ChatBody, chat_job, "Answer a conversation")
     generation("/v1/completions", protocol.CompletionBody, CompletionJob, "Continue a text")
-    generation(
-        "/v1/responses", protocol.ResponsesBody, ResponsesJob, "Answer a conversation (responses API, stateless)"
-    )
+    _post(app, "/v1/responses", responses.create, protocol.ResponsesBody, "Answer a conversation (responses API)")
     generation("/v1/messages", MessagesBody, MessagesJob, "Answer a conversation (Anthropic's messages API)")
     messages = MessagesRoutes(service)
     _post(app, "/v1/messages/count_tokens", messages.count_tokens, CountTokensBody, "Count a conversation's tokens")
@@ -130,6 +128,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         ("/v1/scaling/runs/{name}", scaling.status, ["GET"]),
         ("/v1/scaling/runs/{name}/events", scaling.events, ["GET"]),
         ("/v1/scaling/runs/{name}", scaling.cancel, ["DELETE"]),
+        ("/v1/responses/{name}", responses.get, ["GET"]),
+        ("/v1/responses/{name}", responses.delete, ["DELETE"]),
+        ("/v1/responses/{name}/cancel", responses.cancel, ["POST"]),
     ):
         app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
     _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
@@ -400,7 +401,7 @@ def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
 async def _serve(settings: Settings, client: AsyncEngine) -> None:
     client.start_process()
     options = settings.server
-    app = create_app(client, open_text(settings), options)
+    app = create_app(client, open_text(settings), options, settings.service.journal)
     service: Service = app.state.service
     files = raise_file_limit()
     # Up to ``backlog`` connections may be accepted at once while as many are closing; the engine process needs some

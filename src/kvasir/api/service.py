@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from kvasir.api import limits
 from kvasir.api.errors import error_event, error_response, id_headers
 from kvasir.api.metrics import Metrics
-from kvasir.api.protocol import Body, parse
+from kvasir.api.protocol import Body, SamplingBody, parse
 from kvasir.api.streaming import Disconnected, EventStream, encode, unless_disconnected
 from kvasir.api.text import Text
 from kvasir.api.tracing import Trace, Tracer
@@ -30,6 +31,8 @@ from kvasir.logs import log
 from kvasir.types import ModelInfo, Request, SamplingParams
 
 B = TypeVar("B", bound=Body)
+# Longest warning header.
+MAX_WARNING_CHARS = 1024
 
 
 class Caller:
@@ -41,6 +44,27 @@ class Caller:
         self.id = limits.request_id(http.scope)
         self.key: str = http.scope["state"]["key"]
         self.tenant: str = http.scope["state"]["tenant"]
+        self.warnings: list[str] = []  # what the reply's header x-kvasir-warning tells
+        self.own_tenant = self.tenant
+
+    @classmethod
+    def again(cls, *, id: str, key: str, tenant: str, created: int) -> Caller:
+        """The caller of a request that an earlier server has accepted."""
+        caller = cls.__new__(cls)
+        caller.arrival, caller.created, caller.id, caller.key = time.monotonic(), created, id, key
+        caller.tenant = caller.own_tenant = tenant
+        caller.warnings = []
+        return caller
+
+    def take(self, body: Body) -> None:
+        """Take over the body's ``request_id``, and its ``cache_salt``: requests of different salts share no page of the
+        prefix cache, just as those of different tenants."""
+        if isinstance(body, SamplingBody):
+            if body.request_id:
+                self.id = limits.clean_id(body.request_id)
+            if body.cache_salt is not None:
+                salt = hashlib.blake2b(body.cache_salt.encode(), digest_size=16, person=b"kvasir-salt")
+                self.tenant = f"{self.own_tenant}:{salt.hexdigest()}"
 
 
 class Work(Protocol):
@@ -86,6 +110,7 @@ class Service:
         self.openers: list[Callable[[], Awaitable[None]]] = []  # called once the engine is ready
         self.closers: list[Callable[[], Awaitable[None]]] = []  # called before the engine is stopped
         self.tracer = Tracer(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
+        self.enders: list[Callable[[], Awaitable[None]]] = []  # called once it has stopped
         self._starting: asyncio.Task | None = None
 
     # ------------------------------------------------------------------------------------------------------ life
@@ -125,6 +150,8 @@ class Service:
         for close in self.closers:
             await close()
         await self.client.stop(drain)
+        for end in self.enders:
+            await end()
 
     def not_ready(self) -> str:
         """The reason why requests are not served; empty when they are."""
@@ -153,8 +180,9 @@ class Service:
         self.require_ready()
         return await limits.read_body(http, self.settings.max_body_bytes, self.settings.request_timeout)
 
-    def parse(self, kind: type[B], raw: bytes) -> tuple[B, list[str]]:
-        """Decode and check a body. Raises RequestError; 404 for a model that is not served here."""
+    def parse(self, kind: type[B], raw: bytes, caller: Caller | None = None) -> tuple[B, list[str]]:
+        """Decode and check a body; ``caller`` takes what it says about itself. Returns it with the names that lenient
+        mode ignored. Raises RequestError; 404 for a model that is not served here."""
         body, ignored = parse(kind, limits.decode_json(raw), self.settings.lenient)
         if body.model is not None and body.model != self.info.name:
             raise RequestError(
@@ -163,6 +191,8 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+        if caller is not None:
+            caller.take(body)
         return body, ignored
 
     def admit(
@@ -251,7 +281,11 @@ class Service:
         generation = response = None
         try:
             job: Job = await asyncio.to_thread(make, self, raw, caller)
-            headers = {**id_headers(http.scope), **ignored_header(job.ignored)}
+            headers = {
+                **id_headers(http.scope, caller.id),
+                **ignored_header(job.ignored),
+                **_warning_header(caller.warnings),
+            }
             generation = job.begin(functools.partial(self._left, caller, trace))
             if trace is not None:
                 trace.begin(generation, self.info.name, job.stream)
@@ -339,3 +373,9 @@ def ignored_header(names: list[str]) -> dict[str, str]:
         "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64]) for name in names[:32]
     )
     return {"warning": f'199 kvasir "ignored parameters: {clean}"'}
+
+
+def _warning_header(warnings: list[str]) -> dict[str, str]:
+    """The header that tells what of a request has no effect, in short ASCII."""
+    text = "; ".join(warnings)[:MAX_WARNING_CHARS]
+    return {"x-kvasir-warning": re.sub(r"[^ -~]", "?", text)} if warnings else {}

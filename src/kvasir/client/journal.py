@@ -7,17 +7,22 @@ lets each token through once, in order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kvasir.errors import RequestError
 from kvasir.types import BareLogprobs, Event, Request
+
+# The beginning of a line that is no request but a record of another part of the server.
+RECORD = b'{"record":'
 
 
 class GapError(Exception):
@@ -155,31 +160,50 @@ def write(path: str | Path, requests: Iterable[Request]) -> int:
     is not followed. Raises OSError.
     """
     lines = [msgspec.json.encode(request) for request in requests]
+    append(path, lines)
+    return len(lines)
+
+
+def append(path: str | Path, lines: list[bytes]) -> None:
+    """Append lines to a journal file, as ``write`` does. Raises OSError."""
     if not lines:
-        return 0
+        return
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(handle, "ab") as file:
         os.fchmod(handle, 0o600)
         file.write(b"\n".join(lines) + b"\n")
         file.flush()
         os.fsync(handle)
-    return len(lines)
 
 
 def load(path: str | Path) -> list[Request]:
-    """Read the requests of a journal file. Each can be submitted again and continues after the tokens it already has.
+    """Read the requests of a journal file; see ``read``."""
+    return read(path)[0]
 
-    An arrival in the future becomes now, because the clock of arrivals restarts with the machine. Raises OSError, and
-    ValueError that names the line which is not a request.
+
+def read(path: str | Path) -> tuple[list[Request], list[dict[str, Any]]]:
+    """Read the requests of a journal file, and the records that others wrote into it: objects that begin with
+    ``RECORD``. Each request can be submitted again and continues after the tokens it already has.
+
+    An arrival in the future becomes now, because the clock of arrivals restarts with the machine. A line torn by a kill
+    is left out. Raises OSError, and ValueError that names the line which is neither.
     """
-    requests = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    requests: list[Request] = []
+    records: list[dict[str, Any]] = []
+    lines = Path(path).read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
+            continue
+        if line.startswith(RECORD):
+            with contextlib.suppress(msgspec.MsgspecError, ValueError):
+                records.append(msgspec.json.decode(line))
             continue
         try:
             request = msgspec.json.decode(line, type=Request)
         except (msgspec.MsgspecError, ValueError) as e:
+            if number == len(lines):  # torn, like a record without its end
+                break
             raise ValueError(f"{path}, line {number}: not a journalled request: {e}") from e
         request.arrival = min(request.arrival, time.monotonic())
         requests.append(request)
-    return requests
+    return requests, records

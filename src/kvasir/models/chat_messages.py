@@ -39,6 +39,12 @@ class Marks:
         return [self.of(v, strict) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def unused(values: Any) -> str:
+    """A private character that occurs in no text of ``values``, from the end that ``Marks`` does not use."""
+    used = set().union(*_strings(values))
+    return next(chr(c) for c in reversed(PRIVATE) if chr(c) not in used)
+
+
 def longest_first(words: Iterable[str]) -> list[str]:
     """The words by falling length, so that a pattern made of them prefers the longest match."""
     return sorted(words, key=len, reverse=True)

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from kvasir.errors import ConfigError, RequestError, nearest
-from kvasir.models.chat_messages import Marks, longest_first, normal, restore
+from kvasir.models.chat_messages import Marks, longest_first, normal, restore, unused
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
 from kvasir.models.checkpoint import end_ids
 from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, WindowStream
@@ -184,16 +184,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tokenize: bool = False,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """The prompt of a conversation as text. Raises RequestError 400.
 
         ``chat_template``: the name of one of the folder's templates, or a template sent by a client. ``tokenize``
-        exists for scripts written for transformers and must be false. Other ``kwargs`` go to the template.
+        exists for scripts written for transformers and must be false. ``continue_final_message``: end the prompt where
+        the text of the last message ends, so that the answer continues it. Other ``kwargs`` go to the template.
         """
         if tokenize:
             raise RequestError("apply_chat_template gives text; encode_chat gives its ids", param="tokenize")
-        text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
+        text, originals = self._render(
+            messages, tools, add_generation_prompt, chat_template, kwargs, continue_final_message
+        )
         return restore(text, originals)
 
     def encode_chat(
@@ -202,11 +206,14 @@ class Tokenizer:
         tools: list[dict] | None = None,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """The prompt of a conversation as ids. The template's special tokens are tokens; special-token strings of the
         user are plain text. Raises RequestError 400."""
-        text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
+        text, originals = self._render(
+            messages, tools, add_generation_prompt, chat_template, kwargs, continue_final_message
+        )
         encoding = self._encode(text)
         return self._reencode(text, encoding, originals) if originals else encoding.ids
 
@@ -217,6 +224,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         chat_template: str | None,
         kwargs: dict[str, Any],
+        continued: bool,
     ) -> tuple[str, dict[str, str]]:
         """The rendered text, and the control strings that its private characters stand for."""
         if bad := next((name for name in kwargs if name in RESERVED), None):
@@ -226,6 +234,10 @@ class Tokenizer:
                 code="reserved_name",
             )
         messages = [normal(message, i) for i, message in enumerate(messages)]
+        end = unused([messages, tools, kwargs]) if continued else ""
+        if continued:
+            messages[-1]["content"] += end
+            add_generation_prompt = False
         marks = Marks(self._control, self._tags, [messages, tools, kwargs])
         variables = {
             **self.named_tokens,
@@ -239,6 +251,14 @@ class Tokenizer:
         text = (
             template.render(variables) if isinstance(template, ChatTemplate) else render_isolated(template, variables)
         )
+        if continued:
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise RequestError(
+                    "the chat template does not write the content of the last message, so it cannot be continued",
+                    param="continue_final_message",
+                    code="chat_template_error",
+                )
         return text, marks.originals
 
     def _template(self, wanted: str | None, with_tools: bool) -> ChatTemplate | str:
