@@ -46,7 +46,7 @@ class ResponsesJob:
         grammar_name, grammar = grammar_of(
             body, {"text.format": format_grammar(text_format, "text.format"), "tool_choice": prompt.forced}
         )
-        if grammar is not None:
+        if grammar is not None and grammar is not prompt.forced:
             grammar = dataclasses.replace(grammar, after=prompt.after)
         if body.top_logprobs is not None and not body.include:
             raise RequestError("'top_logprobs' needs include=['message.output_text.logprobs']", param="top_logprobs")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.api.json_scan import WHITESPACE, Malformed
@@ -18,8 +18,8 @@ class Hermes(ToolParser):
 
     marks = (OPEN,)
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
-        super().__init__(names)
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(schemas)
         self._call: CallScan | None = None  # the call being read
         self._awaited = OPEN  # the mark that may come next; CLOSE after a call's JSON
         self._mark = ""  # the part of it that was read
