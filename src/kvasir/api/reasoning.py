@@ -117,7 +117,7 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ReasoningParser] | None:
     """The parser class for ``--reasoning-parser NAME``, or None when the model does not think or ``none`` was asked
     for.
 
-    ``auto`` looks at the chat template: it must hold ``start`` or ``end``, and one of ``marks`` where a format has such.
+    ``auto`` looks at the chat template: it must hold ``start`` or ``end``, and one of ``marks`` if it has such.
     The format with most marks there is chosen. Raises ConfigError for an unknown name.
     """
     if name == "none":

@@ -361,9 +361,16 @@ def call_rules(wanted: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
     lines = ["call: " + " | ".join(f"call_{i}" for i in range(len(wanted)))]
     for i, function in enumerate(wanted):
         head = json.dumps(f'{{"name": "{function["name"]}", "{arguments_key}": ')
-        # White space is bounded, because a weak model might write blanks for ever.
-        schema = {**schema_of(function), "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
-        # Escaped so that nothing in a JSON string looks like Lark: no /regex/, {repeat} or ~range.
-        text = STRING.sub(lambda m: LARK.sub(lambda c: f"\\u{ord(c[0]):04x}", m[0]), json.dumps(schema, indent=0))
-        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {text}"]
+        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {json_text(schema_of(function))}"]
     return "\n".join(lines)
+
+
+def json_text(schema: Mapping[str, Any]) -> str:
+    """Write, in a Lark grammar, JSON of a schema."""
+    # White space is bounded, because a weak model might write blanks for ever.
+    return "%json " + quoted({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}})
+
+
+def quoted(value: Any) -> str:
+    """JSON text of a value, a string for example, in which nothing looks like Lark: no /regex/, {repeat} or ~range."""
+    return STRING.sub(lambda m: LARK.sub(lambda c: f"\\u{ord(c[0]):04x}", m[0]), json.dumps(value, indent=0))
