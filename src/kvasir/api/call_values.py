@@ -51,8 +51,6 @@ def typed(text: str, kinds: frozenset[str] | None) -> str:
     Words of Python (True, None, single quotes) count where the schema asks for no string. What is no value of an
     allowed type is a string, so that the caller sees what the model wrote.
     """
-    if kinds == {"string"}:
-        return json.dumps(text, ensure_ascii=False)
     found = _json(text)
     if found is None and kinds is not None:
         found = literal(text)
