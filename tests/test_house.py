@@ -134,7 +134,6 @@ NAMED = {
     "attention/paged.py": {"triton"},  # whose kernels a cached plan is for
     "cli/doctor.py": {"torch", "triton"},  # the Python packages
     "cli/eval.py": {"majority"},  # a column of the lab's scores
-    "api/reasoning.py": {"deepseek_r1", "qwen3"},  # which parser the words of a chat template call for
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
 }

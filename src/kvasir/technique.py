@@ -160,6 +160,15 @@ def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
     return classes[0], getattr(found, "Config", None)
 
 
+def find_also(package: str, name: str, base: type[T]) -> type[T]:
+    """Find a technique's class by its name, or by another name that it says it goes by (``also``).
+    Raises ConfigError like ``find``."""
+    if not is_file(name) and (plain := name.replace("-", "_")) not in names(package):
+        classes = of_all(package, lambda n: find(package, n, base)[0])
+        name = next((c.name for c in classes if plain in getattr(c, "also", ())), name)
+    return find(package, name, base)[0]
+
+
 def _from_file(path: Path) -> ModuleType:
     """Import the module in ``path``, once per process. Its own exceptions pass through, for its author to see."""
     key = str(path.resolve())

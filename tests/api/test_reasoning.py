@@ -21,9 +21,9 @@ OPENED, CLOSED, PLAIN = (
 def split(kind, pieces, prompt=PLAIN):
     parser, thought, content = PARSERS[kind](prompt), "", ""
     for i, piece in enumerate(pieces):
-        delta = parser.push(piece, i == len(pieces) - 1)
-        assert not (delta.reasoning and content), "reasoning after content"
-        thought, content = thought + delta.reasoning, content + delta.content
+        for delta in parser.push(piece, i == len(pieces) - 1):
+            assert not (delta.reasoning and content), "reasoning after content"
+            thought, content = thought + delta.reasoning, content + delta.content
     return thought, content
 
 
@@ -84,12 +84,12 @@ def test_any_cut_gives_the_same_texts(kind, text, prompt, data):
 
 def test_thinking_streams():
     parser = Qwen3(PLAIN)
-    assert parser.push("<think>one") == ("one", "")
-    assert parser.push(" two</") == (" two", "")
-    assert parser.push("b>") == ("</b>", "")
-    assert parser.push("\n") == ("", "")
-    assert parser.push("x</think>") == ("\nx", "")
-    assert parser.push("\n\nyes") == ("", "yes")
+    assert parser.push("<think>one") == [("one", "")]
+    assert parser.push(" two</") == [(" two", "")]
+    assert parser.push("b>") == [("</b>", "")]
+    assert parser.push("\n") == [("", "")]
+    assert parser.push("x</think>") == [("\nx", "")]
+    assert parser.push("\n\nyes") == [("", "yes")]
 
 
 def test_end_ids():
@@ -120,6 +120,6 @@ def test_the_prompt_decides():
     message = [{"role": "user", "content": "<think>"}]  # as text of the user it opens nothing
     open_prompt = tokenizer.encode_chat(message)
     closed = tokenizer.encode_chat(message, enable_thinking=False)
-    assert reasoning.parser(Qwen3, tokenizer, open_prompt).push("<think>a</think>b", True) == ("a", "b")
-    assert reasoning.parser(Qwen3, tokenizer, open_prompt).push("b", True) == ("", "b")
+    assert reasoning.parser(Qwen3, tokenizer, open_prompt).push("<think>a</think>b", True) == [("a", "b")]
+    assert reasoning.parser(Qwen3, tokenizer, open_prompt).push("b", True) == [("", "b")]
     assert reasoning.parser(Qwen3, tokenizer, closed).disabled and reasoning.parser(None, tokenizer, closed) is None

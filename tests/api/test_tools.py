@@ -19,7 +19,7 @@ from kvasir.types import Grammar
 from tests.models.small_tokenizers import make
 
 PARSERS = {"hermes": Hermes, "llama3_json": Llama3Json}
-NAMES = {"add", "get_weather"}
+NAMES = {"add": {}, "get_weather": {}}
 
 
 def tool(name="add", **parameters):

@@ -157,19 +157,21 @@ class Message:
         """Take text and its tokens; return the pieces they make. ``final``:
         nothing follows, so nothing is held back."""
         self._count(token_ids)
-        pieces = []
-        if self._reasoning_parser is not None:
-            thought, text = self._reasoning_parser.push(text, final)
+        pieces, parser = [], self._reasoning_parser
+        for thought, content in [("", text)] if parser is None else parser.push(text, final):
             if thought:
                 self.reasoning += thought
                 pieces.append(Piece("reasoning", thought))
+            pieces += self._answer(content, False)
+        return pieces + self._answer("", True) if final else pieces
+
+    def _answer(self, text: str, final: bool) -> list[Piece]:
+        """The pieces of text behind the reasoning: content and calls."""
         if self._tool_parser is not None:
             parts = self._tool_parser.push(text, final)
         else:
             parts = [text] if text else []
-        return pieces + [
-            self._piece(part) for part in parts if isinstance(part, str) or self._parallel or part.index == 0
-        ]
+        return [self._piece(part) for part in parts if isinstance(part, str) or self._parallel or part.index == 0]
 
     def _piece(self, part: str | CallDelta) -> Piece:
         if isinstance(part, str):

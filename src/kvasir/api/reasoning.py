@@ -8,7 +8,6 @@ leave it to the model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -27,12 +26,18 @@ class ReasoningDelta(NamedTuple):
 class ReasoningParser(Technique):
     """A parser of one answer. ``prompt``: the end of the prompt's text, special tokens included; None: it is not known.
 
-    The line breaks that models put around the marks belong to neither text.
+    The line breaks that models put around the marks belong to neither text. ``marks``: texts that a chat template of
+    this format holds besides ``start`` or ``end`` (``auto``). ``shown``: further special tokens that the parser reads.
+    ``also``: other names. ``switch``: a special token without which, in the prompt, the model need not think.
     """
 
     start: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
     starts_inside: ClassVar[bool] = False  # whether an answer to an unknown prompt begins inside the thinking
+    marks: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[tuple[str, ...]] = ()
+    also: ClassVar[tuple[str, ...]] = ()
+    switch: ClassVar[str | None] = None
 
     def __init__(self, prompt: str | None = None) -> None:
         super().__init__()
@@ -40,18 +45,23 @@ class ReasoningParser(Technique):
         inside = tail.endswith(self.start) or (prompt is None and self.starts_inside)
         self.opened = inside  # the prompt ends inside the thinking
         self.disabled = tail.endswith(self.end)
+        self.optional = False  # whether the model may answer without thinking
         self._mode = "content" if self.disabled else "inside" if inside else "before"
         self._may_repeat = inside  # some models repeat the mark that the prompt ended with
         self._held = ""
         self._fresh = True  # nothing of the present text was given out yet, so line breaks at its start are dropped
 
     def end_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Token ids after which a grammar starts (``Grammar.after``); empty when this answer does not think."""
+        """Token ids after which a grammar starts (``Grammar.after``); empty when this answer need not think."""
+        return () if self.optional else self.thought_ids(tokenizer)
+
+    def thought_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Token ids that end the thinking; empty when this answer cannot think."""
         return () if self.disabled else tuple(tokenizer.encode(self.end, add_special=False, parse_special=True))
 
-    def push(self, text: str, final: bool = False) -> ReasoningDelta:
-        """Take text; return what it adds to reasoning and content. ``final``:
-        no more text comes, nothing is held back."""
+    def push(self, text: str, final: bool = False) -> list[ReasoningDelta]:
+        """Take text; return what it adds to reasoning and content, in order; within a delta the reasoning comes first.
+        ``final``: no more text comes, nothing is held back."""
         self._held += text
         reasoning = content = ""
         if self._mode == "before":
@@ -61,7 +71,7 @@ class ReasoningParser(Technique):
         if self._mode == "content":
             content = self._take(self._held)
             self._held = ""
-        return ReasoningDelta(reasoning, content)
+        return [ReasoningDelta(reasoning, content)]
 
     def _open(self, final: bool) -> None:
         """Find out, at the start of an answer, whether the model opens its thinking."""
@@ -108,20 +118,32 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ReasoningParser] | None:
     """The parser class for ``--reasoning-parser NAME``, or None when the model does not think or ``none`` was asked
     for.
 
-    ``auto`` looks at the chat template. Raises ConfigError for an unknown name.
+    ``auto`` looks at the chat template: it must hold ``start`` or ``end``, and one of ``marks`` if it has such.
+    The format with most marks there is chosen. Raises ConfigError for an unknown name.
     """
     if name == "none":
         return None
-    if name == "auto":
-        template = tokenizer.templates.get("default")
-        if template is None or not re.search(r"</?think>", template.literals):
-            return None
-        name = "deepseek_r1" if "<｜Assistant｜>" in template.literals else "qwen3"
-    return technique.find(PACKAGE, name, ReasoningParser)[0]
+    if name != "auto":
+        return technique.find_also(PACKAGE, name, ReasoningParser)
+    template = tokenizer.templates.get("default")
+    literals = template.literals if template else ""
+    found = {
+        cls: sum(mark in literals for mark in cls.marks)
+        for cls in technique.of_all(PACKAGE, lambda n: technique.find(PACKAGE, n, ReasoningParser)[0])
+        if cls.start in literals or cls.end in literals
+    }
+    fits = [cls for cls, count in found.items() if count or not cls.marks]
+    return max(fits, key=lambda cls: found[cls], default=None)
 
 
 def parser(
     cls: type[ReasoningParser] | None, tokenizer: Tokenizer, prompt_ids: Sequence[int] | None = None
 ) -> ReasoningParser | None:
     """A parser for one answer to this prompt, or None when this model's answers need none."""
-    return cls(None if prompt_ids is None else tokenizer.decode(prompt_ids[-16:], skip_special=False)) if cls else None
+    if cls is None:
+        return None
+    if prompt_ids is None:
+        return cls()
+    made = cls(tokenizer.decode(prompt_ids[-16:], skip_special=False))
+    made.optional = cls.switch is not None and tokenizer.token_to_id(cls.switch) not in prompt_ids
+    return made

@@ -156,7 +156,7 @@ class ChatJob:
                 "tool_choice": self.prompt.forced,
             },
         )
-        if grammar is not None:
+        if grammar is not None and grammar is not self.prompt.forced:
             grammar = dataclasses.replace(grammar, after=self.prompt.after)
         params = sampling_params(
             body,

@@ -82,7 +82,7 @@ class ResponsesJob:
         grammar_name, grammar = grammar_of(
             body, {"text.format": format_grammar(text_format, "text.format"), "tool_choice": prompt.forced}
         )
-        if grammar is not None:
+        if grammar is not None and grammar is not prompt.forced:
             grammar = dataclasses.replace(grammar, after=prompt.after)
         self.names["logprobs"] = "top_logprobs"
         params = sampling_params(

@@ -43,8 +43,8 @@ class Text:
         self.tool_format = tools.choose(self._tool_parser, self.tokenizer)
         thinking = self._thinking = reasoning.choose(self._reasoning_parser, self.tokenizer)
         marks = [
-            *(self.tool_format.marks if self.tool_format else ()),
-            *((thinking.start, thinking.end) if thinking else ()),
+            *((*self.tool_format.marks, *self.tool_format.shown) if self.tool_format else ()),
+            *((thinking.start, thinking.end, *thinking.shown) if thinking else ()),
         ]
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
@@ -94,4 +94,4 @@ class Text:
         ``reasoning``."""
         thinking = self.reasoning(prompt_ids, continued)
         calls = tools.parser(self.tool_format, offered) if offered else None
-        return Message(thinking, calls, parallel, thinking.end_ids(self.tokenizer) if thinking else ())
+        return Message(thinking, calls, parallel, thinking.thought_ids(self.tokenizer) if thinking else ())

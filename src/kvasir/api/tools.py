@@ -27,6 +27,7 @@ MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 LARK = re.compile(r"[/~{}]")
+LARK_TOKEN = re.compile(r"<[\w/|-]+>", re.ASCII)  # a token that Lark can name
 WHITESPACE_PATTERN = r"[ \n\t]{1,20}"
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -43,18 +44,25 @@ class CallDelta:
 
 
 class ToolParser(Technique):
-    """A parser of one answer. ``names``: the offered functions; None when they are not known. A subclass reads
-    characters in ``feed`` and ``finish`` and reports through ``say`` (content), ``open_call`` and ``argue``.
+    """A parser of one answer. ``schemas``: the offered functions by name, each with the JSON schema of its parameters;
+    None when they are not known. A subclass reads characters in ``feed`` and ``finish`` and reports through ``say``
+    (content), ``open_call`` and ``argue``.
 
-    ``marks``: texts that identify this format in a chat template or among the special tokens (``auto``).
+    ``marks``: texts that identify this format in a chat template or among the special tokens (``auto``; the format with
+    most of its marks there is chosen). ``shown``: further special tokens that the parser reads. ``also``: other names.
+    ``from_start``: the grammar describes the answer from its first token, thinking included.
     """
 
     marks: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[tuple[str, ...]] = ()
+    also: ClassVar[tuple[str, ...]] = ()
     arguments_key: ClassVar[str] = "arguments"
+    from_start: ClassVar[bool] = False
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         super().__init__()
-        self.names = names
+        self.schemas = schemas or {}
+        self.names: Collection[str] | None = None if schemas is None else frozenset(schemas)
         self.num_calls = 0
         self._out: list[str | CallDelta] = []
 
@@ -195,26 +203,28 @@ def _object_text(value: str) -> str:
 def choose(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
     """The parser class for ``--tool-call-parser NAME``, or None when no format is known or ``none`` was asked for.
 
-    ``auto`` looks for the formats' marks in the chat templates, then among the added tokens. Raises ConfigError for an
-    unknown name.
+    ``auto`` looks for the formats' marks in the chat templates, then among the added tokens, and takes the format with
+    most marks there: several formats share ``<tool_call>``. Raises ConfigError for an unknown name.
     """
     if name == "none":
         return None
     if name != "auto":
-        return technique.find(PACKAGE, name, ToolParser)[0]
+        return technique.find_also(PACKAGE, name, ToolParser)
     classes = technique.of_all(PACKAGE, lambda n: technique.find(PACKAGE, n, ToolParser)[0])
     literals = "\0".join(t.literals for t in tokenizer.templates.values())
-    for cls in classes:
-        if any(mark in literals for mark in cls.marks):
-            return cls
-    return next(
-        (c for c in classes if tokenizer.templates and any(tokenizer.token_to_id(m) is not None for m in c.marks)), None
-    )
+    for found in (
+        lambda mark: mark in literals,
+        lambda mark: bool(tokenizer.templates) and tokenizer.token_to_id(mark) is not None,
+    ):
+        best = max(classes, key=lambda cls: sum(map(found, cls.marks)), default=None)
+        if best is not None and any(map(found, best.marks)):
+            return best
+    return None
 
 
 def parser(cls: type[ToolParser] | None, tools: Sequence[Mapping[str, Any]]) -> ToolParser | None:
     """A parser for one answer, given the request's ``tools``; None when this model has no known format."""
-    return cls({f["name"] for f in functions(tools)}) if cls else None
+    return cls({f["name"]: f.get("parameters") or {} for f in functions(tools)}) if cls else None
 
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -330,7 +340,7 @@ def grammar(
         )
     for place, function in wanted.items():  # one by one, so that an error names the tool at fault
         try_schema(schema_of(function), place)
-    return Grammar("lark", text, after)
+    return Grammar("lark", text, () if cls.from_start else after)
 
 
 def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,9 +348,12 @@ def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mark(text: str, tokenizer: Tokenizer) -> str:
-    """Write ``text`` (like <tool_call>) in a Lark grammar:
-    as an added token if there is one, else as its characters."""
-    return text if tokenizer.is_added(text) else json.dumps(text)
+    """Write ``text`` (like <tool_call>) in a Lark grammar: as an added token if there is one, else as its characters.
+
+    Lark has names for tokens in angle brackets only; others are written with their id."""
+    if not tokenizer.is_added(text):
+        return json.dumps(text)
+    return text if LARK_TOKEN.fullmatch(text) else f"<[{tokenizer.token_to_id(text)}]>"
 
 
 def call_rules(wanted: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
@@ -348,9 +361,16 @@ def call_rules(wanted: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
     lines = ["call: " + " | ".join(f"call_{i}" for i in range(len(wanted)))]
     for i, function in enumerate(wanted):
         head = json.dumps(f'{{"name": "{function["name"]}", "{arguments_key}": ')
-        # White space is bounded, because a weak model might write blanks for ever.
-        schema = {**schema_of(function), "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
-        # Escaped so that nothing in a JSON string looks like Lark: no /regex/, {repeat} or ~range.
-        text = STRING.sub(lambda m: LARK.sub(lambda c: f"\\u{ord(c[0]):04x}", m[0]), json.dumps(schema, indent=0))
-        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {text}"]
+        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {json_text(schema_of(function))}"]
     return "\n".join(lines)
+
+
+def json_text(schema: Mapping[str, Any]) -> str:
+    """Write, in a Lark grammar, JSON of a schema."""
+    # White space is bounded, because a weak model might write blanks for ever.
+    return "%json " + quoted({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}})
+
+
+def quoted(value: Any) -> str:
+    """JSON text of a value, a string for example, in which nothing looks like Lark: no /regex/, {repeat} or ~range."""
+    return STRING.sub(lambda m: LARK.sub(lambda c: f"\\u{ord(c[0]):04x}", m[0]), json.dumps(value, indent=0))

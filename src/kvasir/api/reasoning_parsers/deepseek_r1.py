@@ -7,3 +7,4 @@ class DeepSeekR1(ReasoningParser):
     """The parser of models whose prompt opens the thinking."""
 
     starts_inside = True
+    marks = ("<｜Assistant｜>",)

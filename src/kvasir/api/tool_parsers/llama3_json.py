@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.api.json_scan import WHITESPACE, Malformed
@@ -18,10 +18,11 @@ class Llama3Json(ToolParser):
     object whose name is not an offered function."""
 
     marks = (TAG, '"parameters": dictionary of argument name')
+    also = ("llama4_json",)
     arguments_key = "parameters"
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
-        super().__init__(names)
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(schemas)
         self._call: CallScan | None = None
         self._between = ""  # text between calls, which is content if no call follows
         self._content = False

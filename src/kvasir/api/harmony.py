@@ -1,0 +1,44 @@
+"""Harmony, the message format of gpt-oss: <|start|>role<|channel|>channel<|message|>text<|end|>, and its headers.
+
+Source: OpenAI's page "OpenAI harmony response format". An answer is one or more messages of the assistant. Those in the
+channel ``analysis`` are reasoning, those with a recipient are calls, and the others are for the user.
+"""
+
+from __future__ import annotations
+
+import re
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MAX_HEADER = 300  # characters; a longer header is text that only looks like one
+
+
+class Header:
+    """A message's header, read character by character; it begins with ``text``."""
+
+    def __init__(self, text: str = "") -> None:
+        self.text = text
+
+    def feed(self, char: str) -> bool:
+        """Read one character; return True when it ends the header."""
+        self.text += char
+        return self.text.endswith(MESSAGE)
+
+    @property
+    def possible(self) -> bool:
+        """Whether the text so far may be a header."""
+        text = self.text.lstrip()
+        starts = any(s.startswith(text) or text.startswith(s) for s in (CHANNEL, START, "to="))
+        return starts and len(text) <= MAX_HEADER and "\n" not in text
+
+    @property
+    def recipient(self) -> str:
+        """Whom the message is for (``functions.add``); empty for the user."""
+        found = re.search(r"(?:^|[\s>a-z])to=([^\s<]+)", self.text)
+        return found[1] if found else ""
+
+    @property
+    def channel(self) -> str:
+        """The message's channel; empty when it has none."""
+        found = re.search(re.escape(CHANNEL) + r"\s*(\w+)", self.text)
+        return found[1] if found else ""

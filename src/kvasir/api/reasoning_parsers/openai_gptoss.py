@@ -1,0 +1,86 @@
+"""Harmony's channels: analysis is reasoning, final and commentary are content; calls pass as they are (gpt-oss)."""
+
+from __future__ import annotations
+
+from kvasir.api.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, Header
+from kvasir.api.reasoning import ReasoningDelta, ReasoningParser
+from kvasir.models.tokenizer import Tokenizer
+
+ENDS = (END, CALL, RETURN, START)
+
+
+class OpenAIGptOss(ReasoningParser):
+    """The parser of this format. Messages of one kind are separated by a line break. A message with a recipient goes to
+    the tool parser with its header and end, as content. Text that is no message is content."""
+
+    start = CHANNEL + "analysis"
+    end = END
+    shown = (START, CHANNEL, CONSTRAIN, MESSAGE, CALL, RETURN)
+
+    def __init__(self, prompt: str | None = None) -> None:
+        super().__init__(prompt)
+        begun = (prompt or START)[(prompt or START).rfind(START) :]  # of the message that the answer continues
+        header, mark, _ = begun.partition(MESSAGE)
+        self._header: Header | None = Header() if begun.startswith(START) and not mark else None
+        self._kind = self._kind_of(Header(header)) if mark else "content"
+        self.disabled = self._header is None and self._kind != "reasoning"
+        self._begun: set[str] = set()  # kinds of which text was given out
+        self._separate = False  # text of a further message of its kind comes next
+        self._out: list[ReasoningDelta] = []
+
+    def end_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        text = f"{CHANNEL}final{MESSAGE}"
+        return () if self.disabled else tuple(tokenizer.encode(text, add_special=False, parse_special=True))
+
+    def push(self, text: str, final: bool = False) -> list[ReasoningDelta]:
+        self._out = []
+        for char in text:
+            if self._header is None:
+                self._in_message(char)
+            elif self._header.feed(char):
+                self._enter(self._header)
+            elif not self._header.possible:
+                self._kind, text_read, self._header = "content", self._header.text, None
+                self._say(text_read)
+        if final and self._header is None:
+            self._say(self._held)
+            self._held = ""
+        return self._out
+
+    @staticmethod
+    def _kind_of(header: Header) -> str:
+        if header.recipient:
+            return "call"
+        return "reasoning" if header.channel == "analysis" else "content"
+
+    def _enter(self, header: Header) -> None:
+        self._header, self._kind = None, self._kind_of(header)
+        self._separate = self._kind in self._begun
+        if self._kind == "call":
+            self._say(header.text)
+
+    def _in_message(self, char: str) -> None:
+        self._held += char
+        if self._held in ENDS:
+            ended, self._held = self._held, ""
+            if self._kind == "call" and ended != START:
+                self._say(ended)
+            self._header = Header(START if ended == START else "")
+            return
+        start = next(i for i in range(len(self._held) + 1) if any(e.startswith(self._held[i:]) for e in ENDS))
+        text, self._held = self._held[:start], self._held[start:]
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        if not text:
+            return
+        if self._kind != "call":
+            text = "\n" * self._separate + text
+            self._begun.add(self._kind)
+            self._separate = False
+        thought = self._kind == "reasoning"
+        last = self._out[-1] if self._out else None
+        if last is not None and bool(last.reasoning) == thought:
+            self._out[-1] = ReasoningDelta(last.reasoning + text * thought, last.content + text * (not thought))
+        else:
+            self._out.append(ReasoningDelta(text, "") if thought else ReasoningDelta("", text))

@@ -1,0 +1,115 @@
+"""[TOOL_CALLS] before a JSON list of calls, or before each name[ARGS]{...} (Mistral, Magistral, Devstral)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvasir.api.json_scan import WHITESPACE, Malformed
+from kvasir.api.marked_calls import MarkedCalls, NameScan, ObjectArguments, OneOf
+from kvasir.api.tools import CallScan, ToolParser, call_rules, json_text, mark, quoted, schema_of
+from kvasir.models.tokenizer import Tokenizer
+
+OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+class Mistral(MarkedCalls):
+    """The parser of both forms. Tokenizers up to v7 have the list, later ones the token [ARGS]."""
+
+    marks = opens = (OPEN,)
+    shown = (ID, ARGS)
+
+    def reader(self, mark: str) -> Calls:
+        return Calls(self)
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Mapping[str, Any]], parallel: bool, tokenizer: Tokenizer) -> str:
+        start = mark(OPEN, tokenizer)
+        if not tokenizer.is_added(ARGS):
+            more = ' (", " call)*' if parallel else ""
+            return f'start: {start} "[" call{more} "]"\n{call_rules(functions, cls.arguments_key)}'
+        lines = [
+            f"start: call{'+' if parallel else ''}",
+            "call: " + " | ".join(f"call_{i}" for i in range(len(functions))),
+        ]
+        for i, function in enumerate(functions):
+            lines += [
+                f"call_{i}: {start} {quoted(function['name'])} {mark(ARGS, tokenizer)} arguments_{i}",
+                f"arguments_{i}: {json_text(schema_of(function))}",
+            ]
+        return "\n".join(lines)
+
+
+class Calls:
+    """A reader of what follows the mark: a list of JSON calls, one JSON call, or a name with its arguments."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+        self._state = "start"
+        self._call: CallScan | None = None  # a call within a list, or alone
+        self._name = NameScan(parser)
+        self._mark = OneOf(ID, ARGS)
+        self._arguments: ObjectArguments | None = None
+        self.opened = self.done = False
+
+    def feed(self, char: str) -> None:
+        if self._arguments is not None:
+            self._arguments.feed(char)
+            self.opened, self.done = self._arguments.opened, self._arguments.done
+        elif self._call is not None:
+            self._in_json(self._call, char)
+        elif self._state == "start":
+            self._start(char)
+        elif self._state in ("first", "next", "between"):
+            self._between(char)
+        elif self._state == "name":
+            if not self._name.feed(char):
+                self._after_name(char)
+        elif self._state == "id":
+            if char == "[" or not (char.isalnum() or char in "_-"):
+                self._mark = OneOf(ARGS)
+                self._after_name(char)
+        else:
+            self._after_name(char)
+
+    def _start(self, char: str) -> None:
+        if char in "[{":
+            self._state = "first" if char == "[" else "alone"
+            if char == "{":
+                self._json(char)
+        elif char not in WHITESPACE:
+            self._state = "name"
+            if not self._name.feed(char):
+                raise Malformed
+
+    def _between(self, char: str) -> None:
+        if char in WHITESPACE:
+            return
+        if char == "{" and self._state != "between":
+            self._json(char)
+        elif char == "," and self._state == "between":
+            self._state = "next"
+        elif char == "]" and self._state == "between":
+            self.done = True
+        else:
+            raise Malformed
+
+    def _json(self, char: str) -> None:
+        self._call = CallScan(self._parser, (self._parser.arguments_key, "parameters"))
+        self._in_json(self._call, char)
+
+    def _in_json(self, call: CallScan, char: str) -> None:
+        call.feed(char)
+        self.opened = call.opened and not call.done
+        if call.done:
+            self._call, self.done, self._state = None, self._state == "alone", "between"
+
+    def _after_name(self, char: str) -> None:
+        """Read the marks between a name and its arguments, which some tokenizers leave out."""
+        self._state = "marks"
+        if char == "{":
+            self._arguments = ObjectArguments(self._parser, self._name.name)
+            self._arguments.feed(char)
+            self.opened = self._arguments.opened
+        elif found := self._mark.feed(char):
+            self._state, self._mark = ("id" if found == ID else "marks"), OneOf(ARGS)
