@@ -446,3 +446,32 @@ def test_a_silent_stream_is_pinged(monkeypatch):
     assert kinds.index("message_start") > 1 and set(kinds[: kinds.index("message_start")]) == {"ping"}
     assert kinds.count("ping") > 4 and kinds[-1] == "message_stop"
     assert "ping" not in chat, "the other protocols have no such event"
+
+
+def test_the_prompt_is_that_of_the_same_conversation_over_chat(http, server):
+    """Both protocols meet one model: the same tokens, and so one prefix in the cache."""
+    function = {"name": "weather", "description": WEATHER["description"], "parameters": SCHEMA}
+    arguments = json.dumps({"city": "Zürich"}, ensure_ascii=False)
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    chat = {
+        "messages": [
+            {"role": "system", "content": "be nice"},
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "look", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "toolu_1", "content": "sunny"},
+            {"role": "user", "content": "say: fine"},
+        ],
+        "tools": [{"type": "function", "function": function}],
+    }
+    use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Zürich"}}
+    turns = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "look"}, use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny"}]},
+        {"role": "user", "content": "say: fine"},
+    ]
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert ask(http, "", messages=turns, system="be nice", tools=[WEATHER])["content"][0]["text"] == "fine"
+    assert server.engine.seen[-1].prompt_ids == server.engine.seen[-2].prompt_ids
+    ask(http, "", messages=turns, system="be nicer", tools=[WEATHER])
+    assert server.engine.seen[-1].prompt_ids != server.engine.seen[-2].prompt_ids
