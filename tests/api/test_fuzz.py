@@ -173,7 +173,8 @@ def mutations(model) -> st.SearchStrategy:
 
 
 def mutate(server, http, examples: int) -> None:
-    from kvasir.api.protocol import ChatBody, CompletionBody, ResponsesBody
+    from kvasir.api.protocol import ChatBody, CompletionBody
+    from kvasir.api.protocol_responses import ResponsesBody
 
     routes = {
         "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),

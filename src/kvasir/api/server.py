@@ -27,6 +27,7 @@ from kvasir import __version__
 from kvasir.api import protocol
 from kvasir.api.auth import KeyGuard
 from kvasir.api.errors import error_response
+from kvasir.api.protocol_responses import ResponsesBody
 from kvasir.api.routes_completions import CompletionJob
 from kvasir.api.routes_responses import ResponsesRoutes
 from kvasir.api.routes_scaling import ScalingRoutes, chat_job
@@ -99,7 +100,7 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
 
     generation("/v1/chat/completions", protocol.ChatBody, chat_job, "Answer a conversation")
     generation("/v1/completions", protocol.CompletionBody, CompletionJob, "Continue a text")
-    _post(app, "/v1/responses", responses.create, protocol.ResponsesBody, "Answer a conversation (responses API)")
+    _post(app, "/v1/responses", responses.create, ResponsesBody, "Answer a conversation (responses API)")
     _post(
         app,
         "/v1/scaling/runs",
@@ -180,7 +181,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         bodies = (
             protocol.ChatBody,
             protocol.CompletionBody,
-            protocol.ResponsesBody,
+            ResponsesBody,
             protocol.RunBody,
             protocol.TokenizeBody,
             protocol.DetokenizeBody,

@@ -96,7 +96,7 @@ def run(config: EngineConfig, text: str, output: Path | None, errors: Path | Non
         print(f"{len(lines) - len(todo)} of {len(lines)} lines are answered in {output} already", file=sys.stderr)
     if not todo:
         return
-    outcome = Outcome(len(todo))
+    outcome = Outcome()
     try:
         asyncio.run(_run(config, todo, output, errors, outcome))
     except KeyboardInterrupt:
@@ -134,10 +134,9 @@ def _answered(output: Path | None) -> set[str]:
 
 
 class Outcome:
-    """What became of the lines so far, of ``total``."""
+    """Counts of the lines that are written and of those that failed, and the first failure."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+    def __init__(self) -> None:
         self.done = self.failed = 0
         self.first = ""
 
