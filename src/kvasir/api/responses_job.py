@@ -59,8 +59,7 @@ class ResponsesJob:
         parallel = body.parallel_tool_calls is not False
         self.names = {"prompt": "input", "max_tokens": "max_output_tokens"}
         effort = body.reasoning.effort if body.reasoning else None
-        tools = only_functions(body.tools, caller.warnings)
-        with renamed(self.names), flat_places():
+        with renamed(self.names), only_functions(body.tools, caller.warnings) as tools, flat_places():
             prompt = prepare_prompt(
                 service,
                 messages_of(body.input, body.instructions, self.earlier),

@@ -44,7 +44,7 @@ class ResponsesRoutes:
         """Return the caller's response as it is now; ``?stream=true`` gives its events after ``starting_after``."""
         stored, query = self._find(name, http), http.query_params
         check_include([*query.getlist("include"), *query.getlist("include[]")])
-        if query.get("stream", "false") != "true":
+        if query.get("stream", "").lower() not in ("true", "1"):
             return _reply(stored)
         run = stored.run
         if run is None or not run.job.stream:
@@ -84,9 +84,7 @@ class ResponsesRoutes:
         self.store.drop(name)
         if stored.object["background"]:
             await self._write(self.journal.drop, name)
-        return Response(
-            encode({"id": name, "object": "response.deleted", "deleted": True}), media_type="application/json"
-        )
+        return Response(encode({"id": name, "object": "response", "deleted": True}), media_type="application/json")
 
     def _find(self, name: str, http: HttpRequest) -> Stored:
         """Find the caller's response. Raises RequestError 404, or 503 while those of an earlier server are unknown."""

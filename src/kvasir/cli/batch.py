@@ -193,11 +193,11 @@ async def _answer(app: Any, line: Line, routes: list[str]) -> tuple[dict[str, An
         status, headers, data = await post(app, line.url, line.body)
         body = json.loads(data)
         error = body.get("error") if status >= 400 else None
-        if error is None or status not in (429, 503) or error["code"] == "engine_down":
+        if error is None or status not in (429, 503) or error.get("code") == "engine_down":
             break
         await asyncio.sleep(float(headers.get("retry-after", "1")))
     row["response"] = {"status_code": status, "request_id": headers.get("x-request-id", row["id"]), "body": body}
-    return row, f"{line.name}: {error['message']}" if error else ""
+    return row, f"{line.name}: {error.get('message')}" if error else ""
 
 
 @contextlib.asynccontextmanager
