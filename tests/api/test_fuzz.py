@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -15,6 +16,7 @@ from schemathesis.config import SchemathesisConfig
 
 from kvasir.api import limits
 from kvasir.api.limits import MAX_DEPTH, check_shape, clean_id, decode_json
+from kvasir.cli import batch
 from kvasir.errors import RequestError
 from tests.api.running import Running
 
@@ -107,6 +109,61 @@ def test_many_requests_from_the_schema(server, http, schema, path):
     fuzz(server, http, schema, path, 500)
 
 
+@pytest.fixture(scope="module")
+def stored(server: Running) -> list[str]:
+    """The ids of a stored response, a background one and a streamed background one, all ended."""
+    names = []
+    for more in ({}, {"background": True}, {"background": True, "stream": True}):
+        with httpx.stream("POST", server.url + "/v1/responses", json={"input": "a", **more}, timeout=120) as r:
+            names.append(re.search(r'"id":"(resp-[^"]+)"', r.read().decode())[1])
+    server.idle()
+    return names
+
+
+def test_any_id_and_query_of_a_stored_response(server, http, stored):
+    words = st.one_of(st.sampled_from(["true", "false", "0", "-1", "5", "reasoning.encrypted_content"]), st.text())
+    queries = st.dictionaries(
+        st.sampled_from(["stream", "starting_after", "include", "include[]", "include_obfuscation", "x"]), words
+    )
+
+    @settings(
+        max_examples=200,
+        deadline=None,
+        suppress_health_check=QUIET,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
+    @given(
+        st.sampled_from(stored) | st.text(min_size=1).filter(lambda t: t.strip("./")),
+        st.sampled_from([("GET", ""), ("POST", "/cancel"), ("DELETE", "x"), ("PATCH", ""), ("GET", "/cancel")]),
+        queries,
+        st.binary(max_size=20),
+    )
+    def run(name, route, query, body) -> None:
+        method, end = route
+        path = f"/v1/responses/{quote(name, safe='', errors='replace')}{end}"
+        r = http.request(method, path, params=query, content=body)
+        assert r.status_code < 500, (r.text[:300], path, query)
+        if r.status_code >= 400:
+            assert set(r.json()["error"]) == {"message", "type", "param", "code"}
+        statuses.add((method, r.status_code))
+
+    statuses: set[tuple[str, int]] = set()
+    run()
+    server.idle()
+    assert {("GET", 200), ("GET", 404), ("GET", 400), ("POST", 200), ("POST", 400), ("PATCH", 405)} <= statuses
+    assert all(http.get(f"/v1/responses/{name}").status_code == 200 for name in stored)
+
+
+@given(
+    st.lists(st.one_of(st.text(), st.binary().map(repr), st.sampled_from(['{"custom_id": "a", "url": 1}', "[", "5"])))
+)
+def test_any_line_of_a_batch_is_a_line(lines):
+    text = "\n".join(lines)
+    assert len(batch.parse(text)) == sum(bool(each.strip()) for each in text.split("\n"))
+
+
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -129,7 +186,8 @@ def mutations(model) -> st.SearchStrategy:
 
 def mutate(server, http, examples: int) -> None:
     from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
-    from kvasir.api.protocol import ChatBody, CompletionBody, ResponsesBody
+    from kvasir.api.protocol import ChatBody, CompletionBody
+    from kvasir.api.protocol_responses import ResponsesBody
 
     routes = {
         "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),

@@ -461,7 +461,7 @@ def test_a_conversation_without_messages(llm):
 
 
 def test_a_keyword_that_nobody_reads_is_refused(llm):
-    for name in ("temperature", "lora_request", "continue_final_message"):
+    for name in ("temperature", "lora_request", "mm_processor_kwargs"):
         with pytest.raises(RequestError, match=f"chat\\(\\) takes no '{name}'"):
             llm.chat([{"role": "user", "content": "x"}], GREEDY, **{name: 1})
     assert llm.chat(
@@ -476,7 +476,15 @@ def test_what_a_template_reads_may_be_said_as_for_vllm(llm):
         patch.setattr(type(tokenizer), "encode_chat", lambda self, messages, **options: told.append(options) or [5, 6])
         patch.setattr(tokenizer.templates["default"], "reads", {"more"})
         llm.chat(message, GREEDY, chat_template_kwargs={"enable_thinking": False}, more=1)
-    assert told == [{"tools": None, "add_generation_prompt": True, "enable_thinking": False, "more": 1}]
+    assert told == [
+        {
+            "tools": None,
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "enable_thinking": False,
+            "more": 1,
+        }
+    ]
 
 
 def test_without_a_tokenizer_and_with_dummy_weights():
@@ -539,3 +547,10 @@ def test_a_number_for_a_list_is_refused_by_name(name):
 def test_a_wrong_set_up_says_so(options, said):
     with pytest.raises(ConfigError, match=said):
         LLM(**{**OPTIONS, **options})
+
+
+def test_the_answer_continues_the_last_message(llm):
+    begun = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two "}]
+    (found,) = llm.chat(begun, GREEDY, continue_final_message=True)
+    text = llm.get_tokenizer().decode(found.prompt_token_ids, skip_special=False)
+    assert text.endswith("one two ") and found.outputs[0].text

@@ -249,4 +249,8 @@ def test_tools_that_are_no_functions_are_dropped_with_a_warning(http, server):
     assert "x" not in odd.headers and "\r" not in odd.headers[WARNING]
     for path, tools in ((CHAT, [search]), (RESPONSES, [search])):
         assert ask(http, path, 400, tools=tools, tool_choice="required").json()["error"]["param"] == "tool_choice"
+    bad = {"type": "function", "function": {"name": "a b"}}
+    assert ask(http, status=400, tools=[search, FUNCTION, bad]).json()["error"]["param"] == "tools[2].function.name"
+    flat = [search, {"type": "function", "name": "a b"}]
+    assert ask(http, RESPONSES, 400, tools=flat).json()["error"]["param"] == "tools[1].name"
     assert ask(http, status=400, tools=[{"type": 5}]).json()["error"]["param"] == "tools[0].type"

@@ -148,7 +148,7 @@ def test_a_continued_response_is_the_whole_conversation(client, server):
 def test_the_check_of_continued_responses_can_fail(client, server, monkeypatch, lost):
     """Negative control: a store that loses one part of a conversation does not pass."""
     from kvasir.api.responses import items_of
-    from kvasir.api.routes_responses import ResponsesJob
+    from kvasir.api.responses_job import ResponsesJob
 
     def lossy(job):
         return [

@@ -3,7 +3,9 @@ calls."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -78,19 +80,29 @@ def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**message, "role": "system"} if role == "developer" else message
 
 
-def only_functions(tools: list[dict[str, Any]] | None, warnings: list[str]) -> list[dict[str, Any]] | None:
-    """The function tools of a request. Tools that a provider would run itself (web search, MCP) are dropped, which adds
-    to ``warnings``: the model answers without them."""
-    kept = []
+@contextlib.contextmanager
+def only_functions(tools: list[dict[str, Any]] | None, warnings: list[str]) -> Iterator[list[dict[str, Any]] | None]:
+    """Yield the function tools of a request. Tools that a provider would run itself (web search, MCP) are dropped,
+    which adds to ``warnings``: the model answers without them. Errors inside the block name the client's places."""
+    kept, places = [], []
     for i, tool in enumerate(tools or []):
         kind = tool.get("type", "function")
         if not isinstance(kind, str):
             raise RequestError(f"tools[{i}].type must be a string", param=f"tools[{i}].type")
         if kind == "function":
             kept.append({k: v for k, v in tool.items() if k not in HINTS})
+            places.append(str(i))
         else:
             warnings.append(f"tools[{i}] of type '{kind[:40]}' was dropped: only functions are served")
-    return kept or None
+    try:
+        yield kept or None
+    except RequestError as e:
+        if len(kept) < len(tools or []):
+            e.param, e.message = (
+                text and re.sub(r"\btools\[(\d+)\]", lambda m: f"tools[{places[int(m[1])]}]", text)
+                for text in (e.param, e.message)
+            )
+        raise
 
 
 def _check_calls(calls: Any, where: str) -> None:

@@ -142,12 +142,14 @@ class LLM:
         use_tqdm: bool = False,
         tools: list[dict] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template.
 
-        Variables of the template (``enable_thinking=False``) are further keywords. vLLM's ``chat_template_kwargs`` may
+        ``continue_final_message``: the answer continues the last message, which the prompt then ends with. Variables of
+        the template (``enable_thinking=False``) are further keywords. vLLM's ``chat_template_kwargs`` may
         also hold variables that the template does not read.
         """
         if not isinstance(messages, (list, tuple)):
@@ -172,7 +174,11 @@ class LLM:
             raise RequestError("a conversation has no messages", param="messages")
         ids = [
             tokenizer.encode_chat(
-                check_messages(list(m)), tools=tools, add_generation_prompt=add_generation_prompt, **template_options
+                check_messages(list(m)),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_options,
             )
             for m in many
         ]

@@ -5,20 +5,42 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvasir.api.errors import error_object
+from kvasir.api.generation import Generation
 from kvasir.api.streaming import sse
 from kvasir.errors import RequestError
 from kvasir.logs import log
-
-if TYPE_CHECKING:
-    from kvasir.api.routes_responses import ResponsesJob
 
 # Most events of a response that are kept for readers; the oldest are dropped.
 MAX_EVENTS = 1 << 16
 # Seconds that a run gets to end once the engine has stopped.
 SETTLE_SECONDS = 5.0
+
+
+class Job(Protocol):
+    """The response that a run generates. ``object``: the response as clients see it."""
+
+    id: str
+    stream: bool
+    object: dict[str, Any]
+
+    @property
+    def going(self) -> bool:
+        """Whether the response has not ended yet."""
+
+    def generate(self, release: Callable[[], None]) -> Generation:
+        """Make the work in the engine, not yet opened."""
+
+    def told(self, generation: Generation) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+        """Yield the events as pairs of name and fields. Raises RequestError when the server stops."""
+
+    def fail(self, error: RequestError) -> tuple[str, dict[str, Any]]:
+        """End the response with an error; returns the event."""
+
+    def cancel(self) -> tuple[str, dict[str, Any]]:
+        """End the response as cancelled; returns the event."""
 
 
 class BackgroundRun:
@@ -30,7 +52,7 @@ class BackgroundRun:
 
     def __init__(
         self,
-        job: ResponsesJob,
+        job: Job,
         release: Callable[[], None],
         accepted: Callable[[BackgroundRun], Awaitable[None]],
         ended: Callable[[BackgroundRun], Awaitable[None]],

@@ -137,11 +137,11 @@ class ChatJob:
             caller.warnings,
         )
         limit = max_tokens_of(body)
-        with renamed(self.names):
+        with renamed(self.names), only_functions(body.tools, caller.warnings) as functions:
             self.prompt = prepare_prompt(
                 service,
                 body.messages,
-                only_functions(body.tools, caller.warnings),
+                functions,
                 body.tool_choice,
                 self.parallel,
                 continued=bool(body.continue_final_message),

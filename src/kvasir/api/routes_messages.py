@@ -99,7 +99,7 @@ class MessagesJob:
         grammar_name, grammar = grammar_of(
             body, {place: format_grammar(output, place), "tool_choice": asked.prompt.forced}
         )
-        if grammar is not None:
+        if grammar is not None and grammar is not asked.prompt.forced:
             grammar = dataclasses.replace(grammar, after=asked.prompt.after)
         stop = body.stop if body.stop_sequences is None else body.stop_sequences
         params = sampling_params(

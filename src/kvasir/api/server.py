@@ -31,6 +31,7 @@ from kvasir.api.log_stats import LogStats
 from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
 from kvasir.api.middleware import HeadAsGet, Preflights
 from kvasir.api.not_found import explain_method, explain_path, methods_at, served
+from kvasir.api.protocol_responses import ResponsesBody
 from kvasir.api.routes_completions import CompletionJob
 from kvasir.api.routes_messages import MessagesJob, MessagesRoutes
 from kvasir.api.routes_responses import ResponsesRoutes
@@ -113,7 +114,7 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
 
     generation("/v1/chat/completions", protocol.ChatBody, chat_job, "Answer a conversation")
     generation("/v1/completions", protocol.CompletionBody, CompletionJob, "Continue a text")
-    _post(app, "/v1/responses", responses.create, protocol.ResponsesBody, "Answer a conversation (responses API)")
+    _post(app, "/v1/responses", responses.create, ResponsesBody, "Answer a conversation (responses API)")
     generation("/v1/messages", MessagesBody, MessagesJob, "Answer a conversation (Anthropic's messages API)")
     messages = MessagesRoutes(service)
     _post(app, "/v1/messages/count_tokens", messages.count_tokens, CountTokensBody, "Count a conversation's tokens")
@@ -204,7 +205,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         bodies = (
             protocol.ChatBody,
             protocol.CompletionBody,
-            protocol.ResponsesBody,
+            ResponsesBody,
             MessagesBody,
             CountTokensBody,
             protocol.RunBody,

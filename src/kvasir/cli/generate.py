@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from kvasir.cli import batch
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.types import SamplingParams
@@ -34,14 +35,26 @@ def run(
     output: Path | None,
     shared: dict[str, Any],
     chat: bool,
+    errors: Path | None = None,
 ) -> None:
-    """Answer all requests. Raises ConfigError when there are none, and RequestError at the end when any was refused."""
+    """Answer all requests. Raises ConfigError when there are none, and RequestError at the end when any was refused.
+
+    ``errors``: file for the lines of a batch that failed.
+    """
     if (prompt is None) == (source is None):
         raise ConfigError("give a prompt with --prompt, or a file with --input (.jsonl for many requests)")
     if output is not None and source is not None and output.resolve() == source.resolve():
         raise ConfigError("--output is the file that --input reads: results would overwrite the requests")
+    if errors is not None and source is not None and errors.resolve() == source.resolve():
+        raise ConfigError("--errors is the file that --input reads: errors would overwrite the requests")
     jsonl = source is not None and (jsonl or source.suffix == ".jsonl")
     text = prompt if source is None else _read(source)
+    if source is not None and batch.is_batch(text):
+        if shared or chat:
+            raise ConfigError("each line of a batch has its own parameters: leave --params, --chat and the like out")
+        return batch.run(config, text, output, errors)
+    if errors is not None:
+        raise ConfigError("--errors is for files in OpenAI's batch format; elsewhere the output holds the errors")
     single = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     entries = parse_lines(text) if jsonl else [single]
     from kvasir.api.llm import LLM

@@ -116,6 +116,9 @@ def generate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSON lines to this file instead of text to stdout.")
     ] = None,
+    errors: Annotated[
+        Path | None, typer.Option(help="File for the lines of a batch that failed; default: the output.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")] = False,
     temperature: Temperature = None,
     max_tokens: MaxTokens = None,
@@ -129,13 +132,17 @@ def generate(
     A line of JSON is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling
     parameter. A line that cannot be served gives a line with "error" and exit code 3, and does not stop the others.
     Answers are written in order as they finish; an interrupt keeps all finished ones.
+
+    A file in OpenAI's batch format (custom_id, method, url, body) is answered in that format. Run again with the same
+    --output, it skips what is answered there and tries the rest.
     """
     from kvasir.cli import generate as command
 
     check_output(output)
+    check_output(errors)
     shared = command.parse_params(params) | _given(temperature=temperature, max_tokens=max_tokens)
     config = build_settings({"model": model, **options}, EngineConfig)
-    command.run(config, prompt=prompt, source=file, jsonl=jsonl, output=output, shared=shared, chat=chat)
+    command.run(config, prompt=prompt, source=file, jsonl=jsonl, output=output, shared=shared, chat=chat, errors=errors)
 
 
 @app.command(cls=Command)
