@@ -24,10 +24,11 @@ from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvasir import __version__
-from kvasir.api import protocol
+from kvasir.api import protocol, protocol_pooling
 from kvasir.api.auth import KeyGuard
 from kvasir.api.errors import error_response
 from kvasir.api.routes_completions import CompletionJob
+from kvasir.api.routes_pooling import EmbeddingsJob, RerankJob, ScoreJob
 from kvasir.api.routes_responses import ResponsesJob
 from kvasir.api.routes_scaling import ScalingRoutes, chat_job
 from kvasir.api.routes_status import StatusRoutes
@@ -91,9 +92,9 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
 def _add_routes(app: FastAPI, service: Service) -> None:
     status, scaling = StatusRoutes(service), ScalingRoutes(service)
 
-    def generation(path: str, body: type[protocol.Body], job: Callable, summary: str) -> None:
+    def generation(path: str, body: type[protocol.Body], job: Callable, summary: str, task: str = "generate") -> None:
         async def route(http: Request) -> Response:
-            return await service.respond(http, job)
+            return await service.respond(http, job, task)
 
         _post(app, path, route, body, summary)
 
@@ -102,6 +103,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     generation(
         "/v1/responses", protocol.ResponsesBody, ResponsesJob, "Answer a conversation (responses API, stateless)"
     )
+    generation("/v1/embeddings", protocol_pooling.EmbeddingsBody, EmbeddingsJob, "Embed texts", "embed")
+    for path in ("/v1/score", "/score"):
+        generation(path, protocol_pooling.ScoreBody, ScoreJob, "Score pairs of texts", "score")
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        generation(path, protocol_pooling.RerankBody, RerankJob, "Order documents by relevance to a query", "score")
     _post(
         app,
         "/v1/scaling/runs",
@@ -183,6 +189,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             protocol.RunBody,
             protocol.TokenizeBody,
             protocol.DetokenizeBody,
+            protocol_pooling.EmbeddingsBody,
+            protocol_pooling.ScoreBody,
+            protocol_pooling.RerankBody,
         )
         schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
         for body in bodies:
