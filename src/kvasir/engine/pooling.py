@@ -118,8 +118,8 @@ class Pooler:
 
 @dataclass(slots=True)
 class Pooled:
-    """Vectors that a step pools. ``spans``: those whose prompts end. ``found`` [K, W] fp32: their outputs. ``rest_ME``: hidden
-    states of the rows that are not pooled."""
+    """Vectors that a step pools. ``spans``: those whose prompts end. ``found`` [K, W] fp32: their outputs. ``rest_ME``:
+    hidden states of the rows that are not pooled."""
 
     spans: list[Span]
     found: torch.Tensor
