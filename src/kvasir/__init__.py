@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from kvasir.api.llm import LLM as LLM
     from kvasir.client.engine_client import AsyncEngine as AsyncEngine
     from kvasir.config import EngineConfig as EngineConfig
+    from kvasir.types import PoolingParams as PoolingParams
     from kvasir.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 _HOMES = {
     "LLM": "kvasir.api.llm",
     "SamplingParams": "kvasir.types",
+    "PoolingParams": "kvasir.types",
     "EngineConfig": "kvasir.config",
     "AsyncEngine": "kvasir.client.engine_client",
     "RequestError": "kvasir.errors",

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -179,6 +180,20 @@ class FakeClient:
             self.num_ended += 1
 
     async def _events(self, request: Request) -> AsyncIterator[Event]:
+        if request.pooling is not None:
+            await self._wait()
+            if self.failure is not None:
+                raise self.failure
+            pooled, cached = fake_vector(request, self._info), self._cached(request)
+            yield Event(
+                kind="tokens",
+                request_id=request.id,
+                pooled=pooled,
+                finish_reason="stop",
+                num_cached=cached,
+                queued=0.001,
+            )
+            return
         plans = [self.plan(request, b) for b in range(request.params.n)]
         places: list[int | None] = [len(tokens) for tokens in request.emitted] or [0] * len(plans)
         cached = self._cached(request)
@@ -270,6 +285,19 @@ class FakeClient:
         digest = hashlib.sha256(f"{request.prompt_ids} {seed} {branch}".encode()).digest()
         words = ["hello", "world", "quick", "brown", "fox", "answer", "several", "everyone"]
         return tokenizer().encode(" ".join(words[b % 8] for b in digest[:6]), add_special=False)
+
+
+def fake_vector(request: Request, info: ModelInfo) -> bytes:
+    """A bag of words of the prompt, or for a reranker the share of different tokens in it."""
+    if info.pooling.task == "score":
+        share = len(set(request.prompt_ids)) / len(request.prompt_ids)
+        return np.array([share if request.pooling.use_activation is not False else 8 * share], "<f4").tobytes()
+    counts = np.zeros(info.pooling.width)
+    for token in request.prompt_ids:
+        counts[token % len(counts)] += 1
+    counts = counts[: request.pooling.dimensions]
+    length = np.linalg.norm(counts) if request.pooling.use_activation is not False else 1
+    return (counts / (length or 1)).astype("<f4").tobytes()
 
 
 def fake_logprob(token: int, top: int) -> TokenLogprob:

@@ -21,7 +21,7 @@ START_SECONDS = 240.0
 class Served:
     """A running server. ``log``: its output so far."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, model: str = "nano") -> None:
         self._log = folder / "server.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -30,7 +30,7 @@ class Served:
                     "-m",
                     "kvasir.cli.main",
                     "serve",
-                    "nano",
+                    model,
                     "--port",
                     "0",
                     "--num-threads",

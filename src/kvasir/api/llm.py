@@ -13,16 +13,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kvasir.api import offline_pooling as offline
 from kvasir.api.chat import check_messages
+from kvasir.api.offline_pooling import EmbeddingOutput, PoolingCollector, PoolingRequestOutput, ScoringOutput
 from kvasir.api.outputs import Collector, RequestOutput
 from kvasir.api.vllm_flags import settled
-from kvasir.client.admission import admit
+from kvasir.client.admission import admit, admit_pooling
 from kvasir.config import EngineConfig
 from kvasir.engine.engine import Engine
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.models import checkpoint
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.types import Event, Request, SamplingParams
+from kvasir.types import Event, PoolingParams, Request, SamplingParams
 
 Prompt = str | dict[str, Any]
 # A process with more frozen objects has frozen them itself: Python 3.12 freezes some hundred at its start, an engine
@@ -53,7 +55,7 @@ class LLM:
             )
             self.tokenizer = Tokenizer.load(path, source.chat_template)
         self._ids = itertools.count()
-        self._collectors: dict[str, Collector] = {}  # by request id, for the open calls and streams
+        self._collectors: dict[str, Any] = {}  # by request id, for the open calls and streams
         self._streams: set[str] = set()  # ids of the requests that are streamed
         self._left: deque[str] = deque()  # ids of requests whose caller has left, to be cancelled
 
@@ -132,7 +134,9 @@ class LLM:
             if len(params) != len(many):
                 raise ValueError(f"{len(many)} prompts, but {len(params)} sampling params")
             requests = [self._request(p, q) for p, q in zip(many, params)]
-            return self._run(requests, [p if isinstance(p, str) else p.get("prompt") for p in many], use_tqdm, on_done)
+            texts = [p if isinstance(p, str) else p.get("prompt") for p in many]
+            collectors = [Collector(r, text, self.tokenizer) for r, text in zip(requests, texts)]
+            return self._run(requests, collectors, use_tqdm, on_done)
 
     def chat(
         self,
@@ -183,6 +187,50 @@ class LLM:
             for m in many
         ]
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Embed every prompt with an embedding model; ``.outputs.embedding`` is the vector, as in vLLM.
+
+        ``prompt_name``: the prompt of the checkpoint's folder to put before texts. ``truncate_prompt_tokens``: keep at
+        most so many tokens of each. Raises RequestError.
+        """
+        return offline.embed(self, prompts, pooling_params, use_tqdm, prompt_name, truncate_prompt_tokens)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = False,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Score how well each text of ``data_2`` answers the one of ``data_1``, or that at the same place.
+
+        A reranker reads both as one prompt, with ``instruction`` in it; an embedding model gives the cosine of their
+        embeddings. ``.outputs.score`` is the score, as in vLLM. Raises RequestError.
+        """
+        return offline.score(self, data_1, data_2, pooling_params, use_tqdm, instruction, truncate_prompt_tokens)
+
+    def pool(self, prompts: list[list[int]], params: PoolingParams, use_tqdm: bool = False) -> list[PoolingCollector]:
+        """Compute the vectors of prompts given as token ids, and return their collectors. Raises RequestError."""
+        with self._turn(), _short_collections():
+            requests = [
+                admit_pooling(ids, params, self.info, id=f"llm-{next(self._ids)}", arrival=time.monotonic())
+                for ids in prompts
+            ]
+            collectors = [PoolingCollector(request) for request in requests]
+            self._run(requests, collectors, use_tqdm)
+        return collectors
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt and yield the text of branch 0 as it comes.
@@ -237,11 +285,12 @@ class LLM:
     def _run(
         self,
         requests: list[Request],
-        texts: list[str | None],
+        collecting: Sequence[Any],
         progress: bool,
-        on_done: Callable[[int, RequestOutput], None] | None,
-    ) -> list[RequestOutput]:
-        collectors = {r.id: Collector(r, text, self.tokenizer) for r, text in zip(requests, texts)}
+        on_done: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """Run the requests and return the outputs of their collectors, in order."""
+        collectors = {collector.output.request_id: collector for collector in collecting}
         places = {r.id: place for place, r in enumerate(requests)}
         waiting = iter(requests)
         pending = next(waiting, None)
@@ -281,7 +330,7 @@ class LLM:
             self._tidy()
 
     @contextlib.contextmanager
-    def _collecting(self, collectors: dict[str, Collector]) -> Iterator[None]:
+    def _collecting(self, collectors: dict[str, Any]) -> Iterator[None]:
         """Register collectors inside the block: every caller that steps the engine delivers their events. At the end,
         unfinished requests are cancelled."""
         self._collectors |= collectors
@@ -311,7 +360,7 @@ class LLM:
                 self._engine.cancel(request_id)
                 self._engine.scheduler.prompts_first = not self._streams
 
-    def _deliver(self, events: list[Event]) -> list[Collector]:
+    def _deliver(self, events: list[Event]) -> list[Any]:
         """Give events to their collectors; return the collectors whose requests have ended with these events."""
         ended = []
         for event in events:
@@ -393,8 +442,8 @@ class _progress:
             self.bar.start()
         return self.advance
 
-    def advance(self, collector: Collector) -> None:
-        self.tokens += sum(len(o.token_ids) for o in collector.output.outputs)
+    def advance(self, collector: Any) -> None:
+        self.tokens += collector.num_tokens
         if self.bar is not None:
             self.bar.update(
                 self.task, advance=1, description=f"{self.tokens / (time.perf_counter() - self.since):,.0f} tok/s"

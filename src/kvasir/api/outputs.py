@@ -71,6 +71,11 @@ class Collector:
             else []
         )
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, for the progress bar."""
+        return sum(len(out.token_ids) for out in self.output.outputs)
+
     def newly_done(self) -> bool:
         """Whether the last branch has ended since the previous call; true only once."""
         if self.output.finished:

@@ -60,8 +60,9 @@ def _strings(value: Any) -> Any:
     raise PydanticCustomError("strings", "must be a string or a list of strings")
 
 
-def _prompts(value: Any) -> Any:
-    """Turn every form of ``prompt`` into a list of prompts, which are all strings or all lists of ids."""
+def prompts(value: Any, most: int = MAX_PROMPTS) -> Any:
+    """Turn every form of ``prompt`` into a list of at most ``most`` prompts, which are all strings or all lists of
+    ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -73,8 +74,8 @@ def _prompts(value: Any) -> Any:
     texts, ids = (all(isinstance(v, kind) for v in value) for kind in (str, list))
     if not texts and not (ids and all(type(i) is int for v in value for i in v)):
         raise PydanticCustomError("prompt", "must not mix strings and token ids; ids are integers")
-    if len(value) > MAX_PROMPTS:
-        raise PydanticCustomError("prompt", f"holds {len(value)} prompts; at most {MAX_PROMPTS} fit in a request")
+    if len(value) > most:
+        raise PydanticCustomError("prompt", f"holds {len(value)} prompts; at most {most} fit in a request")
     return value
 
 
@@ -96,7 +97,7 @@ PROMPT = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS, {"type": "array", "items": IDS}]
 }
 Strings = Annotated[list[str] | None, BeforeValidator(_strings), WithJsonSchema(STRINGS)]
-Prompts = Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(PROMPT)]
+Prompts = Annotated[list[Any], BeforeValidator(prompts), WithJsonSchema(PROMPT)]
 BIAS = {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
 Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema(BIAS)]
 Object = dict[str, Any]

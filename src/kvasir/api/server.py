@@ -24,7 +24,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvasir import __version__
-from kvasir.api import protocol
+from kvasir.api import protocol, protocol_pooling
 from kvasir.api.auth import OPEN_PATHS, PUBLIC_METRICS, KeyGuard
 from kvasir.api.errors import error_response
 from kvasir.api.log_stats import LogStats
@@ -34,6 +34,7 @@ from kvasir.api.not_found import explain_method, explain_path, methods_at, serve
 from kvasir.api.protocol_responses import ResponsesBody
 from kvasir.api.routes_completions import CompletionJob
 from kvasir.api.routes_messages import MessagesJob, MessagesRoutes
+from kvasir.api.routes_pooling import EmbeddingsJob, RerankJob, ScoreJob
 from kvasir.api.routes_responses import ResponsesRoutes
 from kvasir.api.routes_scaling import ScalingRoutes, chat_job
 from kvasir.api.routes_status import StatusRoutes
@@ -106,9 +107,9 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig, journal
 def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> None:
     status, scaling = StatusRoutes(service), ScalingRoutes(service)
 
-    def generation(path: str, body: type[protocol.Body], job: Callable, summary: str) -> None:
+    def generation(path: str, body: type[protocol.Body], job: Callable, summary: str, task: str = "generate") -> None:
         async def route(http: Request) -> Response:
-            return await service.respond(http, job)
+            return await service.respond(http, job, task)
 
         _post(app, path, route, body, summary)
 
@@ -118,6 +119,11 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
     generation("/v1/messages", MessagesBody, MessagesJob, "Answer a conversation (Anthropic's messages API)")
     messages = MessagesRoutes(service)
     _post(app, "/v1/messages/count_tokens", messages.count_tokens, CountTokensBody, "Count a conversation's tokens")
+    generation("/v1/embeddings", protocol_pooling.EmbeddingsBody, EmbeddingsJob, "Embed texts", "embed")
+    for path in ("/v1/score", "/score"):
+        generation(path, protocol_pooling.ScoreBody, ScoreJob, "Score pairs of texts", "score")
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        generation(path, protocol_pooling.RerankBody, RerankJob, "Order documents by relevance to a query", "score")
     _post(
         app,
         "/v1/scaling/runs",
@@ -211,6 +217,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             protocol.RunBody,
             protocol.TokenizeBody,
             protocol.DetokenizeBody,
+            protocol_pooling.EmbeddingsBody,
+            protocol_pooling.ScoreBody,
+            protocol_pooling.RerankBody,
         )
         schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
         for body in bodies:

@@ -22,7 +22,7 @@ from kvasir.api.protocol import Body, SamplingBody, parse
 from kvasir.api.streaming import Disconnected, EventStream, encode, unless_disconnected
 from kvasir.api.text import Text
 from kvasir.api.tracing import Trace, Tracer
-from kvasir.client.admission import admit
+from kvasir.client.admission import admit, check_task
 from kvasir.client.interface import EngineClient
 from kvasir.client.pieces import PIECE
 from kvasir.config import ServerConfig
@@ -237,16 +237,16 @@ class Service:
                     if many and e.code == "context_length_exceeded":
                         e.message = f"prompt[{i}]: {e.message}"  # names the prompt to shorten
                     raise
-            self._check_queue(requests)
+            self.check_queue(requests, "prompt")
         for request in requests:
             # Stop strings are found in this process, so their requests need every token soon, to be ended soon.
             if not stream and not request.params.stop:
                 request.piece = PIECE
         return requests
 
-    def _check_queue(self, requests: Sequence[Request]) -> None:
+    def check_queue(self, requests: Sequence[Request], param: str) -> None:
         """Raise RequestError (400) for requests that not even an empty queue could hold: 429 would tell the client to
-        come back for ever."""
+        come back for ever. ``param``: the parameter that holds the prompts."""
         prompts, choices, tokens = (
             len(requests),
             sum(r.params.n for r in requests),
@@ -254,21 +254,23 @@ class Service:
         )
         queue, room = self.info.max_queued_requests, self.info.max_queued_tokens
         shorter = "Send fewer prompts at a time." if prompts > 1 else "Shorten it."
-        for count, most, what, param, cure in (
-            (prompts, queue, "prompts", "prompt", shorter),  # too many even if n were 1
+        for count, most, what, name, cure in (
+            (prompts, queue, "prompts", param, shorter),  # too many even if n were 1
             (choices, queue, "choices", "n", "Lower 'n' or send fewer prompts." if prompts > 1 else "Lower 'n'."),
-            (tokens, room, "prompt tokens", "prompt", shorter),
+            (tokens, room, "prompt tokens", param, shorter),
         ):
             if 0 < most < count:
                 raise RequestError(
                     f"{count} {what} in one request; this server queues {most} at once. {cure}",
-                    param=param,
+                    param=name,
                     code="too_large",
                 )
 
-    async def respond(self, http: HttpRequest, make: Callable[[Service, bytes, Caller], Any]) -> Response:
-        """Serve a generation route: read the body, check it off the loop, wait for the engine to accept, stream or
-        collect.
+    async def respond(
+        self, http: HttpRequest, make: Callable[[Service, bytes, Caller], Any], task: str = "generate"
+    ) -> Response:
+        """Serve a route of the model: read the body, check it off the loop, wait for the engine to accept, stream or
+        collect. ``task``: what the route asks of the model (generate, embed or score).
 
         ``make(service, raw_body, caller)`` makes a Job. Headers are sent only after the engine has accepted everything,
         so a refusal is always a status. A client that leaves cancels its request.
@@ -280,6 +282,7 @@ class Service:
             self.concurrency.enter(caller.key)
         generation = response = None
         try:
+            check_task(self.info, task)
             job: Job = await asyncio.to_thread(make, self, raw, caller)
             headers = {
                 **id_headers(http.scope, caller.id),

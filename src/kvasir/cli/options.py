@@ -143,7 +143,8 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
         # An option of the command itself wins over vLLM's flag of that name.
         holds = SATISFIED if cls is Settings else (*SATISFIED, *SATISFIED_OFFLINE)
         vllm = [p for p in _vllm_parameters(holds) if p.name.removeprefix(_VLLM) not in signature.parameters]
-        parameters = own + [config] + setting_parameters(cls, skip=skip) + vllm
+        # So it does over a setting of that name.
+        parameters = own + [config] + setting_parameters(cls, skip=(*skip, *signature.parameters)) + vllm
 
         def run(**given: Any) -> Any:
             return command(**_check_vllm(given))

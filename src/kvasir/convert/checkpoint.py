@@ -152,11 +152,14 @@ def _counted(tensors: Tensors, progress: Callable[[int], None]) -> Iterator[tupl
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template and generation defaults, but not the model card: its figures are the source's."""
+    """Copy tokenizer, chat template, generation defaults and the configs of sentence-transformers' modules, but not the
+    model card: its figures are the source's."""
     patterns = [p for p in checkpoint.WANTED if p != "config.json" and "safetensors" not in p]
-    for file in sorted(source.iterdir()):
-        if file.is_file() and any(fnmatch.fnmatch(file.name, p) for p in patterns):
-            shutil.copyfile(file, target / file.name)
+    for file in sorted([*source.glob("*"), *source.glob("[0-9]_*/config.json")]):
+        name = file.relative_to(source)
+        if file.is_file() and any(fnmatch.fnmatch(str(name), p) for p in patterns):
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target / name)
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -42,7 +42,9 @@ class Pooler:
         mine = [span for span in spans if "pool" in span.want]
         if not mine:
             return None
-        rows, others, at = [], [], 0
+        rows: list[int] = []
+        others: list[int] = []
+        at = 0
         for span in spans:
             count = sum(map(len, span.want.values()))
             (rows if "pool" in span.want else others).extend(range(at, at + count))
@@ -116,8 +118,8 @@ class Pooler:
 
 @dataclass(slots=True)
 class Pooled:
-    """What a step pools. ``spans``: those whose prompts end. ``found`` [K, W] fp32: their outputs. ``rest_ME``: hidden
-    states of the rows that are not pooled."""
+    """Vectors that a step pools. ``spans``: those whose prompts end. ``found`` [K, W] fp32: their outputs. ``rest_ME``:
+    hidden states of the rows that are not pooled."""
 
     spans: list[Span]
     found: torch.Tensor

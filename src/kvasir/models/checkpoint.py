@@ -30,8 +30,12 @@ WANTED = [
     "*.jinja",
     "*.safetensors",
     "*.safetensors.index.json",
+    "modules.json",  # of sentence-transformers, whose modules have folders: 1_Pooling
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]_*/config.json",
 ]
-UNWANTED = ["*/*", "consolidated*"]
+UNWANTED = ["[!0-9]*/*", "consolidated*"]
 # Names of the models that "embedded" stands for; the first that exists is taken.
 DEFAULTS = ("base", "nano")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

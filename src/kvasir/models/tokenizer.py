@@ -123,6 +123,38 @@ class Tokenizer:
                 return [*around[0], *ids, *around[1]]
         return (self._backend.post_process(encoding, None, True) if add_special else encoding).ids
 
+    def encode_within(self, text: str, most: int | None) -> list[int]:
+        """Token ids of ``text`` with what the tokenizer adds, of a beginning of the text if there are more than
+        ``most``."""
+        ids = self.encode(text)
+        if most is None or len(ids) <= most:
+            return ids
+        before, after = self._around
+        return [*before, *self.encode(text, add_special=False)[: max(0, most - len(before) - len(after))], *after]
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> list[int]:
+        """Token ids of two plain texts with what the tokenizer puts around a pair; the second text is cut where there
+        are more than ``most``."""
+        pair = [self._plain_encoding(text) for text in (first, second)]
+        ids = self._backend.post_process(*pair, True).ids
+        if most is not None and len(ids) > most:
+            pair[1].truncate(max(0, len(pair[1].ids) - (len(ids) - most)))
+            ids = self._backend.post_process(*pair, True).ids
+        return ids
+
+    def _plain_encoding(self, text: str) -> Encoding:
+        """The encoding of a text whose control strings are plain text, without added tokens. Raises RequestError where
+        the tokenizer cannot write them so."""
+        encoding = self._encode(text)
+        if self._control_ids.isdisjoint(encoding.ids):
+            return encoding
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        if self._control_ids.isdisjoint(encoding.ids):
+            return encoding
+        raise RequestError(
+            "the text spells a special token that this tokenizer cannot write as plain text", code="special_token"
+        )
+
     def _encode(self, text: str) -> Encoding:
         try:
             return self._backend.encode(text, add_special_tokens=False)
