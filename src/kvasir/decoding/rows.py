@@ -280,14 +280,13 @@ class Packer:
         if state.error:
             self.errors.update(dict.fromkeys(rows, state.error))
             return
+        free = slice(span.seq.num_forced, None)
+        self.forced.extend(zip(rows, span.seq.draft[: span.seq.num_forced]))  # the rows before forced tokens
         # Number of output tokens before the first sampled row; some may still be in flight.
         num_output = span.start + sample.start + 1 - state.num_prompt
         if state.plain and num_output >= state.min_tokens:
             return
         paths = _paths(span, sample)
-        # The rows before forced tokens allow only these.
-        self.forced.extend(zip(rows, span.seq.draft[: span.seq.num_forced]))
-        free = slice(span.seq.num_forced, None)
         for m, path in zip(rows, paths):
             if num_output + len(path) < state.min_tokens:
                 self.banned.extend((m, i) for i in state.ends)

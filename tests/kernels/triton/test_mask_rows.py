@@ -7,7 +7,6 @@ import torch
 
 from kvasir.kernels.mask_rows import mask_rows_ref, mask_rows_triton
 
-
 SHAPES = [(1, 1, 32), (64, 2, 32), (301, 10, 64), (301, 12, 1024), (700, 22, 128)]
 
 
