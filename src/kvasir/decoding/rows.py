@@ -217,6 +217,8 @@ class Packer:
     masks: list[tuple[int, np.ndarray]] = field(default_factory=list)
     reports: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
+    # Rows under a grammar whose masks are computed together: row, state, draft tokens before the row.
+    under_grammar: list[tuple[int, Sequence, SeatState, list[int]]] = field(default_factory=list)
 
     def pack(self, spans: list[Span]) -> SampleBatch:
         wanted, first, row_tokens = [], [], []
@@ -224,6 +226,8 @@ class Packer:
             first.append(self.count)
             wanted.append(self._span(span))
             row_tokens.append(span.tokens() if span.commit == "walk" else [])
+        if self.under_grammar:
+            self._masks_together()
         return SampleBatch(spans, wanted, first, self._rows(), self.errors, row_tokens)
 
     def _span(self, span: Span) -> range | list[int]:
@@ -280,14 +284,13 @@ class Packer:
         if state.error:
             self.errors.update(dict.fromkeys(rows, state.error))
             return
+        free = slice(span.seq.num_forced, None)
+        self.forced.extend(zip(rows, span.seq.draft[: span.seq.num_forced]))  # the rows before forced tokens
         # Number of output tokens before the first sampled row; some may still be in flight.
         num_output = span.start + sample.start + 1 - state.num_prompt
         if state.plain and num_output >= state.min_tokens:
             return
         paths = _paths(span, sample)
-        # The rows before forced tokens allow only these.
-        self.forced.extend(zip(rows, span.seq.draft[: span.seq.num_forced]))
-        free = slice(span.seq.num_forced, None)
         for m, path in zip(rows, paths):
             if num_output + len(path) < state.min_tokens:
                 self.banned.extend((m, i) for i in state.ends)
@@ -299,9 +302,33 @@ class Packer:
                 known = span.seq.tokens[max(state.num_prompt, span.seq.num_tokens - state.tail) :] + path
                 self.banned.extend((m, i) for i in banned_by_words(state.words, known))
         if state.matcher is not None:
-            self._grammar_masks(span.seq, state, paths[free], rows[free])
+            free_rows, free_paths = rows[free], paths[free]
+            if len(free_rows) == 1:
+                self.under_grammar.append((free_rows[0], span.seq, state, free_paths[0]))
+            else:
+                self._grammar_masks(span.seq, state, free_paths, free_rows)
         elif state.allowed is not None:
             self.masks.extend((m, state.allowed) for m in rows[free])
+
+    def _masks_together(self) -> None:
+        """Add the masks of all rows that are the only free one of their span. See ``_grammar_masks``."""
+        from kvasir.decoding.grammar import fill_all  # loads the library, which most processes never need
+
+        steps = [state.matcher.try_accept(path) for _, _, state, path in self.under_grammar]
+        there = [row for row, count in zip(self.under_grammar, steps) if count == len(row[3])]
+        bits = np.empty((len(there), -(-self.vocab_size // 32)), np.int32)
+        good = fill_all([state.matcher for _, _, state, _ in there], bits)
+        for (m, _, state, _), mask, filled in zip(there, bits, good):
+            if filled:
+                self.masks.append((m, mask if state.allowed is None else mask & state.allowed))
+        for (m, seq, state, path), count in zip(self.under_grammar, steps):
+            if state.matcher.failed():
+                self.errors[m] = f"grammar_error: {state.matcher.error}"
+                if path:
+                    state.start_matcher(seq)
+            else:
+                state.matcher.rollback(count)
+        self.masks.sort(key=lambda entry: entry[0])
 
     def _grammar_masks(self, seq: Sequence, state: SeatState, paths: list[list[int]], rows: range | list[int]) -> None:
         """Add one mask a row, walking the matcher along each path and back.

@@ -46,6 +46,7 @@ from kvasir.decoding.rows import (
     SampleBatch,
     SeatState,
 )
+from kvasir.kernels.mask_rows import mask_rows
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
@@ -90,6 +91,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.tokenizer_size = tokenizer_size
         self.device = torch.device(device)
+        self.fused = self.device.type == "cuda"  # whether stages 6-11 are one function, which pays on a GPU
         self.eos_ids = tuple(eos_ids)
         self.max_seqs = max_seqs
         self._states: list[SeatState | None] = [None] * max_seqs
@@ -211,15 +213,10 @@ class Sampler:
         """Return the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of a slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
         raw = logits_MV[:, : self.tokenizer_size] if padded else logits_MV
-        if (
-            self.device.type == "cuda"
-            and whole
-            and not rows.reports[3].any()
-            and not rows.constrained
-            and not blocks
-            and self.kept is None
-        ):
-            drawn = self._draw_plain(logits_MV, rows)
+        if self.fused and whole and not rows.reports[3].any() and not blocks and self.kept is None:
+            drawn = self._draw_plain(self._constrain(logits_MV, rows), rows)
+            if rows.constrained:  # a model's NaN must not hide behind a mask
+                torch.amax(logits_MV, -1, out=drawn[1])
             return drawn, self._report(raw, raw, drawn[0].long(), rows) if len(rows.reports[0]) else None
         if whole:
             tokens, best, final_SV = self._draw(raw, rows)
@@ -243,7 +240,7 @@ class Sampler:
         return torch.stack([tokens.float(), largest, best]), found  # ids below 2^24 are exact in fp32
 
     def _draw_plain(self, logits_MV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Draw rows that need only stages 6-11, with the function that steps on the device use."""
+        """Draw rows that need only stages 6-11 now, with the function that steps on the device use."""
         values = rows.values
         # Padded to 16 bytes: kernels would be compiled again for pointers of another alignment.
         numbers = np.empty((3, -(-len(values) // 4) * 4), np.float32)
@@ -305,10 +302,7 @@ class Sampler:
             x_SV.index_fill_(0, row, NEG_INF)
             x_SV[row, ids] = kept
         if len(rows.masks[0]):
-            row, words_KW = map(self._send, rows.masks)
-            bits = (words_KW[:, :, None] >> torch.arange(32, device=x_SV.device, dtype=torch.int32)) & 1
-            allowed_KV = bits.view(len(row), -1)[:, : self.tokenizer_size] != 0
-            x_SV[row] = x_SV[row].masked_fill(~allowed_KV, NEG_INF)
+            mask_rows(x_SV, *map(self._send, rows.masks))
         return x_SV
 
     def _filter(self, y_RV: torch.Tensor, values: np.ndarray) -> None:

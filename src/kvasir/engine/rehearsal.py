@@ -20,6 +20,7 @@ from kvasir.engine.sizing import pages_for
 from kvasir.kernels._triton import INTERPRETED, use_triton
 from kvasir.kernels.compile_ahead import rehearsing
 from kvasir.kernels.decode_rows import close_rows, open_rows
+from kvasir.kernels.mask_rows import mask_rows
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
@@ -93,6 +94,8 @@ def _draw(parts: StepParts) -> None:
     sample_rows(logits.float(), *how, sampler.tokenizer_size)
     report_rows(logits.float(), places, places.int(), sampler.tokenizer_size)
     gumbel(places, places, sampler.tokenizer_size)
+    words = torch.zeros(1, -(-sampler.vocab_size // 32), dtype=torch.int32, device=device)
+    mask_rows(logits.float(), places, words)
 
 
 def _batch(parts: StepParts, spans: list[tuple[int, int]]) -> StepBatch:
