@@ -17,9 +17,10 @@ def _value(logprob: float) -> float:
     return logprob if logprob > FLOOR else FLOOR
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], drafters: bool = False) -> dict[str, Any]:
     """Chat's form: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
-    ``bytes`` are exact even for half a character."""
+    ``bytes`` are exact even for half a character. ``drafters``: also ``drafter``, the name of the drafter that proposed
+    the token, or None."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -28,7 +29,16 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict
             "bytes": list(tokenizer.token_bytes(token)),
         }
 
-    return {"content": [{**entry(e.id, e.logprob), "top_logprobs": [entry(*t) for t in e.top]} for e in entries]}
+    return {
+        "content": [
+            {
+                **entry(e.id, e.logprob),
+                "top_logprobs": [entry(*t) for t in e.top],
+                **({"drafter": e.drafter} if drafters else {}),
+            }
+            for e in entries
+        ]
+    }
 
 
 def completion_logprobs(

@@ -186,7 +186,9 @@ class ChatJob:
         choices = [{"index": delta.choice, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
         if choices:
             if delta.logprobs:
-                choices[-1]["logprobs"] = chat_logprobs(self.service.text.tokenizer, delta.logprobs)
+                choices[-1]["logprobs"] = chat_logprobs(
+                    self.service.text.tokenizer, delta.logprobs, bool(self.body.return_drafters)
+                )
             if self.body.return_token_ids:
                 choices[-1]["token_ids"] = delta.token_ids
             if delta.finish_reason is not None:
@@ -238,6 +240,8 @@ def max_tokens_of(body: ChatBody) -> int | None:
 def _logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("'top_logprobs' needs logprobs=true", param="top_logprobs")
+    if body.return_drafters and not body.logprobs:
+        raise RequestError("'return_drafters' needs logprobs=true", param="return_drafters")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
