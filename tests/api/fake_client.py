@@ -70,6 +70,7 @@ def tokenizer() -> Tokenizer:
 class FakeClient:
     """The fake client. ``gate``: requests are accepted only while it is set. ``refusal``: raised instead of accepting.
     ``failure``: raised after ``fail_after`` tokens. ``delay``: seconds before each event of ``group`` tokens.
+    ``drafter``: name that every second token of a group is said to be drafted by.
     ``backwards``: the last branch comes first. ``open``: the running requests."""
 
     info: ModelInfo
@@ -95,6 +96,7 @@ class FakeClient:
         self.fail_after = 0
         self.delay = 0.0
         self.group = 1
+        self.drafter: str | None = None
         self.backwards = False
         self.ready = True
         self.live = True
@@ -220,6 +222,8 @@ class FakeClient:
         params = request.params
         first = place == 0 and branch == 0
         logprobs = [fake_logprob(t, params.logprobs) for t in piece] if params.logprobs is not None else None
+        for entry in (logprobs or [])[1::2]:
+            entry.drafter = self.drafter
         scores = (
             [None, *(fake_logprob(t, params.prompt_logprobs) for t in request.prompt_ids[1:])]
             if first and params.prompt_logprobs is not None

@@ -6,6 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from kvasir.cli.chat import COMMANDS
+
 END = "[DONE]"
 PROBLEM, ANSWER = "Compute modulo 97: start 12; +45; *3; -7; *2; +30.", "Answer: 67"
 
@@ -102,6 +104,63 @@ def test_new_forgets_all_but_the_system_prompt(kvasir, server):
     server.answers += [says("a"), says("b")]
     kvasir("chat", "--url", server.url, "--system", "S", stdin="one\n/new\ntwo\n")
     assert [m["content"] for m in server.seen[1][0]["messages"]] == ["S", "two"]
+
+
+def test_help_lists_every_command_and_an_unknown_one_is_answered(kvasir, server):
+    server.answers += [says("a")]
+    done = kvasir("chat", "--url", server.url, stdin="/help\n/hlep\n/tmp/file is what?\n")
+    assert done.code == 0 and all(f"\n{name}" in done.out or f" {name} " in done.out for name in COMMANDS)
+    assert "no command /hlep. Did you mean '/help'?" in done.out
+    assert [body["messages"][-1]["content"] for body, _ in server.seen] == ["/tmp/file is what?"], "a path is a message"
+
+
+def test_parameters_are_shown_and_set(kvasir, server):
+    server.answers += [says("a"), says("b"), says("c")]
+    lines = [
+        "/params", "one", "/params temperature=0 stop=END", "two", "/params temperature= top_p=0.5 tmperature=1",
+        "/params temperature=", "/params oops", "three", "/params",
+    ]  # fmt: skip
+    done = kvasir("chat", "--url", server.url, "--max-tokens", "9", stdin="\n".join(lines) + "\n")
+    given = [{k: v for k, v in body.items() if k not in ("messages", "model", "stream")} for body, _ in server.seen]
+    assert given == [
+        {"max_tokens": 9},
+        {"max_tokens": 9, "temperature": 0, "stop": "END"},
+        {"max_tokens": 9, "stop": "END"},
+    ], "a wrong name changes nothing"
+    assert "no parameter 'tmperature=1'. Did you mean 'temperature'?" in done.out and "name=value" in done.out
+    assert 'max_tokens=9 temperature=0 stop="END"' in done.out
+
+
+def test_a_parameter_that_cannot_be_ends_nothing(kvasir):
+    lines = ["/params temperature=-1", "hi", "/params temperature=0 max_tokens=60", PROBLEM]
+    done = kvasir("chat", stdin="\n".join(lines) + "\n")
+    assert done.code == 0 and "refused: " in done.out and ANSWER in done.out
+
+
+def test_a_saved_conversation_is_a_request(kvasir, server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    server.answers += [says("An answer"), says("b")]
+    lines = [
+        "/params temperature=0",
+        "hi",
+        "/save talk.jsonl",
+        "/save talk.jsonl",
+        "/save no/such/f.jsonl",
+        "/save",
+    ]
+    done = kvasir("chat", "--url", server.url, "--system", "S", stdin="\n".join(lines) + "\n")
+    assert json.loads((tmp_path / "talk.jsonl").read_text()) == {
+        "messages": [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "An answer"},
+        ],
+        "temperature": 0,
+    }
+    assert "saved 3 messages to talk.jsonl" in done.out and "cannot write talk.jsonl: File exists" in done.out
+    assert "cannot write no/such/f.jsonl" in done.out and len(list(tmp_path.glob("kvasir-chat-*.jsonl"))) == 1
+    again = kvasir("generate", "-i", "talk.jsonl", "--max-tokens", "3")
+    assert again.code == 0 and json.loads(again.out)["outputs"]
 
 
 @pytest.mark.parametrize(

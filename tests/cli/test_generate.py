@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from kvasir.models import checkpoint
+
 EXACT = ("--temperature", "0", "--max-tokens", "6")
 
 
@@ -18,11 +20,40 @@ def test_a_prompt(kvasir):
     assert kvasir("generate", "--prompt", "Once upon a time", *EXACT).out == done.out
 
 
+PROBLEM = ("-p", "Compute modulo 97: start 12; +45; *3; -7; *2; +30.", "--temperature", "0")
+
+
 def test_chat_template_and_default_length(kvasir):
-    done = kvasir(
-        "generate", "--chat", "-p", "Compute modulo 97: start 12; +45; *3; -7; *2; +30.", "--temperature", "0"
-    )
+    done = kvasir("generate", *PROBLEM)
     assert done.code == 0 and "Answer: 67" in done.out, "an answer of usual length is not cut off"
+    assert kvasir("generate", "--chat", *PROBLEM).out == done.out
+
+
+def test_raw_continues_the_text(kvasir):
+    raw = kvasir("generate", "--raw", *PROBLEM, "--max-tokens", "40")
+    assert raw.code == 0 and "Answer: 67" not in raw.out
+    line = json.dumps({"prompt": PROBLEM[1], "temperature": 0, "max_tokens": 40})
+    assert rows(kvasir("generate", "-i", "-", "--jsonl", stdin=line).out)[0]["outputs"][0]["text"] + "\n" == raw.out
+
+
+def test_a_model_without_a_template_continues_the_text(kvasir, tmp_path):
+    for file in (checkpoint.resolve("nano")).iterdir():
+        if not file.name.startswith("chat_template"):
+            (tmp_path / file.name).symlink_to(file)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    plain = kvasir("generate", tmp_path, "-p", "Once upon a time", *EXACT)
+    assert plain.code == 0 and plain.out == kvasir("generate", "nano", "--raw", "-p", "Once upon a time", *EXACT).out
+    wanted = kvasir("generate", tmp_path, "--chat", "-p", "Once upon a time", *EXACT)
+    assert wanted.code == 3 and "no chat template" in wanted.err
+
+
+@pytest.mark.parametrize("flag", ["--chat", "--raw"])
+def test_lines_of_json_say_themselves_what_they_are(kvasir, flag):
+    done = kvasir("generate", flag, "-i", "-", "--jsonl", stdin='{"prompt": "x"}')
+    assert done.code == 2 and "a line of JSON says it itself" in done.err
 
 
 def test_text_from_a_file_and_from_stdin(kvasir, tmp_path):

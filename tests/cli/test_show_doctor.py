@@ -138,6 +138,24 @@ def test_windows_keep_their_window_only(kvasir, shape):
     assert "for the last 1,024 tokens" in text and "window 1,024" in text and "none" in text
 
 
+def test_the_command_to_go_on_with(kvasir, shape):
+    """As it is where the whole context fits, with a smaller cache or a shorter context where not."""
+    folder = shape(SHAPES["llama-8b"])
+
+    def advice(memory, *args):
+        return facts(kvasir, folder, "--memory", memory, *args)["advice"]
+
+    assert advice("80") == [f"kvasir serve {folder}: 3 sequences of the whole context at once"]
+    tight = advice("24")
+    assert [line.partition(":")[0] for line in tight][-1] == f"kvasir serve {folder} --max-model-len 32768"
+    assert f"kvasir serve {folder} --kv-codec int4_bdr: 1 sequences of the whole context at once" in tight
+    assert len(advice("16.9")) == 1 and "--fit" in advice("16.7")[0]
+    assert "nothing fits: the weights alone need 14.96 GiB" in advice("16")[0]
+    assert "--dtype float32" in advice("80", "--dtype", "float32")[0]
+    assert f"kvasir serve {folder}: 3 sequences" in kvasir("show", folder, "--memory", "80").out
+    assert facts(kvasir)["advice"][0].startswith("kvasir serve: ")
+
+
 def test_experts(kvasir, shape):
     found = facts(kvasir, shape(MOE), "--memory", "80")
     assert 30e9 < found["parameters"] < 31e9 and 2.7e9 < found["active_parameters"] < 3.4e9

@@ -1,13 +1,14 @@
 """Finding a model and reading its config: errors name their cause, and unserved models are refused, never ignored."""
 
 import json
+import shlex
 
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
 from kvasir.errors import ConfigError
-from kvasir.models import checkpoint
+from kvasir.models import advice, checkpoint
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -40,7 +41,7 @@ def test_a_good_config(tmp_path):
             {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
             ["quantization_config", "'gptq'", "not served"],
         ),
-        ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, ["quantization_config", "unknown"]),
+        ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, ["quantization_config", "dequantize()"]),
         ({**LLAMA, "compression_config": {"quant_method": "compressed-tensors"}}, ["'compressed-tensors'"]),
         (
             {
@@ -78,7 +79,14 @@ def test_a_config_that_is_not_text(tmp_path):
     [
         ({}, ["no config.json", "empty"]),
         ({"README__md": "hello"}, ["no config.json", "README.md"]),
-        ({"adapter_config__json": "{}"}, ["adapter_config.json", "adapter", "Merge"]),
+        ({"adapter_config__json": "{}"}, ["adapter_config.json", "adapter", "Merge", "--tokenizer BASE"]),
+        ({"adapter_config__json": "[]"}, ["merge_and_unload"]),
+        (
+            {"adapter_config__json": '{"base_model_name_or_path": "owner/base model"}'},
+            ["merge_and_unload", "kvasir serve ./merged --tokenizer 'owner/base model'"],
+        ),
+        ({"w__gguf": "x"}, ["GGUF", "gguf_file=f", "kvasir serve ./converted"]),
+        ({"params__json": "{}"}, ["params.json", "HF format"]),
     ],
     ids=str,
 )
@@ -87,6 +95,25 @@ def test_no_config(files, words, tmp_path):
         checkpoint.read_config(folder(tmp_path, None, **files))
     for word in words:
         assert word in str(e.value), str(e.value)
+
+
+def test_the_folder_below_is_named(tmp_path):
+    (tmp_path / "hf").mkdir()
+    folder(tmp_path / "hf", {})
+    with pytest.raises(ConfigError, match=f"kvasir serve {tmp_path / 'hf'}"):
+        checkpoint.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["merge_adapter", "from_gguf", "to_safetensors"])
+def test_commands_can_be_pasted_into_a_shell(tmp_path, line):
+    """Whatever the path is called, the shell sees one word, and Python a program without syntax errors."""
+    place = tmp_path / "it's; a (path)"
+    command = getattr(advice, line)(place).partition(" (pip")[0]
+    python, flag, code = shlex.split(command)
+    assert (python, flag) == ("python", "-c")
+    compile(code, "command", "exec")
+    if line != "from_gguf":
+        assert repr(str(place)) in code
 
 
 def test_generation_config(tmp_path):
@@ -109,6 +136,9 @@ def test_files_and_bad_paths(tmp_path):
     (tmp_path / "model.gguf").write_text("x")
     with pytest.raises(ConfigError, match="is a file.*GGUF"):
         checkpoint.resolve(str(tmp_path / "model.gguf"))
+    folder(tmp_path, {}, model__safetensors="x")
+    with pytest.raises(ConfigError, match=f"is a file. Give its folder: kvasir serve {tmp_path}$"):
+        checkpoint.resolve(str(tmp_path / "model.safetensors"))
     for name in (
         str(tmp_path / "nothing"),
         "./nothing",

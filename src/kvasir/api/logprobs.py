@@ -23,9 +23,12 @@ def namer(tokenizer: Tokenizer, as_ids: bool | None = False) -> Callable[[int], 
     return "token_id:{}".format if as_ids else tokenizer.token_text
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], as_ids: bool | None = False) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Iterable[TokenLogprob], as_ids: bool | None = False, drafters: bool | None = False
+) -> dict[str, Any]:
     """Chat's form: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
-    ``bytes`` are exact even for half a character. ``as_ids``: as in ``namer``."""
+    ``bytes`` are exact even for half a character. ``as_ids``: as in ``namer``. ``drafters``: also ``drafter``, the name
+    of the drafter that proposed the token, or None."""
     name = namer(tokenizer, as_ids)
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -35,7 +38,16 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], as_ids:
             "bytes": list(tokenizer.token_bytes(token)),
         }
 
-    return {"content": [{**entry(e.id, e.logprob), "top_logprobs": [entry(*t) for t in e.top]} for e in entries]}
+    return {
+        "content": [
+            {
+                **entry(e.id, e.logprob),
+                "top_logprobs": [entry(*t) for t in e.top],
+                **({"drafter": e.drafter} if drafters else {}),
+            }
+            for e in entries
+        ]
+    }
 
 
 def completion_logprobs(

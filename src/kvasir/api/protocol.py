@@ -316,6 +316,7 @@ class ChatBody(ChoicesBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    return_drafters: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Object | None = None
     parallel_tool_calls: bool | None = None

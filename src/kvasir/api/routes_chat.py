@@ -229,7 +229,10 @@ class ChatJob:
         if choices:
             if delta.logprobs:
                 choices[-1]["logprobs"] = chat_logprobs(
-                    self.service.text.tokenizer, delta.logprobs, self.body.return_tokens_as_token_ids
+                    self.service.text.tokenizer,
+                    delta.logprobs,
+                    self.body.return_tokens_as_token_ids,
+                    self.body.return_drafters,
                 )
             if self.body.return_token_ids:
                 choices[-1]["token_ids"] = delta.token_ids
@@ -282,6 +285,8 @@ def max_tokens_of(body: ChatBody) -> int | None:
 def _logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("'top_logprobs' needs logprobs=true", param="top_logprobs")
+    if body.return_drafters and not body.logprobs:
+        raise RequestError("'return_drafters' needs logprobs=true", param="return_drafters")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 

@@ -5,19 +5,31 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from kvasir.cli.generate import NAMES
 from kvasir.config import EngineConfig
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, RequestError, nearest
 
 # Seconds of silence after which a server counts as gone.
 SECONDS = 600.0
-# Maps a conversation to the pieces of the model's answer.
-Answer = Callable[[list[dict[str, str]]], Iterator[str]]
+# Maps a conversation and its sampling parameters to the pieces of the model's answer.
+Answer = Callable[[list[dict[str, str]], dict[str, Any]], Iterator[str]]
+COMMANDS = {
+    "/new": "start over; the system prompt and the parameters stay",
+    "/params": "show the sampling parameters; /params temperature=0 max_tokens=200 sets some, /params seed= unsets one",
+    "/save": "write the conversation to a file that `kvasir generate -i` and the API take; /save FILE.jsonl names it",
+    "/help": "list the commands",
+}
+# A word of one slash and letters is a command; any other text, say a path, is a message.
+COMMAND = re.compile(r"/[A-Za-z?]+")
 
 
 def run(
@@ -28,58 +40,121 @@ def run(
 
     console = Console()
     with contextlib.ExitStack() as stack:
-        answer = _from_server(url.rstrip("/"), api_key, sampling) if url else _in_process(config, sampling, stack)
+        answer = _from_server(url.rstrip("/"), api_key) if url else _in_process(config, stack)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  editing and history at the prompt, where Python was built with it
-        converse(console, answer, [{"role": "system", "content": system}] if system else [])
+        Conversation(console, answer, [{"role": "system", "content": system}] if system else [], sampling).hold()
 
 
-def converse(console: Any, answer: Answer, opening: list[dict[str, str]]) -> None:
-    """Read messages until the end of stdin. A refused message is removed, and the conversation continues."""
-    console.print("[dim]Write a message and press Enter. /new starts over, Ctrl-C stops an answer, Ctrl-D ends.[/dim]")
-    messages = list(opening)
-    while True:
-        try:
-            text = console.input("[bold cyan]you[/bold cyan] ").strip()
-        except (EOFError, KeyboardInterrupt):
-            console.print()
-            return
-        if text == "/new":
-            messages = list(opening)
-        if not text or text == "/new":
-            continue
-        messages.append({"role": "user", "content": text})
+class Conversation:
+    """The messages so far, and the parameters of the next answer. ``opening``: messages that /new keeps."""
+
+    def __init__(
+        self, console: Any, answer: Answer, opening: list[dict[str, str]], sampling: dict[str, Any] | None = None
+    ) -> None:
+        self.console, self.answer, self.opening = console, answer, opening
+        self.sampling = dict(sampling or {})
+        self.messages = list(opening)
+
+    def hold(self) -> None:
+        """Read messages and commands until the end of stdin."""
+        self.say("Write a message and press Enter. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.", "dim")
+        while True:
+            try:
+                text = self.console.input("[bold cyan]you[/bold cyan] ").strip()
+            except (EOFError, KeyboardInterrupt):
+                self.console.print()
+                return
+            word, _, rest = text.partition(" ")
+            if COMMAND.fullmatch(word):
+                self.obey(word, rest.strip())
+            elif text:
+                self.send(text)
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def send(self, text: str) -> None:
+        """Send a message and show the answer. A refused message is removed, and the conversation continues."""
+        self.messages.append({"role": "user", "content": text})
         parts: list[str] = []
         try:
-            for piece in answer(messages):
+            for piece in self.answer(self.messages, self.sampling):
                 parts.append(piece)
-                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-            console.print()
+                self.console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            self.console.print()
         except KeyboardInterrupt:
-            console.print()  # keep the answer so far, as a browser's stop button does
+            self.console.print()  # keep the answer so far, as a browser's stop button does
         except RequestError as e:
-            console.print(f"refused: {e.message}", style="red", markup=False, highlight=False)
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": "".join(parts)})
+            self.say(f"refused: {e.message}", "red")
+            self.messages.pop()
+            return
+        self.messages.append({"role": "assistant", "content": "".join(parts)})
+
+    def obey(self, command: str, rest: str) -> None:
+        """Do what a command says; an unknown one is answered with those that exist."""
+        if command == "/new":
+            self.messages = list(self.opening)
+        elif command == "/params":
+            self.set_parameters(rest)
+        elif command == "/save":
+            self.save(rest)
+        elif command in ("/help", "/?"):
+            for name, text in COMMANDS.items():
+                self.say(f"{name:8} {text}")
+        else:
+            self.say(f"no command {command}.{nearest(command, COMMANDS)} /help lists all.", "red")
+
+    def set_parameters(self, text: str) -> None:
+        """Set the parameters that ``text`` names, or none of them if one is wrong, and show all."""
+        changed = dict(self.sampling)
+        for pair in text.split():
+            name, equals, value = pair.partition("=")
+            if not equals or name not in NAMES:
+                hint = nearest(name, NAMES) or " Write name=value, e.g. temperature=0."
+                self.say(f"no parameter '{pair}'.{hint}", "red")
+                return
+            if not value:
+                changed.pop(name, None)
+                continue
+            try:
+                changed[name] = json.loads(value)
+            except json.JSONDecodeError:
+                changed[name] = value  # a word: stop=END, drafter=ngram
+        self.sampling = changed
+        shown = " ".join(f"{name}={json.dumps(value)}" for name, value in changed.items())
+        self.say(shown or "no parameters are set: the model's own defaults hold")
+
+    def save(self, name: str) -> None:
+        """Write the conversation as one JSON line. An existing file is left as it is."""
+        file = Path(name or time.strftime("kvasir-chat-%Y%m%d-%H%M%S.jsonl")).expanduser()
+        try:
+            with file.open("x", encoding="utf-8") as out:
+                out.write(json.dumps({"messages": self.messages, **self.sampling}, ensure_ascii=False) + "\n")
+            self.say(f"saved {len(self.messages)} messages to {file}", "dim")
+        except OSError as e:
+            self.say(f"cannot write {file}: {e.strerror}. Name another file: /save FILE.jsonl", "red")
 
 
-def _in_process(config: EngineConfig, sampling: dict[str, Any], stack: contextlib.ExitStack) -> Answer:
+def _in_process(config: EngineConfig, stack: contextlib.ExitStack) -> Answer:
     from kvasir.api.llm import LLM
 
     llm = stack.enter_context(LLM(config=config))
     if llm.tokenizer is None:
         raise ConfigError("a chat needs the tokenizer: drop --skip-tokenizer-init")
-    params = llm.default_sampling_params(**{"max_tokens": None, **sampling})
 
-    def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+    def answer(messages: list[dict[str, str]], sampling: dict[str, Any]) -> Iterator[str]:
+        try:
+            params = llm.default_sampling_params(**{"max_tokens": None, **sampling})
+        except (TypeError, ValueError) as e:
+            raise RequestError(f"bad sampling parameters: {e}") from e
         return llm.stream({"prompt_token_ids": llm.tokenizer.encode_chat(messages)}, params)
 
     return answer
 
 
-def _from_server(url: str, api_key: str | None, sampling: dict[str, Any]) -> Answer:
+def _from_server(url: str, api_key: str | None) -> Answer:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     with _open(f"{url}/v1/models", headers) as reply:
         try:
@@ -89,7 +164,7 @@ def _from_server(url: str, api_key: str | None, sampling: dict[str, Any]) -> Ans
                 f"the server at {url} does not answer with a list of models as the OpenAI API does"
             ) from e
 
-    def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+    def answer(messages: list[dict[str, str]], sampling: dict[str, Any]) -> Iterator[str]:
         body = {"model": model, "messages": messages, "stream": True, **sampling}
         with _open(f"{url}/v1/chat/completions", headers, body) as reply:
             try:

@@ -1,8 +1,8 @@
-"""``kvasir generate``: complete prompts, as text or as JSON lines.
+"""``kvasir generate``: answer prompts, as text or as JSON lines.
 
-A JSON line is one request: {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling
-parameter by its usual name. A line that cannot be served becomes a line with "error" and does not stop the others.
-Finished answers survive an interrupt.
+A single prompt goes through the chat template where the model has one. A JSON line is one request: {"prompt": "..."},
+{"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter by its usual name. A line that cannot be
+served becomes a line with "error" and does not stop the others. Finished answers survive an interrupt.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def run(
     jsonl: bool,
     output: Path | None,
     shared: dict[str, Any],
-    chat: bool,
+    chat: bool | None,
     errors: Path | None = None,
 ) -> None:
     """Answer all requests. Raises ConfigError when there are none, and RequestError at the end when any was refused.
 
-    ``errors``: file for the lines of a batch that failed.
+    ``chat``: whether a single prompt goes through the chat template; None: if the model has one. ``errors``: file for
+    the lines of a batch that failed.
     """
     if (prompt is None) == (source is None):
         raise ConfigError("give a prompt with --prompt, or a file with --input (.jsonl for many requests)")
@@ -50,18 +51,22 @@ def run(
     jsonl = source is not None and (jsonl or source.suffix == ".jsonl")
     text = prompt if source is None else _read(source)
     if source is not None and batch.is_batch(text):
-        if shared or chat:
+        if shared or chat is not None:
             raise ConfigError("each line of a batch has its own parameters: leave --params, --chat and the like out")
         return batch.run(config, text, output, errors)
     if errors is not None:
         raise ConfigError("--errors is for files in OpenAI's batch format; elsewhere the output holds the errors")
-    single = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    entries = parse_lines(text) if jsonl else [single]
+    if jsonl and chat is not None:
+        raise ConfigError(
+            "--chat and --raw are for a single prompt; a line of JSON says it itself, with 'messages' or 'prompt'"
+        )
+    lines = parse_lines(text) if jsonl else None
     from kvasir.api.llm import LLM
 
     with contextlib.ExitStack() as stack:
         # The model starts before the output is opened, so that a failed start leaves an earlier output as it is.
         llm = stack.enter_context(LLM(config=config))
+        entries = [_single(llm, text, chat)] if lines is None else lines
         file = sys.stdout if jsonl else None
         if output is not None:
             file = stack.enter_context(output.open("w", encoding="utf-8"))
@@ -85,6 +90,12 @@ def run(
         first = refused[0]["error"]
         where = f"{len(refused)} of {len(rows)} requests were refused; request {refused[0]['index']}: " if jsonl else ""
         raise RequestError(where + first["message"], param=first["param"])
+
+
+def _single(llm: Any, text: str, chat: bool | None) -> dict[str, Any]:
+    if chat is None:
+        chat = llm.tokenizer is not None and "default" in llm.tokenizer.templates
+    return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
 
 
 def _read(source: Path) -> str:

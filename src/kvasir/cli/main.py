@@ -119,7 +119,15 @@ def generate(
     errors: Annotated[
         Path | None, typer.Option(help="File for the lines of a batch that failed; default: the output.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Send a single prompt through the chat template, or as it is; default: through the template where the "
+            "model has one.",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Temperature = None,
     max_tokens: MaxTokens = None,
     params: Annotated[
@@ -127,11 +135,12 @@ def generate(
     ] = None,
     **options: Any,
 ) -> None:
-    """Complete prompts from the command line or a file.
+    """Answer a prompt from the command line or a file, or many.
 
-    A line of JSON is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling
-    parameter. A line that cannot be served gives a line with "error" and exit code 3, and does not stop the others.
-    Answers are written in order as they finish; an interrupt keeps all finished ones.
+    A single prompt is a user's message where the model has a chat template; --raw continues the text instead. A line of
+    JSON is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter. A line
+    that cannot be served gives a line with "error" and exit code 3, and does not stop the others. Answers are written
+    in order as they finish; an interrupt keeps all finished ones.
 
     A file in OpenAI's batch format (custom_id, method, url, body) is answered in that format. Run again with the same
     --output, it skips what is answered there and tries the rest.

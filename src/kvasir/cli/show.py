@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
@@ -29,6 +30,7 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
 
     ``fits``: place -> context length -> number of sequences of that length that fit in addition to the weights.
     ``codecs``: bytes of a token's keys and values with each codec, or the reason why it cannot serve this model.
+    ``advice``: the commands to go on with, each with what it is for, in the first of the places.
     """
     path = checkpoint.resolve(model)
     spec = build_spec(checkpoint.read_config(path))
@@ -36,6 +38,9 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
     weights = cost.weight_bytes(spec, item)
     sizes = cost.kv_bytes_per_token(spec, item)
     places = {_here(): _memory() / GIB, **GPUS} if memory_gib is None else {f"{memory_gib:g} GiB": memory_gib}
+    fits = {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()}
+    codecs = _codecs(spec, item, places)
+    here = next(iter(places))
     return {
         "model": model or "embedded",
         "path": str(path),
@@ -53,9 +58,31 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
         "max_model_len": spec.max_position,
         "layers": _layers(spec),
         "memory_share": SHARE,
-        "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()},
-        "codecs": _codecs(spec, item, places),
+        "fits": fits,
+        "codecs": codecs,
+        "advice": _advice(model, dtype, here, places[here], weights, fits[here], codecs),
     }
+
+
+def _advice(
+    model: str, dtype: str, place: str, gibs: float, weights: int, fits: dict[int, int], codecs: dict[str, Any]
+) -> list[str]:
+    """The commands that serve the model in a place: as it is, else with a smaller cache or a shorter context."""
+    serve = f"kvasir serve {shlex.quote(model)}" if model else "kvasir serve"
+    usual = f" --dtype {dtype}" if dtype != "bfloat16" else ""
+    longest = max(fits)
+    if fits[longest]:
+        return [f"{serve}{usual}: {fits[longest]:,} sequences of the whole context at once"]
+    if weights > SHARE * gibs * GIB:
+        return [f"nothing fits: the weights alone need {gib(weights)} of {SHARE:.0%} of {place}"]
+    found = [
+        f"{serve}{usual} --kv-codec {name}: {codec['fits'][place][longest]:,} sequences of the whole context at once"
+        for name, codec in codecs.items()
+        if "cannot" not in codec and codec["fits"][place][longest]
+    ]
+    if shorter := [length for length, count in fits.items() if count]:
+        found.append(f"{serve}{usual} --max-model-len {max(shorter)}: a shorter context, with the cache as it is")
+    return found or [f"{serve}{usual} --fit: the longest context that fits, below {min(fits):,} tokens"]
 
 
 def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float]) -> dict[int, int]:
@@ -195,3 +222,6 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
     for name, found in facts["codecs"].items():
         if "cannot" in found:
             console.print(f"{name}: {found['cannot']}", highlight=False, markup=False)
+    console.print(f"\nTo serve it with {next(iter(facts['fits']))}:")
+    for line in facts["advice"]:
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)

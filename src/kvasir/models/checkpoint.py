@@ -15,6 +15,7 @@ from typing import Any
 
 from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
+from kvasir.models import advice
 from kvasir.models.families import find_family
 
 # Files to download: no pickles, no code, and no second copy of the weights in another layout.
@@ -59,13 +60,21 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(
-            f"model '{model}' is a file. Give the folder that holds config.json and *.safetensors"
-            + (" (GGUF is not served)" if path.suffix == ".gguf" else "")
-        )
+        raise ConfigError(f"model '{model}' is a file. {_instead(path)}")
     if not HUB_ID.fullmatch(model) or ".." in model or model.startswith("."):
         raise ConfigError(f"model '{model}': no such folder, and it is not a hub id (owner/name) either")
     return _download(model, revision)
+
+
+def _instead(file: Path) -> str:
+    """What to give instead of a file."""
+    if file.suffix == ".gguf":
+        return "GGUF is not served. Name the checkpoint that it was made from, or convert it back: " + advice.from_gguf(
+            file
+        )
+    if (file.parent / "config.json").is_file():
+        return f"Give its folder: kvasir serve {file.parent}"
+    return "Give the folder that holds config.json and *.safetensors"
 
 
 @functools.cache  # one warning per process, although names are resolved in several places
@@ -144,17 +153,28 @@ def read_config(path: Path) -> dict[str, Any]:
         if (path / "adapter_config.json").is_file():
             raise ConfigError(
                 f"{path} holds an adapter (adapter_config.json) and not a model; adapters are not served. "
-                "Merge it into its base model."
+                f"Merge it into its base model: {advice.merge_adapter(path)}"
             )
         found = (
             "it is empty"
             if not any(path.iterdir())
             else f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:5])}"
         )
-        raise ConfigError(f"{path} has no config.json ({found}). Give a folder in HF format.")
+        raise ConfigError(f"{path} has no config.json ({found}). {_other_layout(path)}")
     config = read_json(path / "config.json")
     refuse_unserved(config)
     return config
+
+
+def _other_layout(path: Path) -> str:
+    """What to do about a folder that is not in HF format."""
+    if files := sorted(path.glob("*.gguf")):
+        return "GGUF is not served. Name the checkpoint it was made from, or convert it: " + advice.from_gguf(files[0])
+    if (path / "params.json").is_file():
+        return "params.json is the layout of the model's makers: download the folder in HF format, named for that."
+    if folders := sorted(file.parent.name for file in path.glob("*/config.json")):
+        return f"Give the folder in HF format: kvasir serve {path / folders[0]}"
+    return "Give a folder in HF format: config.json, tokenizer.json and *.safetensors."
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:
@@ -163,8 +183,10 @@ def refuse_unserved(config: dict[str, Any]) -> None:
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        if isinstance(quantization, dict) and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+            method = quantization.get("quant_method", "bitsandbytes")
         raise ConfigError(
-            f"config.json: quantization_config (quant_method '{method}') is not served. Use the unquantised checkpoint."
+            f"config.json: quantization_config (quant_method '{method}') is not served. {advice.dequantize(method)}"
         )
     parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
     if parts:

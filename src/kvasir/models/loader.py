@@ -19,6 +19,7 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.layers.weights import Placement
 from kvasir.logs import log
+from kvasir.models import advice
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
@@ -108,7 +109,7 @@ def read_headers(path: Path) -> list[Stored]:
     if single:
         return read_header(single)
     other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
-    hint = f"; it holds {', '.join(other[:SHOWN])}, which is not served (convert it to safetensors)" if other else ""
+    hint = f"; it holds {', '.join(other[:SHOWN])}, which is not served. {advice.convert(path, other)}" if other else ""
     raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}{hint}")
 
 
