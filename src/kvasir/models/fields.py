@@ -275,6 +275,11 @@ def max_position(fields: Fields, rope: RopeSpec) -> int:
     return int(longest)
 
 
+def stored(slot: str, spec: ModelSpec) -> str:
+    """The tensor of a slot in a Llama-like model."""
+    return stored_name(slot)
+
+
 def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
     """The HF name of a slot (``layers.3.mixer.q.weight``) in a Llama-like model; ``parts``: the family's own names."""
     if slot in OUTER:

@@ -1,11 +1,17 @@
 """Model families: each turns a checkpoint's config into a layer list. One file, one family.
 
 A file is named as its ``model_type``. A family defines ``ARCHITECTURES`` (the class names that it serves),
-``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str`` (the checkpoint's name of each of our weight slots). One
-tensor fills one slot, so a converter splits fused tensors first. ``EOS_ID`` is optional: it ends a reply when the
-checkpoint names no end token. A field that the config leaves out means what it means to transformers. An installed
-package may add a family by an entry point of this group. A file may not, because a checkpoint must not decide which
-code runs.
+``build(fields) -> ModelSpec`` and ``stored(slot, spec) -> str | View``: the stored tensor that fills one of our weight
+slots, whole or a part of it (`kvasir.models.stored`). Every element of a tensor must be read once. A field that the
+config leaves out means what it means to transformers. Optional are
+
+- ``EOS_ID``: ends a reply when the checkpoint names no end token;
+- ``LEFT_OUT``: prefixes of tensors that are not read, such as those of a vision tower;
+- ``RENAMED``: other prefixes of tensors' names in some checkpoints, and what they stand for;
+- ``TEXT_OF_PARTS = True``: the config is made of parts, and its ``text_config`` is what is served.
+
+An installed package may add a family by an entry point of this group. A file may not, because a checkpoint must not
+decide which code runs.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ def find_family(model_type: str) -> ModuleType:
             f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}."
             f"{nearest(model_type, choices)}"
         )
-    lacking = [name for name in ("ARCHITECTURES", "build", "stored_name") if not hasattr(found, name)]
+    lacking = [name for name in ("ARCHITECTURES", "build", "stored") if not hasattr(found, name)]
     if lacking:
         raise ConfigError(
             f"{found.__file__} is no model family: it lacks {', '.join(lacking)} ({__name__} explains them)"
