@@ -1,6 +1,6 @@
 """Model folders, hub ids and the embedded model, and the reading of their configs. Needs no torch.
 
-Checkpoints that are not served (quantised weights, adapters, multimodal parts) are refused here by name, before any
+Checkpoints that are not served (quantised weights, adapters, unknown families) are refused here by name, before any
 weight is read.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
-from kvasir.models.families import find_family
+from kvasir.models.families import find_family, text_of
 
 # Files to download: no pickles, no code, and no second copy of the weights in another layout.
 WANTED = [
@@ -134,7 +134,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json of a model folder.
+    """Read config.json of a model folder; of a multimodal model, the config of its text (`families.text_of`).
     Raises ConfigError that names the file or field, also for models that are not served."""
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
@@ -150,29 +150,27 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has no config.json ({found}). Give a folder in HF format.")
     config = read_json(path / "config.json")
     refuse_unserved(config)
-    return config
+    return text_of(config)
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:
-    """Raise ConfigError for configs that no family serves: quantised weights, multimodal parts, unknown families."""
-    model_type = config.get("model_type")
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization:
+    """Raise ConfigError for configs that no family serves: quantised weights, parts that are not text, unknown
+    families."""
+    model_type, text = config.get("model_type"), config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        quantization = part.get("quantization_config") or part.get("compression_config")
+        if not quantization:
+            continue
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ConfigError(
             f"config.json: quantization_config (quant_method '{method}') is not served. Use the unquantised checkpoint."
-        )
-    parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
-    if parts:
-        raise ConfigError(
-            f"config.json: model_type '{model_type}' is made of parts ({', '.join(parts)}); multimodal and composite "
-            "models are not served. Use a text-only checkpoint."
         )
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
             "config.json: model_type is missing" + ("" if config.get("architectures") else ", and so is architectures")
         )
     find_family(model_type)
+    text_of(config)
 
 
 def end_ids(config: dict[str, Any], file: str) -> list[int]:

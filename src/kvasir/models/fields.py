@@ -27,6 +27,12 @@ OUTER = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
+# Prefixes of the text model's tensors in multimodal checkpoints, of transformers 4 and 5.
+TEXT_RENAMED = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 PARTS = {
     "mixer_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",

@@ -16,15 +16,28 @@ decide which code runs.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 from kvasir import technique
-from kvasir.errors import ConfigError, nearest
+from kvasir.errors import ConfigError
 from kvasir.models.fields import Fields
 from kvasir.models.spec import ModelSpec
 
 FAMILIES = "kvasir.models.families"
+# Fields that a config made of parts gives for all of them.
+OF_THE_WHOLE = (
+    "architectures",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
 
 
 def find_family(model_type: str) -> ModuleType:
@@ -34,7 +47,7 @@ def find_family(model_type: str) -> ModuleType:
         choices = technique.names(FAMILIES)
         raise ConfigError(
             f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}."
-            f"{nearest(model_type, choices)}"
+            f"{_meant(model_type, choices)}"
         )
     lacking = [name for name in ("ARCHITECTURES", "build", "stored") if not hasattr(found, name)]
     if lacking:
@@ -44,9 +57,35 @@ def find_family(model_type: str) -> ModuleType:
     return found
 
 
+def _meant(model_type: str, choices: Iterable[str]) -> str:
+    """Suggest another spelling of the same name, never another architecture: mixtral is no mistral."""
+    plain = [re.sub(r"\W|_", "", name).lower() for name in (model_type, *choices)]
+    return "".join(f" Did you mean '{choice}'?" for choice, name in zip(choices, plain[1:]) if name == plain[0])
+
+
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text model that is served: of a config made of parts its ``text_config``, with what the whole
+    says about ties, token ids, types and quantisation. ``model_type`` and ``architectures`` stay those of the whole,
+    and ``text_model_type`` is that of the part. Raises ConfigError where parts other than the text are needed.
+    """
+    parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
+    if not parts:
+        return config
+    model_type = config.get("model_type")
+    family = find_family(model_type) if isinstance(model_type, str) and model_type else None
+    if "text_config" not in parts or not getattr(family, "TEXT_OF_PARTS", False):
+        raise ConfigError(
+            f"config.json: model_type '{model_type}' is made of parts ({', '.join(parts)}), which this family is not "
+            "served with. Use a text-only checkpoint."
+        )
+    text = config["text_config"]
+    whole = {name: config[name] for name in OF_THE_WHOLE if config.get(name) is not None}
+    return {**text, **whole, "model_type": model_type, "text_model_type": text.get("model_type")}
+
+
 def build_spec(config: dict[str, Any]) -> ModelSpec:
-    """Layer list of an HF config (as ``checkpoint.read_config`` returns it). Raises ConfigError naming the field."""
-    fields = Fields(config)
+    """Layer list of an HF config, which may be made of parts. Raises ConfigError naming the field."""
+    fields = Fields(text_of(config))
     family = find_family(fields.text("model_type"))
     names = fields.names("architectures", ())
     if names and not set(names) & set(family.ARCHITECTURES):
