@@ -108,6 +108,35 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+    vision_use_head=False,
+)
+# Models whose text is one part of several: name: (config class, class of the text's config, model class, what differs
+# in the text, the other parts).
+MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3Config",
+        "Gemma3TextConfig",
+        "Gemma3ForConditionalGeneration",
+        VARIANTS["gemma3_text"][2],
+        dict(vision_config=VISION, mm_tokens_per_image=4, image_token_index=VOCAB - 1),
+    ),
+    "gemma3_untied": (
+        "Gemma3Config",
+        "Gemma3TextConfig",
+        "Gemma3ForConditionalGeneration",
+        {**VARIANTS["gemma3_text_caps"][2], "final_logit_softcapping": None},
+        dict(vision_config=VISION, mm_tokens_per_image=4, tie_word_embeddings=False, image_token_index=VOCAB - 1),
+    ),
+}
+VARIANTS |= {name: (made[0], made[2], made[3]) for name, made in MULTIMODAL.items()}
+
 
 def write(
     folder: Path,
@@ -123,7 +152,13 @@ def write(
     import transformers
 
     config_class, model_class, quirks = VARIANTS[variant]
-    config = getattr(transformers, config_class)(**{**SHAPE, **json.loads(json.dumps(quirks)), **changes})
+    own = {**SHAPE, **json.loads(json.dumps(quirks)), **changes}
+    if variant in MULTIMODAL:
+        _, text_class, _, _, others = MULTIMODAL[variant]
+        text = getattr(transformers, text_class)(**own)
+        config = getattr(transformers, config_class)(text_config=text.to_dict(), **json.loads(json.dumps(others)))
+    else:
+        config = getattr(transformers, config_class)(**own)
     model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -161,7 +161,7 @@ def test_an_installed_package_brings_names(tmp_path, monkeypatch):
         f"[{FAMILIES}]",
         "mine = some_lab.family",
         drafts=DRAFTER,
-        family="ARCHITECTURES, build, stored_name = ('Mine',), None, None\n",
+        family="ARCHITECTURES, build, stored = ('Mine',), None, None\n",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "pairs" in technique.names(DRAFTERS) and "pairs" not in technique.own(DRAFTERS)
@@ -197,7 +197,7 @@ def test_a_package_that_cannot_be_imported_stops_nobody_else(tmp_path, monkeypat
 def test_a_family_says_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, "half_lab", f"[{FAMILIES}]\nhalf = half_lab.half", half='ARCHITECTURES = ("A",)\n')
-    with pytest.raises(ConfigError, match="half.py is no model family: it lacks build, stored_name"):
+    with pytest.raises(ConfigError, match="half.py is no model family: it lacks build, stored"):
         find_family("half")
 
 

@@ -44,16 +44,16 @@ def test_a_good_config(tmp_path):
         ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, ["quantization_config", "dequantize()"]),
         ({**LLAMA, "compression_config": {"quant_method": "compressed-tensors"}}, ["'compressed-tensors'"]),
         (
-            {
-                "model_type": "gemma3",
-                "architectures": ["Gemma3ForConditionalGeneration"],
-                "text_config": {"model_type": "gemma3_text"},
-                "vision_config": {"hidden_size": 8},
-            },
-            ["'gemma3'", "text_config, vision_config", "multimodal"],
+            {**LLAMA, "text_config": LLAMA, "vision_config": {"x": 1}},
+            ["'llama'", "text_config, vision_config", "parts"],
+        ),
+        ({"model_type": "gemma3", "vision_config": {"x": 1}}, ["'gemma3'", "vision_config", "parts"]),
+        (
+            {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "awq"}}},
+            ["quantization_config", "'awq'", "not served"],
         ),
         ({**LLAMA, "audio_config": {"hidden_size": 8}}, ["audio_config"]),
-        ({"model_type": "llava", "text_config": LLAMA, "vision_config": {"x": 1}}, ["'llava'", "vision_config"]),
+        ({"model_type": "llava", "text_config": LLAMA, "vision_config": {"x": 1}}, ["'llava'", "not served"]),
     ],
     ids=str,
 )
@@ -62,6 +62,28 @@ def test_bad_configs(config, words, tmp_path):
         checkpoint.read_config(folder(tmp_path, config))
     for word in words:
         assert word in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen4", "gemma4_text", "lama"])
+def test_another_architecture_is_never_suggested(model_type, tmp_path):
+    with pytest.raises(ConfigError, match="not served") as e:
+        checkpoint.read_config(folder(tmp_path, {"model_type": model_type}))
+    assert "Did you mean" not in str(e.value)
+
+
+def test_the_text_of_a_multimodal_config(tmp_path):
+    """The whole says what holds for all parts; the text says the rest."""
+    text = {"model_type": "gemma3_text", "hidden_size": 8, "eos_token_id": 1, "bos_token_id": 2, "dtype": "float32"}
+    whole = {"eos_token_id": [1, 106], "tie_word_embeddings": False, "dtype": "bfloat16", "vision_config": {"x": 1}}
+    found = checkpoint.read_config(folder(tmp_path, {"model_type": "gemma3", "text_config": text, **whole}))
+    assert found == {
+        **text,
+        "eos_token_id": [1, 106],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "model_type": "gemma3",
+        "text_model_type": "gemma3_text",
+    }
 
 
 def test_an_empty_quantization_config_says_nothing(tmp_path):

@@ -14,7 +14,7 @@ from kvasir.engine.build import _info
 from kvasir.errors import ConfigError
 from kvasir.layers.spec import DenseSpec, MoESpec, RopeSpec
 from kvasir.models import cost
-from kvasir.models.families import FAMILIES, build_spec
+from kvasir.models.families import FAMILIES, build_spec, text_of
 from kvasir.types import CacheGroup, CacheRow
 
 BASE = {
@@ -29,12 +29,19 @@ BASE = {
 }
 
 
+# Families whose config is made of parts, and the model_type of the text.
+PARTS = {"gemma3": "gemma3_text"}
+
+
 def config(model_type="llama", **changes):
-    return {k: v for k, v in {**BASE, "model_type": model_type, **changes}.items() if v is not ...}
+    flat = {k: v for k, v in {**BASE, "model_type": model_type, **changes}.items() if v is not ...}
+    if model_type not in PARTS:
+        return flat
+    return {"model_type": model_type, "text_config": {**flat, "model_type": PARTS[model_type]}}
 
 
 def test_the_served_families():
-    assert technique.own(FAMILIES) == ["gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+    assert technique.own(FAMILIES) == ["gemma3", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 
 
 def test_llama():
@@ -261,7 +268,7 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
             ["architectures", "LlamaForSequenceClassification", "LlamaForCausalLM"],
         ),
         ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
-        ({"model_type": "lama"}, ["model_type", "lama", "qwen3_moe", "Did you mean 'llama'"]),
+        ({"model_type": "Llama"}, ["model_type", "Llama", "qwen3_moe", "Did you mean 'llama'"]),
         ({"model_type": "../llama"}, ["model_type", "not served"]),
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window", "0"]),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, ["layer_types"]),
@@ -353,7 +360,11 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tm
     from transformers import CONFIG_MAPPING
 
     def ends(hf):
-        return _info(EngineConfig(), tmp_path, hf, SimpleNamespace(spec=build_spec(hf)), None).eos_ids
+        return _info(EngineConfig(), tmp_path, text_of(hf), SimpleNamespace(spec=build_spec(hf)), None).eos_ids
+
+    def changed(**changes):
+        """The bare config; of a model made of parts, that of its text."""
+        return {**bare, "text_config": {**bare["text_config"], **changes}} if family in PARTS else {**bare, **changes}
 
     bare = config(
         family,
@@ -367,12 +378,13 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tm
         num_experts_per_tok=2,
         moe_intermediate_size=16,
     )
-    for given in (bare, {**bare, "use_sliding_window": True}):
+    for given in (bare, changed(use_sliding_window=True)):
         whole = CONFIG_MAPPING[family](**given).to_dict()
         assert build_spec(given) == build_spec(whole)
-        assert ends(given) == ends(whole) == (() if whole["eos_token_id"] is None else (whole["eos_token_id"],))
-    assert ends({**bare, "eos_token_id": None}) == ()
-    assert build_spec({**bare, "num_key_value_heads": None}).layers[0].mixer.num_kv_heads == 64
+        end = text_of(whole)["eos_token_id"]
+        assert ends(given) == ends(whole) == (() if end is None else (end,))
+    assert ends(changed(eos_token_id=None)) == ()
+    assert build_spec(changed(num_key_value_heads=None)).layers[0].mixer.num_kv_heads == 64
     (tmp_path / "generation_config.json").write_text('{"temperature": 1.0}')
     assert ends(bare) == (), "it would be said there"
 

@@ -93,7 +93,8 @@ def convert(
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
-    about = Source.of(source, checkpoint.read_config(source))
+    checkpoint.read_config(source)  # refuses what is not served
+    about = Source.of(source, checkpoint.read_json(source / "config.json"))
     converter.check(about)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

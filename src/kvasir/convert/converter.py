@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvasir.errors import ConfigError
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.spec import ModelSpec
+from kvasir.models.stored import view_of
 from kvasir.technique import Technique, load
 
 if TYPE_CHECKING:
@@ -41,11 +43,17 @@ class Source:
         return cls(path, config, build_spec(config))
 
     def stored(self, slot: str) -> str:
-        """The checkpoint's name of one of our weight slots.
+        """The checkpoint's name of one of our weight slots. Raises ConfigError if only a part of a tensor fills it.
 
         ``layers.0.mixer.q.weight`` -> ``model.layers.0.self_attn.q_proj.weight``
         """
-        return find_family(self.config["model_type"]).stored_name(slot)
+        view = view_of(find_family(self.spec.family).stored(slot, self.spec))
+        if view.index or view.transposed:
+            raise ConfigError(
+                f"'{slot}' is a part of '{view.name}' in a checkpoint of {self.spec.family}, and this converter works "
+                "on whole tensors. Use a checkpoint that stores it by itself."
+            )
+        return view.name
 
 
 class Converter(Technique):

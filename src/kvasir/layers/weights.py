@@ -21,19 +21,50 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Slot:
     """The place of one stored tensor, often a slice of a fused weight. ``offset`` is added to the stored value;
-    ``repeat``: one stored vector fills every row of the target."""
+    ``repeat``: one stored vector fills every row of the target; ``index``: the part of the stored tensor that fills the
+    target (empty: all of it), as ``models.stored.View`` gives it."""
 
     target: torch.Tensor
     offset: float = 0.0
     repeat: bool = False
+    index: tuple[int | slice, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the stored tensor."""
         return self.target.shape[1:] if self.repeat else self.target.shape
 
+    def through(self, index: tuple[int | slice, ...], transposed: bool) -> Slot:
+        """The same place, filled by a part of a stored tensor, perhaps transposed."""
+        return Slot(self.target.mT if transposed else self.target, self.offset, self.repeat, index)
+
+    def rows(self, first: int, count: int) -> Slot | None:
+        """The place of these rows of the stored tensor, its first dimension; None: they go elsewhere."""
+        if not self.index:
+            return Slot(self.target[first : first + count], self.offset)
+        picked, rest = self.index[0], self.index[1:]
+        if isinstance(picked, int):
+            inside = first <= picked < first + count
+            return Slot(self.target, self.offset, index=(picked - first, *rest)) if inside else None
+        start, step = picked.start or 0, picked.step or 1
+        begin = max(0, -(-(first - start) // step))
+        end = min(len(self.target), -(-(first + count - start) // step))
+        if begin >= end:
+            return None
+        at = start + begin * step - first
+        part = slice(at, at + (end - begin - 1) * step + 1, step)
+        return Slot(self.target[begin:end], self.offset, index=(part, *rest))
+
+    def row(self, place: int) -> Slot | None:
+        """The place of one row of the stored tensor, without its first dimension; None: it goes elsewhere."""
+        found = self.rows(place, 1)
+        if found is None:
+            return None
+        target = found.target if found.index and isinstance(found.index[0], int) else found.target[0]
+        return Slot(target, self.offset, index=found.index[1:])
+
     def fill(self, stored: torch.Tensor) -> None:
-        """Copy ``stored`` into place, converting dtype and device."""
-        self.target.copy_(stored)
+        """Copy ``stored``, or the part of it that ``index`` names, into place, converting dtype and device."""
+        self.target.copy_(stored[self.index] if self.index else stored)
         if self.offset:
             self.target.add_(self.offset)

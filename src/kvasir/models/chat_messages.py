@@ -97,7 +97,8 @@ def _flat(content: Any, where: str) -> str:
         kind, text = (part.get("type", "text"), part.get("text")) if known else (type(part).__name__, None)
         if kind not in ("text", "input_text", "output_text"):
             raise RequestError(
-                f"{where}.content[{i}] is of type '{str(kind)[:80]}'; this model reads text parts only",
+                f"{where}.content[{i}] is of type '{str(kind)[:80]}'; this model reads text parts only "
+                "(of a multimodal checkpoint, the text part is served)",
                 param=f"{where}.content[{i}].type",
                 code="unsupported_content",
             )

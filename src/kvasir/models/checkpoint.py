@@ -1,6 +1,6 @@
 """Model folders, hub ids and the embedded model, and the reading of their configs. Needs no torch.
 
-Checkpoints that are not served (quantised weights, adapters, multimodal parts) are refused here by name, before any
+Checkpoints that are not served (quantised weights, adapters, unknown families) are refused here by name, before any
 weight is read.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
 from kvasir.models import advice
-from kvasir.models.families import find_family
+from kvasir.models.families import find_family, text_of
 
 # Files to download: no pickles, no code, and no second copy of the weights in another layout.
 WANTED = [
@@ -147,7 +147,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json of a model folder.
+    """Read config.json of a model folder; of a multimodal model, the config of its text (`families.text_of`).
     Raises ConfigError that names the file or field, also for models that are not served."""
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
@@ -163,7 +163,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has no config.json ({found}). {_other_layout(path)}")
     config = read_json(path / "config.json")
     refuse_unserved(config)
-    return config
+    return text_of(config)
 
 
 def _other_layout(path: Path) -> str:
@@ -178,27 +178,25 @@ def _other_layout(path: Path) -> str:
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:
-    """Raise ConfigError for configs that no family serves: quantised weights, multimodal parts, unknown families."""
-    model_type = config.get("model_type")
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization:
+    """Raise ConfigError for configs that no family serves: quantised weights, parts that are not text, unknown
+    families."""
+    model_type, text = config.get("model_type"), config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        quantization = part.get("quantization_config") or part.get("compression_config")
+        if not quantization:
+            continue
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         if isinstance(quantization, dict) and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
             method = quantization.get("quant_method", "bitsandbytes")
         raise ConfigError(
             f"config.json: quantization_config (quant_method '{method}') is not served. {advice.dequantize(method)}"
         )
-    parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
-    if parts:
-        raise ConfigError(
-            f"config.json: model_type '{model_type}' is made of parts ({', '.join(parts)}); multimodal and composite "
-            "models are not served. Use a text-only checkpoint."
-        )
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
             "config.json: model_type is missing" + ("" if config.get("architectures") else ", and so is architectures")
         )
     find_family(model_type)
+    text_of(config)
 
 
 def end_ids(config: dict[str, Any], file: str) -> list[int]:

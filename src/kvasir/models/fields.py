@@ -27,6 +27,12 @@ OUTER = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
+# Prefixes of the text model's tensors in multimodal checkpoints, of transformers 4 and 5.
+TEXT_RENAMED = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 PARTS = {
     "mixer_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -273,6 +279,11 @@ def max_position(fields: Fields, rope: RopeSpec) -> int:
             f"scaled by RoPE's factor of {rope.factor:g} makes a context of {longest:g} tokens",
         )
     return int(longest)
+
+
+def stored(slot: str, spec: ModelSpec) -> str:
+    """The tensor of a slot in a Llama-like model."""
+    return stored_name(slot)
 
 
 def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:

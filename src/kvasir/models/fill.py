@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,7 +36,25 @@ PROGRESS_BYTES = 1 << 30
 SHOWN = 5
 # Python's switch interval while loading: a thread that has a part to send must not wait for the interpreter.
 SWITCH_SECONDS = 5e-4
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# By safetensors' names.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +75,42 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some consecutive rows of a stored tensor (all of it for a scalar), and the slot that they fill.
+    """Some consecutive rows of a stored tensor (all of it for a scalar), and the slots that they fill.
 
     ``chunks``: as in ``Stored``.
     """
 
     tensor: Stored
-    slot: Slot
+    slots: tuple[Slot, ...]
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
     chunks: tuple[Chunk, ...] = ()
 
 
-def parts_of(tensor: Stored, slot: Slot) -> Iterator[Part]:
+def parts_of(tensor: Stored, *slots: Slot) -> Iterator[Part]:
     """Split a tensor along its first dimension: chunk by chunk if packed, else into parts of at most PART_BYTES.
 
-    A part holds one row at least.
+    A part holds one row at least; larger rows (an expert of a tensor of experts) are split themselves. ``slots``: those
+    that the tensor fills, each with the part of it that is its own.
     """
     rows = tensor.shape[0] if tensor.shape else 0
-    if slot.repeat or rows < 2:
-        yield Part(tensor, slot, tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks)
+    row_bytes = tensor.num_bytes // max(1, rows)
+    if rows and row_bytes > PART_BYTES and len(tensor.shape) > 2 and not tensor.chunks:
+        for place in range(rows):
+            inner = replace(
+                tensor, shape=tensor.shape[1:], num_bytes=row_bytes, offset=tensor.offset + place * row_bytes
+            )
+            yield from parts_of(inner, *(found for slot in slots if (found := slot.row(place)) is not None))
+        return
+    if rows < 2 or any(slot.repeat for slot in slots):
+        yield Part(tensor, slots, tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks)
         return
     first = 0
     for chunk in tensor.chunks or _cut(tensor, rows):
         yield Part(
             tensor,
-            Slot(slot.target[first : first + chunk.rows], slot.offset),
+            tuple(found for slot in slots if (found := slot.rows(first, chunk.rows)) is not None),
             (chunk.rows, *tensor.shape[1:]),
             chunk.offset,
             chunk.num_bytes,
@@ -114,8 +141,9 @@ class _Staging:
             self.stream.wait_event(ready)
         self.turn = 0
 
-    def load(self, part: Part, file: int) -> torch.Tensor:
-        """Read a part into its slot. Returns its smallest and largest element, [2] fp32, both NaN if any element is."""
+    def load(self, part: Part, file: int) -> list[torch.Tensor]:
+        """Read a part into its slots. Returns smallest and largest elements, [2] fp32 each, both NaN if any element
+        is."""
         self.turn = (self.turn + 1) % len(self.buffers)
         buffer, sent = self.buffers[self.turn], self.sent[self.turn]
         if sent is not None:
@@ -123,13 +151,16 @@ class _Staging:
         _read(file, memoryview(buffer.numpy())[: part.num_bytes], part)
         stored = buffer[: part.num_bytes].view(DTYPES[part.tensor.dtype]).view(part.shape)
         if self.stream is None:
-            part.slot.fill(stored)
-            return _range(stored)
+            for slot in part.slots:
+                slot.fill(stored)
+            return [_range(stored)]
         with torch.cuda.stream(self.stream):
-            part.slot.fill(stored.to(self.device, non_blocking=True))
+            sent_there = stored.to(self.device, non_blocking=True)
+            for slot in part.slots:
+                slot.fill(sent_there)
             self.sent[self.turn] = torch.cuda.Event()
             self.sent[self.turn].record()
-            return _range(part.slot.target)
+            return [_range(slot.target) for slot in part.slots]
 
 
 def _range(x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +188,7 @@ def read_tensor(tensor: Stored) -> torch.Tensor:
         _read(
             file.fileno(),
             memoryview(buffer.numpy()),
-            Part(tensor, Slot(buffer), tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks),
+            Part(tensor, (), tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks),
         )
     return buffer.view(DTYPES[tensor.dtype]).view(tensor.shape)
 
@@ -176,8 +207,12 @@ class Filling:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self, placed: list[tuple[Stored, Slot]], checks: list[Callable[[], None]]) -> Filling:
-        """Start the threads. ``checks`` run at the same time and raise ConfigError."""
-        parts = [part for tensor, slot in placed for part in parts_of(tensor, slot)]
+        """Start the threads. ``placed``: slots with the tensors that fill them; slots of one tensor are filled by one
+        read of it. ``checks`` run at the same time and raise ConfigError."""
+        readers: dict[str, tuple[Stored, list[Slot]]] = {}
+        for tensor, slot in placed:
+            readers.setdefault(tensor.name, (tensor, []))[1].append(slot)
+        parts = [part for tensor, slots in readers.values() for part in parts_of(tensor, *slots)]
         # In the order of the files, so that every thread reads where the others have just read.
         queue = iter(sorted(parts, key=lambda p: (str(p.tensor.file), p.offset)))
         ready = None
@@ -204,7 +239,7 @@ class Filling:
                     path = part.tensor.file
                     if path not in files:
                         files[path] = stack.enter_context(path.open("rb")).fileno()
-                    ranges.setdefault(part.tensor.name, []).append(staging.load(part, files[path]))
+                    ranges.setdefault(part.tensor.name, []).extend(staging.load(part, files[path]))
                     with lock:
                         progress.advance(part.num_bytes)
                 if staging.stream is not None:

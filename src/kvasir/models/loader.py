@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,22 @@ from typing import Any
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.layers.weights import Placement
+from kvasir.layers.weights import Placement, Slot
 from kvasir.logs import log
 from kvasir.models import advice
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
-from kvasir.models.fill import Filling, Stored, list_names, read_tensor
+from kvasir.models.fill import DTYPES, Filling, Stored, list_names, read_tensor
 from kvasir.models.packed import chunks_of, is_packed, stored_as
 from kvasir.models.pooling import causal
 from kvasir.models.spec import ModelSpec
+from kvasir.models.stored import View, uneven, view_of
 from kvasir.types import Pooling
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+# Types of weights that are served; a tensor of another type must be left out.
+SERVED = ("F32", "F16", "BF16")
 # Largest header of a safetensors file, as the format says.
 MAX_HEADER_BYTES = 100_000_000
 # Most names listed in a message.
@@ -73,12 +75,15 @@ def start_loading(
         decoder = Decoder(spec, place, num_positions)
         fill_random(decoder, seed, str(config.get("dtype") or config.get("torch_dtype")).endswith("bfloat16"))
         return decoder, filling
-    placed = assign(read_headers(path), spec)
+    assigned = assign(read_headers(path), spec)
+    for prefix, tensors in assigned.left_out.items():
+        size = sum(t.num_bytes for t in tensors) / (1 << 20)
+        log.info("left out of %s: %s* (%d tensors, %.1f MiB)", path.name, prefix, len(tensors), size)
     decoder = Decoder(spec, place, num_positions)
     slots = decoder.slots()
-    stored = {slot: tensor for tensor, slot in placed}
+    stored = {slot: tensor for slot, tensor, _ in assigned.placed}
     checks = [partial(_check_tied, tensor, stored[EMBED]) for slot, tensor in stored.items() if slot not in slots]
-    return decoder, filling.start([(tensor, slots[slot]) for tensor, slot in placed if slot in slots], checks)
+    return decoder, filling.start(assigned.into(slots), checks)
 
 
 def _pooling_spec(config: dict[str, Any], pooling: Pooling) -> ModelSpec:
@@ -89,10 +94,8 @@ def _pooling_spec(config: dict[str, Any], pooling: Pooling) -> ModelSpec:
 
 def load_again(decoder: Decoder, path: Path) -> None:
     """Load other weights of the same model into the same tensors. Raises ConfigError that names file and tensor."""
-    slots = decoder.slots()
-    Filling(decoder.place.device).start(
-        [(tensor, slots[slot]) for tensor, slot in assign(read_headers(path), decoder.spec) if slot in slots], []
-    ).wait()
+    assigned = assign(read_headers(path), decoder.spec)
+    Filling(decoder.place.device).start(assigned.into(decoder.slots()), []).wait()
 
 
 # ----------------------------------------------------------------------------------------------------------- headers
@@ -192,9 +195,9 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[Stored, int, i
         raise ConfigError(
             f"{file}: the header entry of tensor '{name}' has a shape or offset that is not a whole number"
         )
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise ConfigError(f"{file}: tensor '{name}' has dtype {dtype}; served are {', '.join(DTYPE_BYTES)}")
-    num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ConfigError(f"{file}: tensor '{name}' has dtype {dtype}; served are {', '.join(SERVED)}")
+    num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
     if is_packed(file) and "high" in entry:
         try:
             chunks, size = chunks_of(entry, shape, data + begin)
@@ -225,31 +228,51 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 # ------------------------------------------------------------------------------------------------------------ slots
 
 
-def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
-    """Pair every stored tensor with its slot. Raises ConfigError for missing and unexpected tensors and wrong shapes.
+@dataclass(frozen=True)
+class Assigned:
+    """Slots by name with the tensors that fill them and the part of each; and what the family leaves out, by prefix."""
+
+    placed: list[tuple[str, Stored, View]]
+    left_out: dict[str, list[Stored]]
+
+    def into(self, slots: dict[str, Slot]) -> list[tuple[Stored, Slot]]:
+        """The slots to fill. A tied head that is stored as well is not among them."""
+        return [
+            (tensor, slots[slot].through(view.index, view.transposed))
+            for slot, tensor, view in self.placed
+            if slot in slots
+        ]
+
+
+def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
+    """Find the tensor and the part of it for every slot. Raises ConfigError for missing and unexpected tensors, wrong
+    shapes, and elements that nobody reads.
 
     It uses a decoder without memory, so that a wrong checkpoint is refused before anything is allocated.
     """
     slots = Decoder(spec, Placement(torch.device("meta"), torch.float32), num_positions=1).slots()
-    stored_name = _names(stored, spec)
-    expected = {stored_name(slot): slot for slot in slots}
-    if len(expected) < len(slots):
-        several = next(name for name in expected if sum(stored_name(slot) == name for slot in slots) > 1)
-        raise ConfigError(
-            f"family {spec.family}: stored_name gives '{several}' for several slots, but a stored tensor fills one: "
-            "split it with a converter."
-        )
-    # Early checkpoints hold this buffer, which follows from the config.
-    needed = [t for t in stored if not t.name.endswith(".rotary_emb.inv_freq")]
-    tied_head = stored_name(HEAD) if spec.tied and spec.labels is None else None
-    if spec.labels is not None:  # a head for tokens is not read
-        needed = [t for t in needed if t.name != stored_name(HEAD)]
-    if tied_head:
-        expected[tied_head] = HEAD
-        slots[HEAD] = slots[EMBED]
-    found = {t.name for t in needed}
-    missing = [name for name in expected if name not in found and name != tied_head]
-    unexpected = [t.name for t in needed if t.name not in expected]
+    family = find_family(spec.family)
+    view = _view_of_slots(stored, spec)
+    views = {slot: view(slot) for slot in slots}
+    tied_head = view(HEAD) if spec.tied and spec.labels is None else None
+    left_out: dict[str, list[Stored]] = {}
+    found: dict[str, Stored] = {}
+    for tensor in stored:
+        name = _renamed(tensor.name, getattr(family, "RENAMED", {}))
+        prefix = next((p for p in getattr(family, "LEFT_OUT", ()) if name.startswith(p)), None)
+        if spec.labels is not None and name == view(HEAD).name:
+            prefix = name  # a head for tokens is not read where labels are scored
+        if prefix is not None:
+            left_out.setdefault(prefix, []).append(tensor)
+        elif not name.endswith(".rotary_emb.inv_freq"):  # early checkpoints hold it; it follows from the config
+            found[name] = tensor
+    if tied_head is not None and tied_head.name in found:
+        views[HEAD], slots[HEAD] = tied_head, slots[EMBED]
+    readers: dict[str, list[str]] = {}
+    for slot, part in views.items():
+        readers.setdefault(part.name, []).append(slot)
+    missing = [name for name in readers if name not in found]
+    unexpected = [tensor.name for name, tensor in found.items() if name not in readers]
     if missing or unexpected:
         problems = [
             f"{what}: {list_names(names)}"
@@ -259,27 +282,48 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
         raise ConfigError(
             f"the weights do not fit config.json ({spec.family}, {len(spec.layers)} layers): {'; '.join(problems)}"
         )
-    for t in needed:
-        shape = tuple(slots[expected[t.name]].shape)
-        if t.shape != shape:
-            raise ConfigError(
-                f"{t.file}: tensor '{t.name}' has shape {list(t.shape)}, config.json asks for {list(shape)}"
-            )
-    return [(t, expected[t.name]) for t in needed]
+    for name, mine in readers.items():
+        _check_reads(found[name], {slot: (views[slot], tuple(slots[slot].shape)) for slot in mine})
+    return Assigned([(slot, found[view.name], view) for slot, view in views.items()], left_out)
 
 
-def _names(stored: list[Stored], spec: ModelSpec) -> Callable[[str], str]:
-    """The checkpoint's name of each slot. A model that was saved without a head lacks the prefix ``model.``."""
-    of_family = find_family(spec.family).stored_name
-    names = {t.name for t in stored}
-    bare = of_family(EMBED) not in names and of_family(EMBED).removeprefix(PREFIX) in names
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    """The family's name of a tensor: some checkpoints of a family have other prefixes."""
+    return next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), name)
 
-    def stored_name(slot: str) -> str:
+
+def _check_reads(tensor: Stored, views: dict[str, tuple[View, tuple[int, ...]]]) -> None:
+    """Raise ConfigError unless the views have the shapes of their slots and together read every element once."""
+    where = f"{tensor.file}: tensor '{tensor.name}'"
+    if tensor.dtype not in SERVED:
+        raise ConfigError(f"{where} has dtype {tensor.dtype}; served are {', '.join(SERVED)}")
+    for slot, (view, shape) in views.items():
+        if view.shape(tensor.shape) != shape:
+            part = f" for its part '{slot}'" if view.index else ""
+            expected = [*shape[:-2], shape[-1], shape[-2]] if view.transposed else [*shape]
+            raise ConfigError(f"{where} has shape {list(tensor.shape)}, config.json asks for {expected}{part}")
+    wrong = uneven(tensor.shape, tuple(view.picks(tensor.shape) for view, _ in views.values()))
+    if wrong is not None:
+        at, several = wrong
+        raise ConfigError(
+            f"{where} of shape {list(tensor.shape)}: element {list(at)} is read by "
+            f"{'several slots' if several else 'nobody'}. The checkpoint does not fit config.json."
+        )
+
+
+def _view_of_slots(stored: list[Stored], spec: ModelSpec) -> Callable[[str], View]:
+    """The stored tensor of each slot. A model that was saved without a head lacks the prefix ``model.``."""
+    family = find_family(spec.family)
+    names, embed = {t.name for t in stored}, view_of(family.stored(EMBED, spec)).name
+    bare = embed not in names and embed.removeprefix(PREFIX) in names
+
+    def view(slot: str) -> View:
         if slot == LABELS:
-            return STORED_LABELS
-        return of_family(slot).removeprefix(PREFIX) if bare else of_family(slot)
+            return View(STORED_LABELS)
+        found = view_of(family.stored(slot, spec))
+        return replace(found, name=found.name.removeprefix(PREFIX)) if bare else found
 
-    return stored_name
+    return view
 
 
 # ---------------------------------------------------------------------------------------------------------- filling

@@ -19,7 +19,7 @@ PARTS = {
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
-def stored_name(slot: str) -> str:
+def stored(slot: str, spec: ModelSpec) -> str:
     return hf.stored_name(slot, PARTS)
 
 

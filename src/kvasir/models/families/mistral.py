@@ -7,7 +7,7 @@ from kvasir.models.spec import LayerSpec, ModelSpec
 
 ARCHITECTURES = ("MistralForCausalLM",)
 EOS_ID = 2
-stored_name = hf.stored_name
+stored = hf.stored
 
 
 def build(fields: hf.Fields) -> ModelSpec:

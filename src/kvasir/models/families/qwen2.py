@@ -6,7 +6,7 @@ from kvasir.models import fields as hf
 from kvasir.models.spec import LayerSpec, ModelSpec
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
-stored_name = hf.stored_name
+stored = hf.stored
 
 
 def build(fields: hf.Fields) -> ModelSpec:

@@ -12,7 +12,7 @@ from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import PairTemplate
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
-stored_name = hf.stored_name
+stored = hf.stored
 RERANKER = Reranker(
     ("no", "yes"),
     PairTemplate(

@@ -11,7 +11,7 @@ ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 PARTS = {**hf.PARTS, "ffn.router": "mlp.gate"}
 
 
-def stored_name(slot: str) -> str:
+def stored(slot: str, spec: ModelSpec) -> str:
     head, expert, rest = slot.partition(".ffn.experts.")
     if expert:
         number, part, leaf = rest.split(".")
