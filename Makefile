@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast test-all lint clean
+.PHONY: demo test test-fast test-all clients lint clean
 
 demo: .venv/.ready
 	$(BIN)/python tools/demo.py
@@ -18,7 +18,15 @@ test-fast: .venv/.ready
 
 # Full products, fuzz, overload and soaks as well.
 test-all: .venv/.ready
+	-$(MAKE) clients
 	$(PYTEST) -n 2 --dist worksteal -m "not gpu" $(ARGS)
+
+# Clients that tests/clients runs against a server. Without a package index those tests are skipped.
+clients: .venv/clients/.ready
+
+.venv/clients/.ready: .venv/.ready tests/clients/requirements.txt tests/clients/package.json tools/clients.sh
+	tools/clients.sh $(BIN)/python .venv/clients
+	touch $@
 
 lint: .venv/.ready
 	$(BIN)/ruff check src tests tools

@@ -23,7 +23,9 @@ class Running:
         from kvasir.config import ServerConfig
 
         self.engine = client
-        self.app = create_app(client, Text(tokenizer), ServerConfig(**settings), journal)
+        config = ServerConfig(**settings)
+        text = Text(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self.app = create_app(client, text, config, journal)
         self.service = self.app.state.service
         # With the protocol named, asyncio switches Nagle's algorithm off as it does for a port of its own.
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -43,6 +43,12 @@ RECORDED = [
     ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Yes.", [(C, "Yes.")]),
     ("gemma4", "<|turn>model\n", "Yes.", [(C, "Yes.")]),
     (
+        "gemma4",
+        "<|turn>model\n",
+        "<|channel>thought\nhm\n<|tool_call>call:now{}<tool_call|>",
+        [(R, "hm"), (C, "<|tool_call>call:now{}<tool_call|>")],
+    ),
+    (
         "openai_gptoss",
         START,
         f"{ANALYSIS}hm, 1 < 2\n<|end|>{START}{FINAL}Yes.<|return|>",
@@ -80,7 +86,7 @@ def test_recorded_answers_and_every_cut(kind, prompt, text, expected):
 
 SCRAPS = {
     "mistral": ["[THINK]", "[/THINK]", "[TH", "INK]"],
-    "gemma4": ["<|channel>", "thought", "<channel|>", "<|"],
+    "gemma4": ["<|channel>", "thought", "<channel|>", "<|", "<|tool_call>"],
     "openai_gptoss": [ANALYSIS, FINAL, START, "<|end|>", "<|call|>", "<|channel|>commentary", " to=functions.now",
                       "<|message|>", "<|return|>", "<|"],
 }  # fmt: skip

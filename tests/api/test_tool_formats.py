@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from kvasir import technique
 from kvasir.api import tools
 from kvasir.api.tools import ToolParser
 from kvasir.errors import ConfigError
+from tests.api.running import running
 from tests.api.test_tools import message
 from tests.models.small_tokenizers import make
 
@@ -444,3 +446,25 @@ def test_other_names():
         assert tools.choose(word, tokenizer).name == kind
     with pytest.raises(ConfigError, match="mistral"):
         tools.choose("mistrl", tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------------- over the wire
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_a_served_answer(kind):
+    """A stream and a collected reply hold the same call, and the answer ends with ``tool_calls``."""
+    text, (content, calls) = RECORDED[kind][0]
+    offered = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
+    with running(tool_call_parser=kind) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        messages = [{"role": "user", "content": f"say: {text}"}]
+        body = {"model": "fake", "messages": messages, "tools": offered}
+        whole_reply = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        streamed = http.post("/v1/chat/completions", json={**body, "stream": True}).text
+    function = whole_reply["message"]["tool_calls"][0]["function"]
+    assert (function["name"], json.loads(function["arguments"])) == calls[0]
+    assert (whole_reply["message"]["content"] or "") == content and whole_reply["finish_reason"] == "tool_calls"
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in streamed.splitlines() if line[6:7] == "{"]
+    parts = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    assert "".join(part.get("arguments", "") for part in parts) == function["arguments"]
+    assert [part["name"] for part in parts if "name" in part] == [function["name"]]

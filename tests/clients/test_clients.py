@@ -1,4 +1,4 @@
-"""Real clients, pinned, against ``kvasir serve nano``. ``make clients`` installs them; without them the tests are skipped.
+"""Real clients, pinned, against ``kvasir serve nano``; skipped where `make clients` has not installed them.
 
 Each check of ``checks/`` is a test here. The clients run in an environment of their own, one process a file.
 """

@@ -28,7 +28,8 @@ class ReasoningParser(Technique):
 
     The line breaks that models put around the marks belong to neither text. ``marks``: texts that a chat template of
     this format holds besides ``start`` or ``end`` (``auto``). ``shown``: further special tokens that the parser reads.
-    ``also``: other names. ``switch``: a special token without which, in the prompt, the model need not think.
+    ``breaks``: marks of the content that end the thinking when ``end`` is missing. ``also``: other names. ``switch``: a
+    special token without which, in the prompt, the model need not think.
     """
 
     start: ClassVar[str] = "<think>"
@@ -36,6 +37,7 @@ class ReasoningParser(Technique):
     starts_inside: ClassVar[bool] = False  # whether an answer to an unknown prompt begins inside the thinking
     marks: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[tuple[str, ...]] = ()
+    breaks: ClassVar[tuple[str, ...]] = ()
     also: ClassVar[tuple[str, ...]] = ()
     switch: ClassVar[str | None] = None
 
@@ -89,9 +91,11 @@ class ReasoningParser(Technique):
                 return ""
             self._held = text.removeprefix(self.start) if text.startswith(self.start) else self._held
             self._may_repeat = False
-        thought, mark, rest = self._held.partition(self.end)
-        if mark:
-            self._mode, self._held = "content", rest
+        found = [(at, mark) for mark in (self.end, *self.breaks) if (at := self._held.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            thought, self._held = self._held[:at], self._held[at + len(mark) * (mark == self.end) :]
+            self._mode = "content"
             thought = self._take(thought.rstrip("\n"))
             self._fresh = True
             return thought
@@ -102,8 +106,9 @@ class ReasoningParser(Technique):
 
     def _settled(self) -> str:
         """The held text without a suffix that may belong to a mark: line breaks and the beginning of ``</think>``."""
-        for length in range(min(len(self.end) - 1, len(self._held)), 0, -1):
-            if self.end.startswith(self._held[-length:]):
+        marks = (self.end, *self.breaks)
+        for length in range(min(max(map(len, marks)) - 1, len(self._held)), 0, -1):
+            if any(mark.startswith(self._held[-length:]) for mark in marks):
                 return self._held[:-length].rstrip("\n")
         return self._held.rstrip("\n")
 

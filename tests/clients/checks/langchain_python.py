@@ -27,7 +27,9 @@ def check_invoke_and_stream(url):
 
 def check_tools(url):
     for choice in ("any", "weather"):
-        reply = chat(url, max_tokens=200).bind_tools([weather], tool_choice=choice, parallel_tool_calls=False).invoke(CAT)
+        reply = (
+            chat(url, max_tokens=200).bind_tools([weather], tool_choice=choice, parallel_tool_calls=False).invoke(CAT)
+        )
         assert reply.tool_calls and reply.tool_calls[0]["name"] == "weather" or reply.invalid_tool_calls
 
 

@@ -9,4 +9,5 @@ class Gemma4(ReasoningParser):
     start = "<|channel>thought"
     end = "<channel|>"
     shown = ("<|channel>",)
+    breaks = ("<|tool_call>",)
     switch = "<|think|>"
