@@ -1,7 +1,7 @@
 """y += B A x for rows of different adapters: each row names the slot of the low-rank pair that it adds, or none.
 
-A product is two kernels: *shrink* makes s = A x, a few numbers a row, in fp32; *expand* adds B s to y. Outputs that read
-the same x (q, k and v; gate and up) are *parts* of one launch, each with an A of its own.
+A product is two kernels: *shrink* makes s = A x, a few numbers a row, in fp32; *expand* adds B s to y. Outputs that
+read the same x (q, k and v; gate and up) are *parts* of one launch, each with an A of its own.
 
 There are two forms. Row by row, for steps of few rows: a program multiplies one row with the matrices of its slot, and
 where K is long it is cut into runs, whose sums expand adds in their order. The order of summation follows from K alone,
