@@ -88,7 +88,7 @@ class ChatJob:
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
-        self.body, self.ignored = service.parse(ChatBody, raw)
+        self.body, self.ignored = service.parse(ChatBody, raw, adapters=True)
         body = self.body
         self.stream = bool(body.stream)
         self.options = body.stream_settings()
@@ -127,7 +127,9 @@ class ChatJob:
         )
         self.names["grammar"] = grammar_name
         id = unique_id("chatcmpl", caller.id)
-        self.requests = service.admit([self.prompt.ids], [params], caller, id, body.priority, self.names, self.stream)
+        self.requests = service.admit(
+            [self.prompt.ids], [params], caller, id, body.priority, self.names, self.stream, body.model
+        )
         self.messages = [
             service.text.message(self.prompt.ids, self.prompt.tools, self.parallel) for _ in range(params.n)
         ]
@@ -135,7 +137,7 @@ class ChatJob:
             "id": id,
             "object": "chat.completion.chunk" if self.stream else "chat.completion",
             "created": caller.created,
-            "model": service.info.name,
+            "model": body.model or service.info.name,
         }
 
     def begin(self, release: Callable[[], None]) -> Generation:

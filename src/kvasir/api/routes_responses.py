@@ -26,7 +26,7 @@ class ResponsesJob:
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
-        self.body, self.ignored = service.parse(ResponsesBody, raw)
+        self.body, self.ignored = service.parse(ResponsesBody, raw, adapters=True)
         body = self.body
         self.stream = bool(body.stream)
         if isinstance(body.input, list) and not 0 < len(body.input) <= MAX_MESSAGES:
@@ -60,14 +60,16 @@ class ResponsesJob:
         )
         self.id = unique_id("resp", caller.id)
         self.names["grammar"] = grammar_name
-        self.requests = service.admit([prompt.ids], [params], caller, self.id, body.priority, self.names, self.stream)
+        self.requests = service.admit(
+            [prompt.ids], [params], caller, self.id, body.priority, self.names, self.stream, body.model
+        )
         self.message = service.text.message(prompt.ids, prompt.tools, parallel)
         self.output = Output()
         self.head = {
             "id": self.id,
             "object": "response",
             "created_at": caller.created,
-            "model": service.info.name,
+            "model": body.model or service.info.name,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "temperature": params.temperature,

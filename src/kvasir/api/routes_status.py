@@ -19,6 +19,7 @@ from kvasir.api.routes_chat import template_options
 from kvasir.api.service import Service
 from kvasir.api.streaming import encode
 from kvasir.errors import RequestError
+from kvasir.types import AdapterInfo
 
 # Most tokens that /detokenize takes.
 MAX_DETOKENIZE = 1 << 20
@@ -67,10 +68,14 @@ class StatusRoutes:
 
     async def models(self) -> Response:
         self.service.require_ready()
-        return reply({"object": "list", "data": [self._model()]})
+        return reply(
+            {"object": "list", "data": [self._model(), *map(self._adapter, self.service.info.adapters.values())]}
+        )
 
     async def model(self, name: str) -> Response:
         self.service.require_ready()
+        if (adapter := self.service.info.adapters.get(name)) is not None:
+            return reply(self._adapter(adapter))
         if name != self.service.info.name:
             raise RequestError(
                 f"the model '{name[:200]}' is not served here", status=404, param="model", code="model_not_found"
@@ -88,6 +93,11 @@ class StatusRoutes:
             "parent": None,
             "max_model_len": info.max_model_len,
         }
+
+    def _adapter(self, adapter: AdapterInfo) -> dict[str, Any]:
+        """An adapter as vLLM lists it: ``root`` is its folder and ``parent`` the base model."""
+        own = {"id": adapter.name, "root": adapter.path, "parent": self.service.info.name, "max_model_len": None}
+        return self._model() | own
 
     async def metrics(self) -> Response:
         started = hasattr(self.service.client, "info")  # missing before the start and after one that was cancelled
@@ -112,7 +122,7 @@ class StatusRoutes:
         return await asyncio.to_thread(self._tokenize, await self.service.body(http))
 
     def _tokenize(self, raw: bytes) -> Response:
-        body, _ = self.service.parse(TokenizeBody, raw)
+        body, _ = self.service.parse(TokenizeBody, raw, adapters=True)
         tokenizer = self.service.text.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either 'prompt' or 'messages'", param="prompt")
@@ -138,7 +148,7 @@ class StatusRoutes:
         return await asyncio.to_thread(self._detokenize, await self.service.body(http))
 
     def _detokenize(self, raw: bytes) -> Response:
-        body, _ = self.service.parse(DetokenizeBody, raw)
+        body, _ = self.service.parse(DetokenizeBody, raw, adapters=True)
         size = self.service.text.tokenizer.size
         if len(body.tokens) > MAX_DETOKENIZE:
             raise RequestError(f"at most {MAX_DETOKENIZE} tokens", param="tokens")

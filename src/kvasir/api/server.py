@@ -27,6 +27,7 @@ from kvasir import __version__
 from kvasir.api import protocol
 from kvasir.api.auth import KeyGuard
 from kvasir.api.errors import error_response
+from kvasir.api.routes_adapters import AdapterRoutes
 from kvasir.api.routes_completions import CompletionJob
 from kvasir.api.routes_responses import ResponsesJob
 from kvasir.api.routes_scaling import ScalingRoutes, chat_job
@@ -115,6 +116,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         ("/v1/scaling/runs/{name}", scaling.cancel, ["DELETE"]),
     ):
         app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
+    if service.settings.allow_runtime_lora:
+        adapters = AdapterRoutes(service)
+        _post(app, "/v1/load_lora_adapter", adapters.load, protocol.LoadAdapterBody, "Load a LoRA adapter")
+        _post(app, "/v1/unload_lora_adapter", adapters.unload, protocol.UnloadAdapterBody, "Unload a LoRA adapter")
     _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
     _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
     for path, route in {

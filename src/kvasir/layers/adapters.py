@@ -15,7 +15,16 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels._triton import use_triton
-from kvasir.kernels.lora import MAX_ROWS, Pairs, lora_reference, lora_rows, lora_static, lora_tiles, sort_rows
+from kvasir.kernels.lora import (
+    MAX_ROWS,
+    Pairs,
+    lora_reference,
+    lora_rows,
+    lora_static,
+    lora_tiles,
+    sort_rows,
+    wide_of,
+)
 from kvasir.layers.weights import Placement
 from kvasir.types import StepBatch
 
@@ -94,7 +103,7 @@ class LowRank:
             lora_tiles(x_TK, y_TN, pairs, by_slot)
 
     def _add_exact(self, x_TK: torch.Tensor, y_TN: torch.Tensor, slots_T: torch.Tensor, product: Callable) -> None:
-        wide, pairs = torch.promote_types(x_TK.dtype, torch.float32), self.pairs
+        wide, pairs = wide_of(x_TK), self.pairs
         for slot in sorted(set(slots_T.tolist()) - {0}):
             rows = (slots_T == slot).nonzero()[:, 0]
             shrunk = product(x_TK[rows].to(wide), pairs.a_SCK[slot - 1].to(wide)).split(pairs.rank, 1)
