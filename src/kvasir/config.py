@@ -148,6 +148,58 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """LoRA adapters that are served beside the model. Each request may name one."""
+
+    enable_lora: bool = opt(False, "Serve LoRA adapters.")
+    max_loras: int = opt(8, "Most adapters that one step computes; each has a slot on the device.", low=1, high=1024)
+    max_lora_rank: int = opt(16, "Largest rank of an adapter; slots are sized for it.", low=1, high=256)
+    max_cpu_loras: int = opt(
+        32, "Most adapters kept in host memory; others are read again when they are asked for.", low=1
+    )
+    lora_modules: tuple[str, ...] = opt(
+        (), 'Adapter to load at the start: NAME=FOLDER, or JSON with "name" and "path" (repeatable).'
+    )
+
+    def __post_init__(self) -> None:
+        if self.enable_lora and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: an adapter on the device "
+                "is kept in host memory, too. Raise --max-cpu-loras or lower --max-loras."
+            )
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("--lora-modules names adapters, which are served with --enable-lora only")
+        self.modules()
+
+    def modules(self) -> dict[str, str]:
+        """The folders of ``lora_modules`` by name. Raises ConfigError for what is neither NAME=FOLDER nor JSON."""
+        found: dict[str, str] = {}
+        for text in self.lora_modules:
+            for name, path in _modules(text):
+                if name in found:
+                    raise ConfigError(f"lora_modules: two adapters are named '{name}'")
+                found[name] = path
+        return found
+
+
+def _modules(text: str) -> list[tuple[str, str]]:
+    """Names and folders in one value of ``lora_modules``."""
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            given = json.loads(text)
+        except ValueError as e:
+            raise ConfigError(f"lora_modules: {text!r} is not valid JSON: {e}") from e
+        listed = given if isinstance(given, list) else [given]
+        pairs = [(o.get("name"), o.get("path")) if isinstance(o, dict) else (None, None) for o in listed]
+    else:
+        name, _, path = text.partition("=")
+        pairs = [(name, path)]
+    if not all(isinstance(part, str) and part for pair in pairs for part in pair):
+        raise ConfigError(f'lora_modules: {text!r} is neither NAME=FOLDER nor JSON with "name" and "path"')
+    return pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """The supervision of the engine process. Times are in seconds."""
 
@@ -183,6 +235,9 @@ class ServerConfig:
     max_concurrent_per_key: int = opt(0, "Most concurrent requests per key; 0: no limit.", low=0)
     lenient: bool = opt(False, "Ignore unknown body parameters, with a warning header, instead of refusing them.")
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
+    allow_runtime_lora: bool = opt(
+        False, "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: who may call them loads any folder."
+    )
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
     enable_tokenizer_info_endpoint: bool = opt(
@@ -242,6 +297,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
 
     @classmethod

@@ -84,6 +84,8 @@ def die(now: set[str]) -> None:
 
 
 class FakeCore:
+    adapters = None
+
     step_seconds = 0.0
     announces = True
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvasir.api import offline_pooling as offline
 from kvasir.api.chat import check_messages
+from kvasir.api.lora import LoRARequest, load_once
 from kvasir.api.offline_pooling import EmbeddingOutput, PoolingCollector, PoolingRequestOutput, ScoringOutput
 from kvasir.api.outputs import Collector, RequestOutput
 from kvasir.api.vllm_flags import settled
@@ -103,12 +104,14 @@ class LLM:
         *,
         use_tqdm: bool = False,
         on_done: Callable[[int, RequestOutput], None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt: a string, or ``{"prompt_token_ids": [...]}``. Results come in the order of the
         prompts.
 
         ``use_tqdm`` shows a progress bar. ``on_done`` gets the place and the result of each request when it ends,
-        between two steps of the others; it may not use this LLM. A request that cannot be served raises RequestError
+        between two steps of the others; it may not use this LLM. ``lora_request``: the adapter that computes all
+        prompts, or one for each (None: the base model). A request that cannot be served raises RequestError
         before any work is done; one that fails later has ``error`` set in its result and does not affect the others.
         """
         try:
@@ -133,7 +136,11 @@ class LLM:
             ]
             if len(params) != len(many):
                 raise ValueError(f"{len(many)} prompts, but {len(params)} sampling params")
-            requests = [self._request(p, q) for p, q in zip(many, params)]
+            adapters = [lora_request] * len(many) if isinstance(lora_request, LoRARequest) else lora_request
+            adapters = [None] * len(many) if adapters is None else list(adapters)
+            if len(adapters) != len(many):
+                raise ValueError(f"{len(many)} prompts, but {len(adapters)} adapters")
+            requests = [self._request(p, q, a) for p, q, a in zip(many, params, adapters)]
             texts = [p if isinstance(p, str) else p.get("prompt") for p in many]
             collectors = [Collector(r, text, self.tokenizer) for r, text in zip(requests, texts)]
             return self._run(requests, collectors, use_tqdm, on_done)
@@ -148,6 +155,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template.
@@ -186,7 +194,8 @@ class LLM:
             )
             for m in many
         ]
-        return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
+        prompts = [{"prompt_token_ids": i} for i in ids]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(
         self,
@@ -232,10 +241,18 @@ class LLM:
             self._run(requests, collectors, use_tqdm)
         return collectors
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[str]:
         """Complete one prompt and yield the text of branch 0 as it comes.
         Leaving the loop early cancels the request."""
-        request, shown = self._request(prompt, sampling_params or self.default_sampling_params()), 0
+        params = sampling_params or self.default_sampling_params()
+        with self._turn():
+            request, shown = self._request(prompt, params, lora_request), 0
         collector = Collector(request, None, self._need_tokenizer())
         with self._collecting({request.id: collector}):
             with self._turn(), _uninterrupted():
@@ -268,7 +285,7 @@ class LLM:
             )
         return self.tokenizer
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None = None) -> Request:
         if isinstance(prompt, str):
             ids = self._need_tokenizer().encode(prompt)
         elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
@@ -280,7 +297,9 @@ class LLM:
                 'a prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}', param="prompts"
             )
         encode = (lambda text: self.tokenizer.encode(text, add_special=False)) if self.tokenizer else None
-        return admit(ids, params, self.info, id=f"llm-{next(self._ids)}", arrival=time.monotonic(), encode=encode)
+        adapter = None if lora is None else load_once(self.engine, lora)
+        name, now = f"llm-{next(self._ids)}", time.monotonic()
+        return admit(ids, params, self.info, id=name, arrival=now, encode=encode, adapter=adapter)
 
     def _run(
         self,

@@ -360,6 +360,20 @@ class RunBody(Body):
     problem_budget: ScalingBudget | None = None
 
 
+class LoadAdapterBody(Body):
+    """Body of /v1/load_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1, max_length=4096)
+
+
+class UnloadAdapterBody(Body):
+    """Body of /v1/unload_lora_adapter. vLLM's clients may send the adapter's number, which means nothing here."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_int_id: int | None = None
+
+
 class TokenizeBody(Body):
     """Body of /tokenize, with either ``prompt`` or ``messages``."""
 

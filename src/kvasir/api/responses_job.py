@@ -44,7 +44,7 @@ class ResponsesJob:
     ) -> None:
         self.service, self.raw, self.owner, self.tenant = service, raw, caller.key, caller.own_tenant
         self.keep, self.watch = keep, watch
-        self.body, self.ignored = service.parse(ResponsesBody, raw, caller)
+        self.body, self.ignored = service.parse(ResponsesBody, raw, caller, adapters=True)
         body = self.body
         self.stream, self.background, self.store = bool(body.stream), bool(body.background), body.store is not False
         if record is not None:
@@ -85,7 +85,9 @@ class ResponsesJob:
         )
         self.id = record["id"] if record is not None else unique_id("resp", caller.id)
         self.names["grammar"] = grammar_name
-        self.requests = service.admit([prompt.ids], [params], caller, self.id, body.priority, self.names, self.stream)
+        self.requests = service.admit(
+            [prompt.ids], [params], caller, self.id, body.priority, self.names, self.stream, body.model
+        )
         if record is not None:
             self.requests[0].seed = record["seed"]
         self.message = service.text.message(prompt.ids, prompt.tools, parallel)
@@ -94,7 +96,7 @@ class ResponsesJob:
             "id": self.id,
             "object": "response",
             "created_at": caller.created,
-            "model": service.info.name,
+            "model": body.model or service.info.name,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "temperature": params.temperature,

@@ -118,7 +118,7 @@ class ChatJob:
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
-        self.body, self.ignored = service.parse(ChatBody, raw, caller)
+        self.body, self.ignored = service.parse(ChatBody, raw, caller, adapters=True)
         body = self.body
         self.stream = bool(body.stream)
         self.options = body.stream_settings()
@@ -167,7 +167,9 @@ class ChatJob:
         )
         self.names["grammar"] = grammar_name
         id = unique_id("chatcmpl", caller.id)
-        self.requests = service.admit([self.prompt.ids], [params], caller, id, body.priority, self.names, self.stream)
+        self.requests = service.admit(
+            [self.prompt.ids], [params], caller, id, body.priority, self.names, self.stream, body.model
+        )
         self.messages = [
             service.text.message(self.prompt.ids, self.prompt.tools, self.parallel, self.prompt.continued)
             for _ in range(params.n)
@@ -176,7 +178,7 @@ class ChatJob:
             "id": id,
             "object": "chat.completion.chunk" if self.stream else "chat.completion",
             "created": caller.created,
-            "model": service.info.name,
+            "model": body.model or service.info.name,
         }
 
     def begin(self, release: Callable[[], None]) -> Generation:

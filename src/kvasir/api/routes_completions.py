@@ -25,7 +25,7 @@ class CompletionJob:
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
-        self.body, self.ignored = service.parse(CompletionBody, raw, caller)
+        self.body, self.ignored = service.parse(CompletionBody, raw, caller, adapters=True)
         body = self.body
         self.stream = bool(body.stream)
         self.options = body.stream_settings()
@@ -55,11 +55,12 @@ class CompletionJob:
             for ids in prompts
         ]
         id = unique_id("cmpl", caller.id)
-        self.requests = service.admit(prompts, params, caller, id, body.priority, self.names, self.stream)
+        self.requests = service.admit(prompts, params, caller, id, body.priority, self.names, self.stream, body.model)
         if only_echo:  # admission needs room for one token, but the engine shall generate none
             for request in self.requests:
                 request.max_tokens = 0
-        self.head = {"id": id, "object": "text_completion", "created": caller.created, "model": service.info.name}
+        model = body.model or service.info.name
+        self.head = {"id": id, "object": "text_completion", "created": caller.created, "model": model}
         # Text that echo puts before the answer: the prompt as sent, or the text of its ids.
         self.prefixes = (
             [

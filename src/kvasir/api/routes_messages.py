@@ -86,7 +86,7 @@ class MessagesJob:
 
     def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
         self.service = service
-        body, unknown = service.parse(MessagesBody, raw)
+        body, unknown = service.parse(MessagesBody, raw, caller, adapters=True)
         self.stream = bool(body.stream)
         if body.stop is not None and body.stop_sequences is not None:
             raise RequestError("'stop' is another name of 'stop_sequences'; send one of them", param="stop")
@@ -112,10 +112,10 @@ class MessagesJob:
         self.names["grammar"] = grammar_name
         id = unique_id("msg", caller.id)
         ids = asked.prompt.ids
-        self.requests = service.admit([ids], [params], caller, id, body.priority, self.names, self.stream)
+        self.requests = service.admit([ids], [params], caller, id, body.priority, self.names, self.stream, body.model)
         self.message = service.text.message(ids, asked.prompt.tools, asked.parallel)
         self.content = Content(body.thinking is not None and body.thinking.display == "omitted")
-        self.head = {"id": id, "type": "message", "role": "assistant", "model": service.info.name}
+        self.head = {"id": id, "type": "message", "role": "assistant", "model": body.model or service.info.name}
 
     def begin(self, release: Callable[[], None]) -> Generation:
         return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)
@@ -172,7 +172,7 @@ class MessagesRoutes:
         return Response(encode({"input_tokens": count}), 200, headers, media_type="application/json")
 
     def _count(self, raw: bytes) -> tuple[int, list[str]]:
-        body, unknown = self.service.parse(CountTokensBody, raw)
+        body, unknown = self.service.parse(CountTokensBody, raw, adapters=True)
         with renamed({"prompt": "messages"}):
             asked = AskedPrompt(self.service, body, COUNT_CONTEXTS)
         return len(asked.prompt.ids), [*unknown, *asked.ignored]

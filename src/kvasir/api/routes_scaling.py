@@ -42,8 +42,10 @@ KEPT_NAMES = {
 def chat_job(service: Service, raw: bytes, caller: Caller) -> Any:
     """Make the job of a chat completion: a strategy if the body has a ``scaling`` block, else one generation."""
     if b'"scaling"' in raw:
-        body, ignored = service.parse(ChatBody, raw, caller)
+        body, ignored = service.parse(ChatBody, raw, caller, adapters=True)
         if body.scaling is not None:
+            if body.model in service.info.adapters:
+                raise service.base_only(body.model)
             return ScaledChat(service, body, ignored, caller)
     return ChatJob(service, raw, caller)
 

@@ -20,6 +20,7 @@ from kvasir.api.routes_chat import template_options
 from kvasir.api.service import Service
 from kvasir.api.streaming import encode
 from kvasir.errors import RequestError
+from kvasir.types import AdapterInfo
 
 # Most tokens that /detokenize takes.
 MAX_DETOKENIZE = 1 << 20
@@ -68,10 +69,11 @@ class StatusRoutes:
 
     async def models(self) -> Response:
         self.service.require_ready()
-        model = self._model()
+        models = [self._model(), *map(self._adapter, self.service.info.adapters.values())]
         # The second line is for Anthropic's clients.
         return reply(
-            {"object": "list", "data": [model]} | {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+            {"object": "list", "data": models}
+            | {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
         )
 
     async def model(self, name: str) -> Response:
@@ -83,6 +85,8 @@ class StatusRoutes:
                 status=404,
                 code="not_found",
             )
+        if (adapter := self.service.info.adapters.get(name)) is not None:
+            return reply(self._adapter(adapter))
         if name != self.service.info.name:
             raise RequestError(
                 f"the model '{name[:200]}' is not served here", status=404, param="model", code="model_not_found"
@@ -103,6 +107,11 @@ class StatusRoutes:
             "display_name": info.name,
             "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
         }
+
+    def _adapter(self, adapter: AdapterInfo) -> dict[str, Any]:
+        """An adapter as vLLM lists it: ``root`` is its folder and ``parent`` the base model."""
+        own = {"id": adapter.name, "root": adapter.path, "parent": self.service.info.name, "max_model_len": None}
+        return self._model() | own
 
     async def metrics(self) -> Response:
         started = hasattr(self.service.client, "info")  # missing before the start and after one that was cancelled
@@ -141,7 +150,7 @@ class StatusRoutes:
         return await asyncio.to_thread(self._tokenize, await self.service.body(http))
 
     def _tokenize(self, raw: bytes) -> Response:
-        body, _ = self.service.parse(TokenizeBody, raw)
+        body, _ = self.service.parse(TokenizeBody, raw, adapters=True)
         tokenizer = self.service.text.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either 'prompt' or 'messages'", param="prompt")
@@ -167,7 +176,7 @@ class StatusRoutes:
         return await asyncio.to_thread(self._detokenize, await self.service.body(http))
 
     def _detokenize(self, raw: bytes) -> Response:
-        body, _ = self.service.parse(DetokenizeBody, raw)
+        body, _ = self.service.parse(DetokenizeBody, raw, adapters=True)
         size = self.service.text.tokenizer.size
         if len(body.tokens) > MAX_DETOKENIZE:
             raise RequestError(f"at most {MAX_DETOKENIZE} tokens", param="tokens")

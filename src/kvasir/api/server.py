@@ -32,6 +32,7 @@ from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
 from kvasir.api.middleware import HeadAsGet, Preflights
 from kvasir.api.not_found import explain_method, explain_path, methods_at, served
 from kvasir.api.protocol_responses import ResponsesBody
+from kvasir.api.routes_adapters import AdapterRoutes
 from kvasir.api.routes_completions import CompletionJob
 from kvasir.api.routes_messages import MessagesJob, MessagesRoutes
 from kvasir.api.routes_pooling import EmbeddingsJob, RerankJob, ScoreJob
@@ -140,6 +141,10 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
         ("/v1/responses/{name}/cancel", responses.cancel, ["POST"]),
     ):
         app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
+    if service.settings.allow_runtime_lora:
+        adapters = AdapterRoutes(service)
+        _post(app, "/v1/load_lora_adapter", adapters.load, protocol.LoadAdapterBody, "Load a LoRA adapter")
+        _post(app, "/v1/unload_lora_adapter", adapters.unload, protocol.UnloadAdapterBody, "Unload a LoRA adapter")
     _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
     _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
     for path, route in {

@@ -180,11 +180,17 @@ class Service:
         self.require_ready()
         return await limits.read_body(http, self.settings.max_body_bytes, self.settings.request_timeout)
 
-    def parse(self, kind: type[B], raw: bytes, caller: Caller | None = None) -> tuple[B, list[str]]:
-        """Decode and check a body; ``caller`` takes what it says about itself. Returns it with the names that lenient
-        mode ignored. Raises RequestError; 404 for a model that is not served here."""
+    def parse(
+        self, kind: type[B], raw: bytes, caller: Caller | None = None, *, adapters: bool = False
+    ) -> tuple[B, list[str]]:
+        """Decode and check a body; ``caller`` takes what it says about itself. ``adapters``: its model may be an
+        adapter, which the route computes. Returns it with the names that lenient mode ignored. Raises RequestError; 404
+        for a model that is not served here."""
         body, ignored = parse(kind, limits.decode_json(raw), self.settings.lenient)
-        if body.model is not None and body.model != self.info.name:
+        if body.model in self.info.adapters:
+            if not adapters:
+                raise self.base_only(body.model)
+        elif body.model is not None and body.model != self.info.name:
             raise RequestError(
                 f"the model '{body.model[:200]}' is not served here; this server has '{self.info.name}'",
                 status=404,
@@ -195,6 +201,14 @@ class Service:
             caller.take(body)
         return body, ignored
 
+    def base_only(self, adapter: str) -> RequestError:
+        """The error of a route that computes no adapter."""
+        return RequestError(
+            f"'{adapter}' is an adapter; this runs on the model '{self.info.name}' only",
+            param="model",
+            code="unsupported_parameter",
+        )
+
     def admit(
         self,
         prompts: Sequence[list[int]],
@@ -204,10 +218,12 @@ class Service:
         priority: int | None,
         names: dict[str, str],
         stream: bool,
+        model: str | None = None,
     ) -> list[Request]:
         """Make the engine requests of one body, one per prompt. Raises RequestError.
 
-        ``names``: as in Job. ``stream``: the client reads tokens as they come.
+        ``names``: as in Job. ``stream``: the client reads tokens as they come. ``model``: the model that the body
+        names, which may be an adapter.
         """
         if priority and not self.info.priorities:
             raise RequestError(
@@ -231,6 +247,7 @@ class Service:
                             tenant=caller.tenant,
                             priority=priority or 0,
                             encode=self.text.encode,
+                            adapter=None if model in (None, self.info.name) else model,
                         )
                     )
                 except RequestError as e:

@@ -40,7 +40,6 @@ ONLY_AT = {
 }
 
 _QUANTIZED = "quantised weights are not served yet; use the unquantised checkpoint, e.g. with --dtype bfloat16"
-_ADAPTERS = "adapters are not served yet; merge the adapter into its base model and serve that"
 _SPECULATION = "drafts are switched on with --drafter, e.g. --drafter suffix or --drafter draft_model:model=NAME"
 _OFFLOAD = "KV and weights stay on the device; a preempted sequence is computed again later"
 _TEXT = "only text models are served yet"
@@ -61,14 +60,11 @@ UNSERVED = {
     "--quantization": _QUANTIZED,
     "-q": _QUANTIZED,
     "--calculate-kv-scales": "stored keys and values need no scales; see --kv-codec",
-    "--enable-lora": _ADAPTERS,
-    "--lora-modules": _ADAPTERS,
-    "--max-loras": _ADAPTERS,
-    "--max-lora-rank": _ADAPTERS,
-    "--max-cpu-loras": _ADAPTERS,
-    "--fully-sharded-loras": _ADAPTERS,
-    "--lora-dtype": _ADAPTERS,
-    "--enable-prompt-adapter": _ADAPTERS,
+    "--fully-sharded-loras": _DEVICES,
+    "--lora-dtype": "adapters have the model's type; see --dtype",
+    "--lora-extra-vocab-size": "adapters with new tokens are merged: kvasir convert merge_lora",
+    "--enable-prompt-adapter": "LoRA adapters are served; see --enable-lora",
+    "--default-mm-loras": _TEXT,
     "--speculative-config": _SPECULATION,
     "--speculative-model": _SPECULATION,
     "--num-speculative-tokens": _SPECULATION,

@@ -23,6 +23,7 @@ NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
 KEY_VARIABLE = "KVASIR_API_KEY"
 # Prefix of the parameters that stand for vLLM's flags without a setting of ours.
 _VLLM = "vllm_"
+LORA_MODULES = "--lora-modules"
 
 
 class Command(TyperCommand):
@@ -44,7 +45,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, one_value_each(args))
         except NoSuchOption as e:
             if e.option_name in UNSERVED:
                 raise ConfigError(f"kvasir does not serve vLLM's {e.option_name}: {UNSERVED[e.option_name]}.") from None
@@ -56,6 +57,18 @@ class Command(TyperCommand):
             ]
             hint = nearest(e.option_name, known)
             raise ConfigError(f"no option {e.option_name}.{hint} {ctx.command_path} --help lists all.") from None
+
+
+def one_value_each(args: list[str]) -> list[str]:
+    """The arguments with one flag before each adapter: vLLM's ``--lora-modules`` takes several values."""
+    found: list[str] = []
+    several = False
+    for arg in args:
+        if several and not arg.startswith("-") and found[-1] != LORA_MODULES:
+            found.append(LORA_MODULES)
+        several = arg == LORA_MODULES or (several and not arg.startswith("-"))
+        found.append(arg)
+    return found
 
 
 def setting_parameters(cls: type, *, skip: tuple[str, ...] = ()) -> list[inspect.Parameter]:

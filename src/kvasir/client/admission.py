@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from kvasir.errors import RequestError
-from kvasir.types import U64, Grammar, ModelInfo, PoolingParams, Request, SamplingParams
+from kvasir.types import U64, Grammar, ModelInfo, PoolingParams, Request, SamplingParams, Variant
 
 # Limits on one request. They bound what a client can make this process and the engine store or compute.
 MAX_N = 256
@@ -45,11 +45,13 @@ def admit(
     tenant: str = "",
     priority: int = 0,
     encode: Callable[[str], list[int]] | None = None,
+    adapter: str | None = None,
 ) -> Request:
     """Check every parameter and build the request.
 
     ``arrival``: ``time.monotonic()`` seconds. ``encode``: text to token ids without special tokens; only ``bad_words``
-    need it. Raises RequestError (status 400) that names the parameter.
+    need it. ``adapter``: name of the adapter that computes it; None: the base model. Raises RequestError that names the
+    parameter: status 400, or 404 for an adapter that is not loaded.
     """
     check_task(info, "generate")
     ids_end = info.tokenizer_size or info.vocab_size
@@ -73,7 +75,17 @@ def admit(
         arrival=arrival,
         tenant=tenant,
         bad_words=_encode_bad_words(params.bad_words, encode, ids_end),
+        variant=None if adapter is None else _variant(adapter, info),
     )
+
+
+def _variant(adapter: str, info: ModelInfo) -> Variant:
+    """The variant of a loaded adapter: its content as it is now, for all of the request's life."""
+    found = info.adapters.get(adapter)
+    if found is None:
+        message = f"no adapter '{adapter[:200]}' is loaded; loaded are {', '.join(sorted(info.adapters)) or 'none'}"
+        raise RequestError(message, status=404, param="model", code="model_not_found")
+    return Variant(found.name, found.key)
 
 
 def admit_pooling(

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 
 from kvasir.client import crash_dump, ipc, journal, messages
+from kvasir.client.adapters import Registry
 from kvasir.client.child import Child, ChildError
 from kvasir.client.engine_process import ENGINE
 from kvasir.client.interface import Health
@@ -26,7 +27,7 @@ from kvasir.client.totals import Totals
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
-from kvasir.types import EngineStats, Event, ModelInfo, Request
+from kvasir.types import AdapterInfo, EngineStats, Event, ModelInfo, Request
 
 # Deaths in a row, without a token in between, after which the engine is given up.
 MAX_DEATHS = 5
@@ -74,6 +75,7 @@ class AsyncEngine:
         self._stopped: asyncio.Future | None = None
         self._supervisor: asyncio.Task | None = None
         self._totals = Totals()
+        self._adapters = Registry()
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
@@ -284,6 +286,9 @@ class AsyncEngine:
     def _welcome(self, ready: messages.Ready) -> None:
         self._born = time.monotonic()
         self.info, self.startup = ready.info, ready.startup
+        self._adapters.welcome(ready.info)
+        if self.config.adapters.lora_modules:  # the next process loads what is served then
+            self.config = self.config.replace(lora_modules=())
         if ready.info.timed_attention:  # a second timing might choose another backend, and so other bits
             self.config = self.config.replace(attention_backend=ready.info.timed_attention)
         self._connected, self._stuck, self._why_down = True, "", ""
@@ -305,6 +310,8 @@ class AsyncEngine:
         """Deliver the events of the process until it ends. Returns why it ended, or "" when we do not know."""
         watchdog = asyncio.create_task(self._watch(child), name="engine watchdog")
         try:
+            for message in self._adapters.again():  # before any request that names one
+                child.send(ipc.encode(message))
             self._submit_next()
             while (message := await child.receive()) is not None:
                 if isinstance(message, messages.Events):
@@ -312,6 +319,8 @@ class AsyncEngine:
                         self._deliver(event)
                     if self._recovering:
                         self._submit_next()
+                elif isinstance(message, messages.AdapterNews):
+                    self._adapters.news(message)
                 elif isinstance(message, messages.Heartbeat):
                     self._totals.heartbeat(message.stats)
             return self._stuck
@@ -345,6 +354,7 @@ class AsyncEngine:
         child, lived = self._child, time.monotonic() - self._born
         self._connected = False
         self._why_down = why or "restarting"
+        self._adapters.process_ended()
         await child.reap(1.0)
         because = f" ({why})" if why else ""
         log.error("%s%s; %d requests wait for the next one", child.obituary(), because, len(self._journal))
@@ -451,6 +461,27 @@ class AsyncEngine:
         self._end_cancelled(entry)
 
     # ----------------------------------------------------------------------------------------------------------- state
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Serve an adapter as ``name``, also after a restart of the process. Raises RequestError."""
+        self._check_connected()
+        return await self._adapters.load(name, path, lambda message: self._child.send(ipc.encode(message)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests of an adapter, wait for those in progress, and forget it. Raises RequestError."""
+        self._check_connected()
+
+        def used() -> bool:
+            variants = (entry.request.variant for entry in self._journal)
+            return not self._connected or any(v is not None and v.name == name for v in variants)
+
+        await self._adapters.unload(name, used, lambda message: self._child.send(ipc.encode(message)))
+
+    def _check_connected(self) -> None:
+        if self._deadline is not None:
+            raise self._shutting_down()
+        if not self._connected:
+            raise self._engine_down()
 
     def health(self) -> Health:
         """State of the engine: ``ready`` while its process makes progress, ``live`` until the engine is given up."""

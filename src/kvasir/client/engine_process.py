@@ -32,7 +32,7 @@ from kvasir.client.interface import EngineCore
 from kvasir.client.pieces import Pieces
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
-from kvasir.types import Event, Plan, Request
+from kvasir.types import AdapterInfo, Event, Plan, Request
 
 ENGINE = "kvasir.engine.engine:start"
 # File name of the flight record, in the folder of the socket.
@@ -83,6 +83,10 @@ class Loop:
                 wait = 0.0
             else:
                 wait = min(BLOCKED_POLL_SECONDS, self._beat_seconds) if self._tickets else self._beat_seconds
+            if (desk := self._core.adapters) is not None and desk.busy:
+                wait = min(wait, BLOCKED_POLL_SECONDS)
+                for name, result in desk.loaded():
+                    self._channel.send(ipc.encode(_news(name, result)))
             if moved or self._waits():
                 self._flight.beat()
             self._heartbeat()
@@ -123,6 +127,10 @@ class Loop:
             self._branches[request.id] = request.params.n - len(set(request.ended))
             self._pieces.open(request)
             events = self._submit(request)
+        elif isinstance(message, messages.LoadAdapter | messages.UnloadAdapter):
+            self._flight.launch([])
+            self._adapt(message)
+            events = []
         else:
             targets = (
                 message.targets if isinstance(message, messages.CancelMany) else [(message.request_id, message.branch)]
@@ -131,6 +139,22 @@ class Loop:
             events = [event for target in targets for event in self._core.cancel(*target)]
         self._flight.idle()
         self._send(events)
+
+    def _adapt(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
+        """Load or unload an adapter, and say how it ended unless it is read in the background."""
+        desk, result = self._core.adapters, None
+        try:
+            if desk is None:
+                raise RequestError("adapters are served with --enable-lora only", code="no_adapters")
+            if isinstance(message, messages.UnloadAdapter):
+                desk.unload(message.name)
+            elif message.again:
+                result = desk.load(message.name, message.path)
+            else:
+                return desk.start_loading(message.name, message.path)
+        except (ConfigError, RequestError) as error:
+            result = error
+        self._channel.send(ipc.encode(_news(message.name, result)))
 
     def _submit(self, request: Request) -> list[Event]:
         try:
@@ -198,6 +222,17 @@ class Loop:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._beat_seconds
             self._channel.send(ipc.encode(messages.Heartbeat(self._core.stats())))
+
+
+def _news(name: str, result: AdapterInfo | Exception | None) -> messages.AdapterNews:
+    """The message that tells how loading or unloading an adapter ended."""
+    if isinstance(result, RequestError):
+        return messages.AdapterNews(name, None, result.status, result.message, result.code)
+    if isinstance(result, Exception):
+        if not isinstance(result, ConfigError):
+            log.error("adapter %s cannot be loaded", name, exc_info=result)
+        return messages.AdapterNews(name, None, 400, str(result), "adapter_not_served")
+    return messages.AdapterNews(name, result)
 
 
 def _read_forever(channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, folder: Path) -> None:

@@ -6,13 +6,34 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvasir.types import EngineStats, Event, ModelInfo, Plan, Request
+from kvasir.types import AdapterInfo, EngineStats, Event, ModelInfo, Plan, Request
+
+
+class AdapterDesk(Protocol):
+    """The adapters of a core."""
+
+    busy: bool
+    """Whether one is being read, so that ``loaded`` will have news."""
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        """Load an adapter now. Raises ConfigError (it is not served) or RequestError (the name is in use)."""
+
+    def start_loading(self, name: str, path: str) -> None:
+        """Do the same while steps run. Raises RequestError."""
+
+    def loaded(self) -> list[tuple[str, AdapterInfo | Exception]]:
+        """The ends of ``start_loading`` since the last call, by name."""
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Raises RequestError: 404 for an unknown name, 409 while a request names it."""
 
 
 class EngineCore(Protocol):
     """One model, one step loop, one thread. Implemented by ``engine.Engine``; tests use a fake without torch."""
 
     info: ModelInfo
+    adapters: AdapterDesk | None
+    """None: adapters are not served."""
 
     on_launch: Callable[[Iterable[str], bool, Plan], None]
     """Callback of whoever runs the core; does nothing by default. The core calls it just before each launch with three
@@ -79,6 +100,12 @@ class EngineClient(Protocol):
     async def cancel(self, request_id: str, branch: int | None = None) -> bool: ...
 
     async def cancel_many(self, targets: Iterable[tuple[str, int | None]]) -> None: ...
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Serve an adapter as ``name``, also after a restart of the engine. Raises RequestError."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests of an adapter, wait for those in progress, and forget it. Raises RequestError."""
 
     def health(self) -> Health: ...
 

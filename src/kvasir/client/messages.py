@@ -10,7 +10,7 @@ import msgspec
 
 from kvasir.config import EngineConfig
 from kvasir.errors import RequestError
-from kvasir.types import EngineStats, Event, ModelInfo, Request
+from kvasir.types import AdapterInfo, EngineStats, Event, ModelInfo, Request
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
@@ -42,6 +42,20 @@ class CancelMany(msgspec.Struct, tag=True):
     targets: list[tuple[str, int | None]]
 
 
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Load an adapter from a folder. ``again``: at once, because requests that name it follow."""
+
+    name: str
+    path: str
+    again: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """Forget an adapter that no request names."""
+
+    name: str
+
+
 class Stop(msgspec.Struct, tag=True):
     """Close the engine and exit with status 0."""
 
@@ -65,6 +79,17 @@ class Events(msgspec.Struct, tag=True):
     events: list[Event]
 
 
+class AdapterNews(msgspec.Struct, tag=True):
+    """The end of a load or an unload. ``info``: of an adapter that is loaded. ``status``: 0, or that of the error
+    ``message``."""
+
+    name: str
+    info: AdapterInfo | None = None
+    status: int = 0
+    message: str = ""
+    code: str | None = None
+
+
 class Heartbeat(msgspec.Struct, tag=True):
     stats: EngineStats
 
@@ -75,8 +100,8 @@ class Crash(msgspec.Struct, tag=True):
     traceback: str
 
 
-ToEngine = Submit | Cancel | CancelMany | Stop
-ToClient = Ready | Refused | Events | Heartbeat | Crash
+ToEngine = Submit | Cancel | CancelMany | LoadAdapter | UnloadAdapter | Stop
+ToClient = Ready | Refused | Events | AdapterNews | Heartbeat | Crash
 
 
 def error_event(request: Request, error: RequestError) -> Event:

@@ -37,6 +37,7 @@ from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
+from kvasir.models.adapters import AdapterSlots
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
@@ -71,6 +72,7 @@ class Built:
     tokenizer_file: Path | None
     startup: dict[str, float] = field(default_factory=dict)
     weight_bytes: int = 0
+    adapters: AdapterSlots | None = None
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -170,6 +172,8 @@ def build(
         num_positions=config.model.max_model_len,
         pooling=pooling,
     )
+    lora = config.adapters
+    adapters = AdapterSlots(model, lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
     clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
@@ -202,6 +206,7 @@ def build(
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
         parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len, pooling=pooling)
+        parts.num_variants = 0 if adapters is None else adapters.num_slots
         rehearse(parts)
         use_graphs = config.runner.cuda_graphs and device.type == "cuda" and backend.graphs
         capture = CudaCapture(device) if use_graphs else None
@@ -265,6 +270,7 @@ def build(
         tokenizer_file,
         clock.laps,
         loading.num_bytes,
+        adapters,
     )
 
 

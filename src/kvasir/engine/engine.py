@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
+from kvasir.engine.adapters import Adapters, refusal
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.forcing import Forcing
@@ -101,6 +102,9 @@ class Engine:
         )
         host.bind(built, self.pages)
         self.info.priorities = policy.priorities
+        self.adapters = None
+        if built.adapters is not None:
+            self.adapters = Adapters(built.adapters, config.adapters, self.info, self._names, config.runner.poison)
         self.scheduler = Scheduler(
             config.scheduler,
             self.pages,
@@ -108,6 +112,7 @@ class Engine:
             max_rows=built.max_rows,
             max_model_len=self.info.max_model_len,
             pace=self.pace,
+            residents=self.adapters,
         )
         self._drafting = (
             None
@@ -178,7 +183,12 @@ class Engine:
                 code="duplicate_request_id",
                 message=f"request id {request.id!r} is in use",
             )
-        return self._gate.refusal(request, self.steps.max_rows)
+        return refusal(self.adapters, request) or self._gate.refusal(request, self.steps.max_rows)
+
+    def _names(self, adapter: str) -> bool:
+        """Whether a request that has not ended names this adapter."""
+        variants = (live.request.variant for live in self._live.values())
+        return any(variant is not None and variant.name == adapter for variant in variants)
 
     def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
         live = self._live.get(request_id)
@@ -269,6 +279,9 @@ class Engine:
     def step(self) -> list[Event]:
         now = time.monotonic()
         events = self._poll_compiling(now) if self._compiling else []
+        if self.adapters is not None and self.adapters.busy:
+            requests = [live.request for live in self._live.values()]
+            events += [self._fail(request.id, **why) for request, why in self.adapters.lost(requests)]
         began = time.perf_counter()
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
         forcing = self._forcing.wanted()
@@ -290,7 +303,8 @@ class Engine:
                 plan, late, began if drafting else time.perf_counter()
             )  # drafting is part of the step that verifies
         elif not self._plans:
-            wait_for_one(live.compiling for live in self._live.values() if live.compiling is not None)
+            compiling = [live.compiling for live in self._live.values() if live.compiling is not None]
+            wait_for_one(compiling if self.adapters is None else [*compiling, *self.adapters.reads])
         depth = 1 if plan.spans and self._overlap else 0
         while len(self._plans) > depth or self.steps.stalled:
             self._resolve(events)
@@ -482,4 +496,6 @@ class Engine:
         return s
 
     def close(self) -> None:
+        if self.adapters is not None:
+            self.adapters.close()
         self._grammars.close()

@@ -27,6 +27,7 @@ from kvasir.engine.pages import PageManager
 from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import Guarded, SchedulerPolicy
 from kvasir.engine.queue import Queue
+from kvasir.engine.residents import Residents
 from kvasir.engine.room import Room
 from kvasir.engine.spans import (
     ONE_SAMPLE,
@@ -62,12 +63,14 @@ class Scheduler:
         max_rows: int,
         max_model_len: int,
         pace: Pace | None = None,
+        residents: Residents | None = None,
     ) -> None:
         assert max_rows > 0 and config.max_num_seqs > 0
         self.config = config
         self.pages = pages
         self.policy = policy = Guarded(policy)
         self.pace = pace or Pace(None, None)
+        self.residents = residents or Residents()
         self.max_rows = max_rows
         self.max_model_len = max_model_len
         self.backlog = Backlog(policy)
@@ -346,9 +349,12 @@ class Scheduler:
         skipped: list[Sequence] = []  # did not fit, and a later one was admitted
         computing = PagesAhead(self.pages, self.running, step)
         promised = self._promised()
+        self.residents.begin()
         for seq in islice(self.backlog.candidates(step.now), MAX_VISITS):
             if step.left <= 0:
                 break
+            if seq.request.variant is not None and not self.residents.may_start(seq):
+                continue
             source, hit = self._start_point(seq)
             if source is None and computing.hold_next_of(seq, hit):
                 continue
@@ -422,6 +428,7 @@ class Scheduler:
         for g, pages in enumerate(self.pages.missing(seq, seq.num_tokens, self.max_rows)):
             promised[g] += pages
         self.backlog.remove(seq)
+        self.residents.enter(seq)
         seq.status, seq.seat, seq.num_skipped = Status.RUNNING, self._free_seats.pop(), 0
         if seq.first_scheduled is None:
             seq.first_scheduled = step.now
@@ -438,6 +445,7 @@ class Scheduler:
         """Stop a running sequence. Its pages and seat become free as soon as no launched step uses them."""
         after_step = self._in_flight()
         self.running.discard(seq)
+        self.residents.leave(seq)
         self.pages.release(seq, after_step)
         if after_step is None:
             self._free_seats.append(seq.seat)
@@ -477,4 +485,5 @@ class Scheduler:
         assert sorted(seats) == list(range(self.config.max_num_seqs)), "a seat is in no place or in two"
         self.backlog.check()
         self.room.check()
+        self.residents.check()
         self.pages.check(chain(self.running, self.room.leased()))

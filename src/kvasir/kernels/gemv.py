@@ -266,9 +266,9 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row
 
 def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
          bias_N: torch.Tensor | None = None, activation: str | None = None,
-         residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+         residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result,
-    and returned.
+    and returned. ``out_TO``: memory for the result, of any dtype.
 
     One row takes the kernel without tensor cores when ``config.block_n`` is below 16, the least that they need.
     """
@@ -278,7 +278,9 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
     outputs = num_rows if activation is None else num_rows // 2
     assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
         "the residual is as the result"
-    y_TO = residual_TO if residual_TO is not None else torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    y_TO = residual_TO if residual_TO is not None else out_TO
+    if y_TO is None:
+        y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     if rows == 0:
         return y_TO
     scale, eps = (x_TK, 0.0) if norm is None else norm

@@ -144,9 +144,9 @@ def _stream_rows(w_desc, x_desc, y_ptr, part_ptr, rows, y_row, OUT: gl.constexpr
 
 
 def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bool = False,
-                residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+                residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T; where ``gated``, silu(gate) * up; plus ``residual_TO``, which is overwritten with the result. bf16 or
-    fp16."""
+    fp16. ``out_TO``: memory for the result, of any dtype."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     (rows, width), num_rows = x_TK.shape, w_NK.shape[0]
@@ -156,7 +156,9 @@ def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bo
         "copies are of rows aligned to 16 bytes"
     assert 0 < rows <= MAX_ROWS and width % (ring.block_k * ring.splits) == 0 and not (gated and ring.splits > 1), \
         "whole blocks of a few rows"
-    y_TO = residual_TO if residual_TO is not None else torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    y_TO = residual_TO if residual_TO is not None else out_TO
+    if y_TO is None:
+        y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
         "the residual is as the result"
     assert blocks == 1 or min(ring.w_blocks, ring.x_blocks) > 1, \

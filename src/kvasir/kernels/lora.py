@@ -1,7 +1,7 @@
 """y += B A x for rows of different adapters: each row names the slot of the low-rank pair that it adds, or none.
 
-A product is two kernels: *shrink* makes s = A x, a few numbers a row, in fp32; *expand* adds B s to y. Outputs that read
-the same x (q, k and v; gate and up) are *parts* of one launch, each with an A of its own.
+A product is two kernels: *shrink* makes s = A x, a few numbers a row, in fp32; *expand* adds B s to y. Outputs that
+read the same x (q, k and v; gate and up) are *parts* of one launch, each with an A of its own.
 
 There are two forms. Row by row, for steps of few rows: a program multiplies one row with the matrices of its slot, and
 where K is long it is cut into runs, whose sums expand adds in their order. The order of summation follows from K alone,
@@ -71,9 +71,14 @@ def sort_rows(slots_T: torch.Tensor, num_slots: int) -> Sorted:
     return Sorted(order_T.int(), torch.searchsorted(ordered_T, ends, out_int32=True))
 
 
+def wide_of(x: torch.Tensor) -> torch.dtype:
+    """The dtype between shrink and expand: fp32, or fp64 for fp64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def lora_reference(x_TK: torch.Tensor, y_TN: torch.Tensor, pairs: Pairs, slots_T: torch.Tensor) -> torch.Tensor:
     """Add B A x of each row's slot to ``y_TN``, and return it. Reads the slots on the host."""
-    wide = torch.promote_types(x_TK.dtype, torch.float32)
+    wide = wide_of(x_TK)
     for slot in sorted(set(slots_T.tolist()) - {0}):
         rows = (slots_T == slot).nonzero()[:, 0]
         x, delta = x_TK[rows].to(wide), []
@@ -87,7 +92,7 @@ def lora_reference(x_TK: torch.Tensor, y_TN: torch.Tensor, pairs: Pairs, slots_T
 def lora_static(x_TK: torch.Tensor, y_TN: torch.Tensor, pairs: Pairs, slots_T: torch.Tensor) -> torch.Tensor:
     """Do what ``lora_reference`` does by calls that depend on shapes alone, so that a tape may repeat them. Gathers the
     matrices of every row: for few rows."""
-    wide = torch.promote_types(x_TK.dtype, torch.float32)
+    wide = wide_of(x_TK)
     at_T, parts = (slots_T - 1).clamp(min=0).long(), len(pairs.widths)
     s_TC = torch.bmm(pairs.a_SCK.index_select(0, at_T).to(wide), x_TK.to(wide)[:, :, None])[:, :, 0]
     b_TNR = pairs.b_SNR.index_select(0, at_T).to(wide)

@@ -10,6 +10,8 @@ Legend: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -19,8 +21,10 @@ from kvasir.kernels.activation import ACTIVATIONS, gated, gated_reference
 from kvasir.kernels.gemv import choose, gemv
 from kvasir.kernels.hopper_gemv import GATES, choose_ring, stream_rows
 from kvasir.kernels.matmul import matmul_invariant
+from kvasir.layers.adapters import LowRank
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.weights import Placement, Slot
+from kvasir.types import StepBatch
 
 TILE = 32
 # outputs; below, a BLAS may compute the last rows of a tile by another kernel (seen on an AMD EPYC: 5 to 7 and 9 to 11)
@@ -74,7 +78,9 @@ def linear(
 
 
 class Linear:
-    """One or more stored matrices with the same input, fused along the output. ``widths``: the output size of each."""
+    """One or more stored matrices with the same input, fused along the output. ``widths``: the output size of each.
+
+    ``low_rank``: adapters that rows with a variant add to the product; None: there are none."""
 
     def __init__(self, num_inputs: int, widths: dict[str, int], *, bias: bool, place: Placement) -> None:
         total = sum(widths.values())
@@ -84,6 +90,8 @@ class Linear:
         self.weight_NK = matrix(total, num_inputs, place=place)
         self.weight_KN = self.weight_NK.t()
         self.bias_N = torch.empty(total, device=place.device, dtype=place.dtype) if bias else None
+        self.place = place
+        self.low_rank: LowRank | None = None
         self.packed: torch.ScriptObject | None = None  # a copy for products of few rows, made by the first
         self.may_pack = place.device.type == "cpu" and place.dtype == torch.float32 and not bias
 
@@ -93,10 +101,14 @@ class Linear:
         norm: RMSNorm | None = None,
         residual_TN: torch.Tensor | None = None,
         activation: str | None = None,
+        batch: StepBatch | None = None,
     ) -> torch.Tensor:
         """The product of x, or of ``norm``(x): [T, N]. With ``activation`` the halves of N are gate and up, and the
-        result is [T, N / 2]. ``residual_TN`` is added, and its memory may be used for the result."""
-        if self.streams and self.bias_N is None and activation in GATES:
+        result is [T, N / 2]. ``residual_TN`` is added, and its memory may be used for the result. ``batch`` says which
+        rows have variants."""
+        if batch is not None and batch.variants is not None and self.low_rank is not None:
+            return self._varied(x_TK, norm, residual_TN, activation, batch)
+        if self._streams(activation):
             halves = activation is not None
             if (ring := choose_ring(x_TK.shape[0], self.weight_NK, halves)) is not None:
                 return stream_rows(
@@ -124,6 +136,50 @@ class Linear:
                 else gated_reference(y, ACTIVATIONS[activation])
             )
         return y if residual_TN is None else y.add_(residual_TN)
+
+    def _varied(
+        self,
+        x_TK: torch.Tensor,
+        norm: RMSNorm | None,
+        residual_TN: torch.Tensor | None,
+        activation: str | None,
+        batch: StepBatch,
+    ) -> torch.Tensor:
+        """Compute the product and what variants add to it. A row without a variant gets the bits of ``__call__``: where
+        that one applies the activation to fp32 sums, these are kept in fp32 up to here."""
+        assert activation is None or residual_TN is None, "no layer needs both"
+        normed, shape = x_TK if norm is None else norm(x_TK), (x_TK.shape[0], self.weight_NK.shape[0])
+        ring = choose_ring(shape[0], self.weight_NK, activation is not None) if self._streams(activation) else None
+        config = choose(shape[0], *self.weight_NK.shape) if self.streams and ring is None else None
+        if activation is None:  # a ring and the BLAS take the normed rows, as they would in ``__call__``
+            y = self(normed, None, residual_TN) if config is None else self(x_TK, norm, residual_TN)
+            self.extra(normed, y, batch)
+            return y
+        if ring is not None:
+            y = stream_rows(normed, self.weight_NK, ring, out_TO=normed.new_empty(shape, dtype=torch.float32))
+        elif config is not None:
+            y = normed.new_empty(shape, dtype=torch.float32)
+            scale = None if norm is None else norm.parameters
+            gemv(x_TK, self.weight_NK, config, norm=scale, bias_N=self.bias_N, out_TO=y)
+        else:
+            y = self.product(normed)
+        self.extra(normed, y, batch)
+        gate = ACTIVATIONS[activation]
+        y = gated(y, gate, self.exact) if self.fused else gated_reference(y, gate)
+        return y.to(x_TK.dtype)
+
+    def extra(self, x_TK: torch.Tensor, y_TN: torch.Tensor, batch: StepBatch) -> None:
+        """Add to the product ``y_TN`` of ``x_TK``, before activation, what the variants of the batch's rows say."""
+        self.low_rank.add(x_TK, y_TN, batch, partial(linear, exact=True))
+
+    def _streams(self, activation: str | None) -> bool:
+        """Whether a product of few rows may take the kernels that are written by hand."""
+        return self.streams and self.bias_N is None and activation in GATES
+
+    def use_adapters(self, num_slots: int, rank: int) -> None:
+        """Make room for so many resident adapters of at most this rank."""
+        widths, num_inputs = tuple(self.widths.values()), self.weight_NK.shape[1]
+        self.low_rank = LowRank(num_slots, rank, num_inputs, widths, self.place)
 
     def product(self, x_TK: torch.Tensor) -> torch.Tensor:
         """x @ weight^T + bias by the BLAS: [T, N]."""

@@ -58,12 +58,14 @@ class Block:
                 self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M), self.mixer_post_norm
             )
         x_TE, norm = stream.enter(self.ffn_norm)
+        if wanted_M is not None:
+            batch = batch.only(wanted_M)
         if not self.ffn_fuses:
-            stream.add(self.ffn.forward(x_TE if norm is None else norm(x_TE)), self.ffn_post_norm)
+            stream.add(self.ffn.forward(x_TE if norm is None else norm(x_TE), batch=batch), self.ffn_post_norm)
         elif self.ffn_post_norm is None:
-            stream.h_TE = self.ffn.forward(x_TE, norm, stream.h_TE)
+            stream.h_TE = self.ffn.forward(x_TE, norm, stream.h_TE, batch)
         else:
-            stream.add(self.ffn.forward(x_TE, norm), self.ffn_post_norm)
+            stream.add(self.ffn.forward(x_TE, norm, batch=batch), self.ffn_post_norm)
 
     def slots(self) -> dict[str, Slot]:
         parts = {

@@ -8,6 +8,7 @@ no phases: a prompt chunk, a decode step and a draft to verify are spans of diff
 from __future__ import annotations
 
 from kvasir.types.event import (
+    AdapterInfo,
     BareLogprobs,
     EngineStats,
     Event,
@@ -49,6 +50,7 @@ from kvasir.types.step import (
 )
 
 __all__ = [
+    "AdapterInfo",
     "BareLogprobs",
     "CacheGroup",
     "CacheRow",

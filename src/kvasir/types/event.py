@@ -75,6 +75,18 @@ class Event:
     queued: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """An adapter that is served under a name of its own. ``path``: its folder; ``key``: digest of its content, as in
+    ``Variant``; ``rank``: the largest of its matrices; ``base``: the base model that its config names."""
+
+    name: str
+    path: str
+    key: str
+    rank: int
+    base: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelInfo:
     """Facts about a loaded model that front ends need."""
@@ -88,6 +100,7 @@ class ModelInfo:
     drafters: tuple[str, ...] = ()
     timed_attention: str = ""  # the attention backend that was chosen by timing; a restarted process keeps it
     priorities: bool = False  # whether the scheduler looks at the priorities of requests
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)  # by name
     max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
     max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)

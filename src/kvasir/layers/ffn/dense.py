@@ -11,6 +11,7 @@ from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import DenseSpec
 from kvasir.layers.weights import Placement, Slot
+from kvasir.types import StepBatch
 
 
 class FFN:
@@ -28,11 +29,16 @@ class FFN:
         self.activation = spec.activation
 
     def forward(
-        self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None
+        self,
+        x_TE: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual_TE: torch.Tensor | None = None,
+        batch: StepBatch | None = None,
     ) -> torch.Tensor:
         """The block of x, or of ``norm``(x): [T, E]. ``residual_TE`` is added, and its memory may be used for the
-        result."""
-        return self.down(self.gate_up(x_TE, norm, activation=self.activation), residual_TN=residual_TE)
+        result. ``batch`` says which of these rows have variants."""
+        gated_TF = self.gate_up(x_TE, norm, activation=self.activation, batch=batch)
+        return self.down(gated_TF, residual_TN=residual_TE, batch=batch)
 
     def slots(self) -> dict[str, Slot]:
         return self.gate_up.slots() | self.down.slots()

@@ -18,6 +18,7 @@ from kvasir.layers.linear import Linear, linear, matrix
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import MoESpec
 from kvasir.layers.weights import Placement, Slot
+from kvasir.types import StepBatch
 
 
 class FFN:
@@ -45,10 +46,14 @@ class FFN:
         return weights_TK.to(x_TE.dtype), ids_TK
 
     def forward(
-        self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None
+        self,
+        x_TE: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual_TE: torch.Tensor | None = None,
+        batch: StepBatch | None = None,
     ) -> torch.Tensor:
         """The block of x, or of ``norm``(x): [T, E]. ``residual_TE`` is added, and its memory may be used for the
-        result."""
+        result. Experts have no variants: adapters of them are refused when they are read."""
         spec, kernels = self.spec, use_triton(x_TE)
         if kernels and x_TE.shape[0] == 1 and not self.exact:
             return moe_row_triton(

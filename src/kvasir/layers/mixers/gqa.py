@@ -59,7 +59,7 @@ class Mixer:
         and of ``residual_TE``; None: all.
         """
         spec, num_rows = self.spec, x_TE.shape[0]
-        heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
+        heads_TXD = self.qkv(x_TE, norm, batch=batch).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
         # Whether the backend takes queries in the cache's basis.
         in_basis = codec.fuses and codec.kernel in backend.codec_kernels
@@ -75,7 +75,9 @@ class Mixer:
             q_THD = codec.queries(q_THD) if in_basis else q_THD
         out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
         out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
-        return self.o(out_TE if wanted_M is None else out_TE.index_select(0, wanted_M), residual_TN=residual_TE)
+        if wanted_M is not None:
+            out_TE, batch = out_TE.index_select(0, wanted_M), batch.only(wanted_M)
+        return self.o(out_TE, residual_TN=residual_TE, batch=batch)
 
     def _write(
         self, heads_TXD: torch.Tensor, angles: Angles | None, cache: LayerCache, batch: StepBatch

@@ -1,0 +1,138 @@
+"""Adapters for a decoder that is loaded: read from a folder, and laid out as the slots of its products take them.
+
+Legend: K inputs, N outputs, R rank, P parts of a product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.layers.adapters import HostPair
+from kvasir.layers.linear import Linear
+from kvasir.models.decoder import Decoder
+from kvasir.models.families import find_family
+from kvasir.models.peft import PeftFolder, one_hot_columns, unknown
+from kvasir.types import AdapterInfo
+
+# Ranks that buffers may have: an adapter's is rounded up to the next.
+RANKS = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter in host memory. ``pairs``: by product."""
+
+    info: AdapterInfo
+    pairs: dict[str, HostPair]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pair.a_PRK.nbytes + pair.b_NR.nbytes for pair in self.pairs.values())
+
+
+def bucket(rank: int) -> int:
+    """The smallest rank of buffers that holds ``rank``. Raises ConfigError beyond the largest."""
+    found = next((size for size in RANKS if rank <= size), None)
+    if found is None:
+        raise ConfigError(f"rank {rank} is more than {RANKS[-1]}, the largest that is served")
+    return found
+
+
+class AdapterSlots:
+    """The slots of every product of a decoder that adapters may change: those of attention and of dense feed-forward
+    blocks. ``num_slots`` adapters of up to ``max_rank`` fit."""
+
+    def __init__(self, decoder: Decoder, num_slots: int, max_rank: int) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self.products: dict[str, Linear] = {}
+        self._parts: dict[str, tuple[str, int]] = {}  # stored name of a matrix -> its product, and its place there
+        self._dtype, on_gpu = decoder.place.dtype, decoder.place.device.type == "cuda"
+        self._pinned = on_gpu
+        stored_name = find_family(decoder.spec.family).stored_name
+        for i, block in enumerate(decoder.blocks):
+            for room, layer in (("mixer", block.mixer), ("ffn", block.ffn)):
+                for attribute, product in vars(layer).items():
+                    if not isinstance(product, Linear) or attribute == "router":
+                        continue
+                    name = f"layers.{i}.{room}.{attribute}"
+                    product.use_adapters(num_slots, bucket(max_rank))
+                    self.products[name] = product
+                    for place, part in enumerate(product.widths):
+                        stored = stored_name(f"layers.{i}.{room}.{part}.weight")
+                        self._parts[stored.removesuffix(".weight")] = name, place
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device that all slots take."""
+        pairs = [product.low_rank.pairs for product in self.products.values()]
+        return sum(p.a_SCK.nbytes + p.b_SNR.nbytes + p.columns_SC.nbytes for p in pairs)
+
+    def read(self, name: str, path: Path, base: str) -> Adapter:
+        """Read an adapter into host memory, pinned for a GPU. Touches no slot, so another thread may call it. ``base``:
+        the model's name, for messages. Raises ConfigError that names what is not served and the way out."""
+        folder = PeftFolder(path)
+        merge = f"kvasir convert merge_lora:adapter={path} {base} NEW_FOLDER"
+        folder.refuse_unserved([], merge)
+        key, tensors = folder.key(), folder.tensors()
+        folder.refuse_unserved(list(tensors), merge)
+        found: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        most = 0
+        for update in folder.updates(tensors):
+            if update.module not in self._parts:
+                why = unknown(update.module, self._kinds)
+                raise ConfigError(f"{path}: {why}. Merge the adapter into its base model: {merge}")
+            product, place = self._parts[update.module]
+            width, num_inputs = list(self.products[product].widths.values())[place], self._inputs(product)
+            shape = (update.b_NR.shape[0], update.a_RK.shape[1])
+            if shape != (width, num_inputs):
+                raise ConfigError(
+                    f"{path}: '{update.module}' changes a matrix of {shape[0]} x {shape[1]}; here it has {width} x "
+                    f"{num_inputs}. The adapter is for another base model ({folder.base or 'it does not say which'})."
+                )
+            most = max(most, update.a_RK.shape[0])
+            if most > self.max_rank:
+                raise ConfigError(f"{path}: rank {most} is more than --max-lora-rank {self.max_rank}")
+            scaled = (update.b_NR.float() * update.scale).to(self._dtype)
+            found.setdefault(product, {})[place] = update.a_RK.to(self._dtype), scaled
+        if not found:
+            raise ConfigError(f"{path} has no low-rank matrices")
+        pairs = {product: self._pair(product, parts) for product, parts in found.items()}
+        return Adapter(AdapterInfo(name=name, path=str(path), key=key, rank=most, base=folder.base), pairs)
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Fill slot ``slot`` (0-based) of every product. On a GPU nothing waits."""
+        for name, product in self.products.items():
+            product.low_rank.put(slot, adapter.pairs.get(name))
+
+    def poison(self, slot: int) -> None:
+        """Fill a slot with NaN."""
+        for product in self.products.values():
+            product.low_rank.poison(slot)
+
+    def _pair(self, product: str, parts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> HostPair:
+        """The matrices of a product's parts, padded with zeros to one rank; a part that is absent is all zeros."""
+        widths = list(self.products[product].widths.values())
+        rank = bucket(max(a.shape[0] for a, _ in parts.values()))
+        a_PRK = torch.zeros(len(widths), rank, self._inputs(product), dtype=self._dtype, pin_memory=self._pinned)
+        b_NR = torch.zeros(sum(widths), rank, dtype=self._dtype, pin_memory=self._pinned)
+        columns_PR = torch.full((len(widths), rank), -1, dtype=torch.int32, pin_memory=self._pinned)
+        gathered = True
+        for place, (a, b) in parts.items():
+            own = len(a)
+            a_PRK[place, :own], b_NR[sum(widths[:place]) : sum(widths[: place + 1]), :own] = a, b
+            columns = one_hot_columns(a)
+            gathered = gathered and columns is not None
+            if columns is not None:
+                columns_PR[place, :own] = columns
+        # The first number says whether a slot is gathered, so a product whose first part is absent is multiplied.
+        return HostPair(a_PRK, b_NR, columns_PR if gathered and 0 in parts else None)
+
+    def _inputs(self, product: str) -> int:
+        return self.products[product].weight_NK.shape[1]
+
+    def _kinds(self) -> list[str]:
+        return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in self._parts))

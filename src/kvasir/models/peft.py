@@ -1,0 +1,163 @@
+"""Folders of LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors.
+
+An adapter of the products of attention and of dense feed-forward blocks is served as it is. Whatever else PEFT can
+train (DoRA, whole modules, biases, embeddings, the head, experts) is refused by name, with the command that merges it
+into its base model. Nothing is unpickled.
+
+Legend: K inputs, N outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.models.checkpoint import read_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Ways to begin that change the base weights: such an adapter belongs to its own residual base until it is converted.
+OWN_BASE = ("pissa", "corda", "olora", "loftq")
+# Most names listed in a message.
+SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankUpdate:
+    """What an adapter adds to one stored matrix: ``scale`` * B A. ``a_RK``, ``b_NR``: as stored."""
+
+    module: str  # the stored matrix's name without ".weight"
+    a_RK: torch.Tensor
+    b_NR: torch.Tensor
+    scale: float
+
+
+class PeftFolder:
+    """An adapter's folder, with its config read. Raises ConfigError when it is not one, or not of PEFT's LoRA."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / CONFIG).is_file():
+            raise ConfigError(f"{path} has no {CONFIG}: name a folder that PEFT's save_pretrained wrote")
+        if not (path / WEIGHTS).is_file():
+            found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".safetensors"))
+            held = f"; it holds {', '.join(found[:SHOWN])}, which is not read" if found else ""
+            raise ConfigError(f"{path} has no {WEIGHTS}{held}. Save the adapter with safe_serialization=True.")
+        self.config = read_json(path / CONFIG)
+        kind = self.config.get("peft_type")
+        if kind != "LORA":
+            raise ConfigError(f"{path}: peft_type is {kind!r}; LORA is served. `kvasir convert to_lora` writes it.")
+        self.rank = self._number("r")
+        self.alpha = self._number("lora_alpha")
+
+    def _number(self, name: str) -> float:
+        value = self.config.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            raise ConfigError(f"{self.path / CONFIG}: {name} is {value!r}, expected a positive number")
+        return value
+
+    @property
+    def base(self) -> str:
+        """The base model, as the config names it."""
+        return str(self.config.get("base_model_name_or_path") or "")
+
+    def key(self) -> str:
+        """Hex digest of what the adapter computes: its weights and the fields that scale them."""
+        digest = hashlib.blake2b(digest_size=16)
+        fields = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+        digest.update(repr([self.config.get(name) for name in fields]).encode())
+        with open(self.path / WEIGHTS, "rb") as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """alpha / r of a module, or alpha / sqrt(r) with ``use_rslora``; patterns are matched as PEFT does."""
+        alpha = self.alpha
+        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = value
+                break
+        return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every stored tensor by its name without PEFT's prefix. Raises ConfigError for a damaged file."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            stored = load_file(self.path / WEIGHTS)
+        except (SafetensorError, OSError) as e:
+            raise ConfigError(f"cannot read {self.path / WEIGHTS}: {e}") from e
+        return {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+
+    def updates(self, tensors: dict[str, torch.Tensor]) -> Iterator[LowRankUpdate]:
+        """The low-rank updates among ``tensors``. Raises ConfigError for a pair that is not whole or has bad shapes."""
+        for name, a in tensors.items():
+            if not name.endswith(".lora_A.weight"):
+                continue
+            module = name.removesuffix(".lora_A.weight")
+            b = tensors.get(f"{module}.lora_B.weight")
+            if b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+                found = "missing" if b is None else f"{tuple(b.shape)}"
+                raise ConfigError(f"{self.path}: '{module}' has lora_A {tuple(a.shape)}, and its lora_B is {found}")
+            yield LowRankUpdate(module, a, b, self.scale_of(module, a.shape[0]))
+
+    def refuse_unserved(self, names: Iterator[str] | list[str], merge: str) -> None:
+        """Raise ConfigError for what is no plain LoRA of served products. ``merge``: the command that merges it."""
+        config = self.config
+
+        def refuse(what: str) -> None:
+            raise ConfigError(f"{self.path}: {what}. Merge the adapter into its base model: {merge}")
+
+        begins = str(config.get("init_lora_weights", "")).lower()
+        if begins.startswith(OWN_BASE):
+            raise ConfigError(
+                f"{self.path}: init_lora_weights is '{begins}', which trains against a changed base. Save the adapter "
+                "with PEFT's path_initial_model_for_weight_conversion, or export it with `kvasir convert to_lora`."
+            )
+        for field, what in (
+            ("use_dora", "DoRA (use_dora) scales whole rows of the weights and is not served"),
+            ("modules_to_save", f"whole modules (modules_to_save: {config.get('modules_to_save')}) are not served"),
+            ("trainable_token_indices", "new tokens (trainable_token_indices) are not served"),
+            ("target_parameters", "parameters of experts (target_parameters) are not served"),
+            ("lora_bias", "biases (lora_bias) are not served"),
+            ("layer_replication", "layer_replication makes another model and is not served"),
+            ("fan_in_fan_out", "transposed weights (fan_in_fan_out) are not served"),
+        ):
+            if config.get(field):
+                refuse(what)
+        if config.get("bias", "none") != "none":
+            refuse(f"biases (bias: {config['bias']!r}) are not served")
+        for name in names:
+            if ".lora_A." in name or ".lora_B." in name:
+                continue
+            if "lora_embedding" in name or "embed_tokens" in name:
+                refuse(f"'{name}' changes the embedding, which is not served")
+            if "lora_magnitude" in name:
+                refuse("DoRA (lora_magnitude_vector) scales whole rows of the weights and is not served")
+            refuse(f"'{name}' is no low-rank matrix")
+
+
+def one_hot_columns(a_RK: torch.Tensor) -> torch.Tensor | None:
+    """The column [R] int32 that each row of A picks, if every row is one-hot (PaCA); else None."""
+    if not bool(((a_RK != 0).sum(1) == 1).all()):
+        return None
+    columns = a_RK.argmax(1)
+    return columns.int() if bool((a_RK.gather(1, columns[:, None]) == 1).all()) else None
+
+
+def unknown(module: str, known: Callable[[], list[str]]) -> str:
+    """What a refusal says of a module that the model does not have, or that no adapter may change."""
+    last = module.rsplit(".", 1)[-1]
+    if ".experts." in module or last in ("router", "gate"):
+        return f"'{module}' belongs to experts, whose adapters are not served"
+    if last in ("lm_head", "embed_tokens"):
+        return f"'{module}' changes the {'head' if last == 'lm_head' else 'embedding'}, which is not served"
+    return f"the base model has no '{module}' that an adapter may change; it has {', '.join(known())}"
