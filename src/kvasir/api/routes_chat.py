@@ -37,11 +37,10 @@ def prepare_prompt(
     offered: list[dict[str, Any]] | None,
     tool_choice: Any,
     parallel: bool,
-    contexts: int = 1,
     /,
     **template: Any,
 ) -> Prompt:
-    """Check, render and encode a conversation that may be as long as ``contexts`` contexts. Raises RequestError."""
+    """Check, render and encode a conversation. Raises RequestError."""
     text = service.text
     tools.validate(offered, tool_choice)
     offered = offered if offered and tool_choice != "none" else None
@@ -52,13 +51,17 @@ def prepare_prompt(
             code="no_tool_parser",
         )
     messages = check_messages(messages)
-    text.check_size(texts(messages), service.info.max_model_len, contexts)
+    text.check_size(texts(messages), service.info.max_model_len)
     ids = text.tokenizer.encode_chat(messages, tools=offered, **template)
     thinking = text.reasoning(ids)
     after = thinking.end_ids(text.tokenizer) if thinking else ()
     return Prompt(
         ids, offered, after, tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after)
     )
+
+
+# Names by which chat templates know the switch for thinking.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 def template_options(

@@ -11,17 +11,16 @@ from kvasir.api.chat import Message
 from kvasir.errors import RequestError
 from kvasir.models.tokenizer import Tokenizer
 
-# Names under which chat templates read whether the model should think (Qwen3 and many after it; DeepSeek, Granite).
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-
 
 class Text:
     """The tokenizer and the parsers of one model. Call ``load`` before anything else, in a thread, because it blocks.
 
-    ``keep_ids``: special tokens whose text the parsers look for, so they are shown although special tokens are skipped.
+    ``reads``: names of the variables that the chat templates read. ``keep_ids``: special tokens whose text the parsers
+    look for, so they are shown although special tokens are skipped.
     """
 
     tokenizer: Tokenizer
+    reads: frozenset[str]
     keep_ids: frozenset[int]
     tool_format: type[tools.ToolParser] | None
 
@@ -37,15 +36,13 @@ class Text:
         packages. Raises ConfigError."""
         self.tokenizer = self._open()
         self._longest_token = max(len(self.tokenizer.id_to_token(i) or "") for i in range(self.tokenizer.size))
+        self.reads = frozenset().union(*(template.reads for template in self.tokenizer.templates.values()))
         self.tool_format = tools.choose(self._tool_parser, self.tokenizer)
         thinking = self._thinking = reasoning.choose(self._reasoning_parser, self.tokenizer)
         marks = [
             *(self.tool_format.marks if self.tool_format else ()),
             *((thinking.start, thinking.end) if thinking else ()),
         ]
-        reads = set().union(*(t.reads for t in self.tokenizer.templates.values()))
-        self._switch = next((name for name in THINKING_SWITCHES if name in reads), None)
-        self._reads_effort = "reasoning_effort" in reads
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
     def check_size(self, texts: Iterable[str], max_model_len: int, contexts: int = 1) -> None:
@@ -67,14 +64,6 @@ class Text:
     def reasoning(self, prompt_ids: Sequence[int]) -> reasoning.ReasoningParser | None:
         """A parser for one answer to this prompt; None when the model does not think."""
         return reasoning.parser(self._thinking, self.tokenizer, prompt_ids)
-
-    def thinking_options(self, on: bool) -> dict[str, Any]:
-        """The template's variable that switches thinking on or off; empty when the template has no switch."""
-        return {} if self._switch is None else {self._switch: on}
-
-    def effort_options(self, effort: str) -> dict[str, Any]:
-        """The template's variable for how hard the model should think; empty when the template reads none."""
-        return {"reasoning_effort": effort} if self._reads_effort else {}
 
     def message(self, prompt_ids: Sequence[int], offered: list[dict[str, Any]] | None, parallel: bool) -> Message:
         """A fresh assistant message that answers this prompt. ``offered``: the tools it may call."""
