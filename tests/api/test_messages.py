@@ -390,6 +390,9 @@ def test_every_status_has_anthropics_form(http, server):
     refused(http.get(PATH), 405, "invalid_request_error", "use POST")
     refused(http.post("/v1/messages/batches", json={}), 404, "not_found_error", "no route serves")
     refused(http.post("/v1/v1/messages", json={}), 404, "not_found_error", "/v1 twice")
+    refused(httpx.post(f"{server.url}//v1/messages/", json={}, timeout=120), 404, "not_found_error", "double slash")
+    for path in ("/v1/models/messages", "/v1/messages2"):
+        assert set(http.get(path).json()["error"]) == {"message", "type", "param", "code"}, "OpenAI's form"
     refused(http.post(PATH, content=b"{}", headers={"content-type": "text/plain"}), 415, "invalid_request_error")
     big = b'{"a": "' + b"x" * (17 << 20) + b'"}'
     for path in (PATH, COUNT):
