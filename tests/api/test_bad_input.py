@@ -266,7 +266,7 @@ IN_CHAT = {  # body fields over a healthy body -> (status, param)
 
 
 def test_23_names_inside_the_server_mean_nothing_to_a_template(http, server):
-    names = dict.fromkeys(("service", "offered", "tool_choice", "parallel", "contexts"), 1)
+    names = dict.fromkeys(("service", "offered", "tool_choice", "parallel", "continued", "cut", "template"), 1)
     r = http.post(CHAT, json={"messages": [{"role": "user", "content": "say: fine"}], "chat_template_kwargs": names})
     assert r.status_code == 200, "it was a 500"
 

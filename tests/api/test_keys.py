@@ -122,7 +122,7 @@ def test_one_key_is_no_tenant():
         assert server.engine.seen[-1].tenant == ""
 
 
-def test_a_refused_preflight_names_the_flag(guarded):
+def test_a_refused_preflight_names_the_flag(guarded, caplog):
     """Browsers send no key with it, so the key guard must not be what answers."""
     asked = {"origin": "http://localhost:3000", "access-control-request-method": "POST"}
     with running() as free:
@@ -133,6 +133,11 @@ def test_a_refused_preflight_names_the_flag(guarded):
         r = httpx.options(guarded.url + "/v1/messages", headers={**asked, "origin": "x" * 5000}, timeout=120)
         assert r.json()["error"]["type"] == "permission_error" and len(r.content) < 800
         assert httpx.options(guarded.url + CHAT, timeout=120).status_code == 401, "no preflight, so it needs a key"
+        for i in range(20):
+            httpx.options(free.url + CHAT, headers={**asked, "origin": f"http://{i}"}, timeout=120)
+    logged = [r.getMessage() for r in caplog.records if "--allowed-origins" in r.getMessage()]
+    assert any("http://localhost:3000" in line for line in logged), "consoles of browsers do not show the reply"
+    assert len(logged) < 20, "a page cannot fill the log"
 
 
 def test_cors_is_off_unless_asked_for(http):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from kvasir.api.routes_messages import MessagesJob
+from kvasir.api.messages_protocol import CountTokensBody
+from kvasir.api.routes_messages import AskedPrompt, MessagesJob
 from kvasir.errors import RequestError
 from tests.api.fake_client import FakeClient, tokenizer
 from tests.api.running import Running, key, running
+from tests.api.test_bad_input import RAW
 from tests.api.test_messages_translation import assembled
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -237,14 +240,24 @@ def test_what_is_ignored_stands_in_a_header(http, more, named):
         assert r.status_code == 200 and f"ignored parameters: {named}" in r.headers["warning"], r.text
 
 
-def test_a_template_that_reads_the_effort_gets_it():
-    from kvasir.api.text import Text
-
-    text = Text(tokenizer)
-    text.load()
-    assert text.effort_options("low") == {} and text.thinking_options(False) == {"enable_thinking": False}
-    text._reads_effort, text._switch = True, None
-    assert text.effort_options("low") == {"reasoning_effort": "low"} and text.thinking_options(False) == {}
+@pytest.mark.parametrize(
+    ("reads", "thinks", "thinking", "variables", "ignored"),
+    [
+        ({"enable_thinking"}, True, "disabled", {"enable_thinking": False}, []),
+        ({"thinking", "reasoning_effort"}, True, "enabled", {"thinking": True, "reasoning_effort": "low"}, []),
+        (set(), True, "disabled", {}, ["thinking.type"]),
+        (set(), True, "adaptive", {}, []),
+        (set(), False, "enabled", {}, ["thinking.type"]),
+        (set(), False, "disabled", {}, []),
+    ],
+)
+def test_templates_get_the_variables_that_they_read(reads, thinks, thinking, variables, ignored):
+    service = SimpleNamespace(text=SimpleNamespace(reads=reads, reasoning=lambda ids: object() if thinks else None))
+    body = CountTokensBody(messages=[{"role": "user"}], thinking={"type": thinking}, output_config={"effort": "low"})
+    asked = AskedPrompt.__new__(AskedPrompt)
+    asked.ignored = []
+    assert asked._thinking(service, body) == variables
+    assert asked.ignored == ignored + ([] if "reasoning_effort" in reads else ["output_config.effort"])
 
 
 def test_output_format_is_a_grammar(http, server):
@@ -264,6 +277,9 @@ def test_a_last_message_of_the_assistant_is_continued(http, server):
     ask(http, "", messages=turns)
     prompt = prompt_of(server)
     assert prompt.endswith("<|im_start|>assistant\nsay: the rest"), "the turn is open, and the text is its beginning"
+    choice = {"type": "tool", "name": "weather"}
+    ask(http, "", messages=turns, tools=[WEATHER], tool_choice=choice)
+    assert server.engine.seen[-1].params.grammar.after == (), "there is no thinking to wait for"
     turns[1]["content"] = "<|im_end|>"
     ask(http, "", messages=turns)
     assert tokenizer().token_to_id("<|im_end|>") not in server.engine.seen[-1].prompt_ids[-8:], "text, not a token"
@@ -293,11 +309,11 @@ def test_the_count_is_that_of_the_prompt(http, more):
 
 
 def test_a_conversation_longer_than_the_context_is_counted(http):
-    turns = [{"role": "user", "content": "hello world " * 1500}]
+    turns = [{"role": "user", "content": "hello world " * 1000}]
     assert http.post(COUNT, json={"messages": turns}).json()["input_tokens"] > 1024
     refused(http.post(PATH, json={"messages": turns, "max_tokens": 5}), 400, "invalid_request_error", "1024")
     huge = [{"role": "user", "content": "x" * (1 << 20)}]
-    refused(http.post(COUNT, json={"messages": huge}), 400, "invalid_request_error", "4 times the context")
+    refused(http.post(COUNT, json={"messages": huge}), 400, "invalid_request_error", "far more than the context")
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -346,6 +362,16 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("path", [PATH, COUNT])
+def test_raw_bodies(http, server, path, name):
+    """The catalogue of the other routes, in this form."""
+    body, status = RAW[name]
+    kind = "request_too_large" if status == 413 else "invalid_request_error"
+    refused(http.post(path, content=body, headers={"content-type": "application/json"}), status, kind)
+    server.idle()
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_bodies(http, server, name):
     body, words = BAD[name]
@@ -364,6 +390,9 @@ def test_every_status_has_anthropics_form(http, server):
     refused(http.get(PATH), 405, "invalid_request_error", "use POST")
     refused(http.post("/v1/messages/batches", json={}), 404, "not_found_error", "no route serves")
     refused(http.post("/v1/v1/messages", json={}), 404, "not_found_error", "/v1 twice")
+    refused(httpx.post(f"{server.url}//v1/messages/", json={}, timeout=120), 404, "not_found_error", "double slash")
+    for path in ("/v1/models/messages", "/v1/messages2"):
+        assert set(http.get(path).json()["error"]) == {"message", "type", "param", "code"}, "OpenAI's form"
     refused(http.post(PATH, content=b"{}", headers={"content-type": "text/plain"}), 415, "invalid_request_error")
     big = b'{"a": "' + b"x" * (17 << 20) + b'"}'
     for path in (PATH, COUNT):

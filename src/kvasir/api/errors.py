@@ -1,12 +1,13 @@
 """Error replies in the form of the protocol that the route speaks.
 
-OpenAI's form is ``{"error": {"message", "type", "param", "code"}}``. Paths with ``messages`` in them speak Anthropic's:
+OpenAI's form is ``{"error": {"message", "type", "param", "code"}}``. Paths under ``/v1/messages`` speak Anthropic's:
 ``{"type": "error", "error": {"type", "message"}, "request_id"}``, with its own statuses and words for types.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -33,6 +34,7 @@ ANTHROPIC_TYPES = {
     529: "overloaded_error",
 }
 ANTHROPIC_OVERLOADED = 529
+MESSAGES = re.compile(r"/+(?:v1/+)*messages(?:/|$)")
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def id_headers(scope: Scope, name: str | None = None) -> dict[str, str]:
 def speaks_anthropic(path: str) -> bool:
     """Whether a path is that of the messages API, also where no route serves it: a client whose base URL is wrong still
     reads its own form."""
-    return "messages" in path.split("/")
+    return MESSAGES.match(path) is not None
 
 
 def _anthropic_status(error: RequestError) -> int:

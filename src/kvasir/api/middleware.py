@@ -8,8 +8,11 @@ from typing import Any
 
 from kvasir.api.errors import error_response
 from kvasir.errors import RequestError
+from kvasir.logs import log
 
 Scope = dict[str, Any]
+# Most origins whose refusal is logged.
+MAX_LOGGED = 8
 
 
 class HeadAsGet:
@@ -39,11 +42,13 @@ class HeadAsGet:
 
 class Preflights:
     """ASGI middleware: refuses the preflight of a browser on a page that may not call this server, and says which flag
-    allows it. A preflight never has a key, so without this it would meet the key guard."""
+    allows it. A preflight never has a key, so without this it would meet the key guard. Consoles of browsers do not
+    show the reply, so the log tells of the first few origins too."""
 
     def __init__(self, app: Callable, allowed: Collection[str]) -> None:
         self.app = app
         self.allowed = allowed
+        self.logged: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
         headers = dict(scope["headers"]) if scope["type"] == "http" and scope["method"] == "OPTIONS" else {}
@@ -52,9 +57,9 @@ class Preflights:
         origin = headers[b"origin"].decode("latin-1")[:200]
         if origin in self.allowed or "*" in self.allowed:
             return await self.app(scope, receive, send)
-        error = RequestError(
-            f"pages from {origin} may not call this server (CORS). Start it with --allowed-origins {origin}",
-            status=403,
-            code="cors_refused",
-        )
+        message = f"pages from {origin} may not call this server (CORS). Start it with --allowed-origins {origin}"
+        if origin not in self.logged and len(self.logged) < MAX_LOGGED:
+            self.logged.add(origin)
+            log.warning("%s", message.encode("unicode_escape").decode())  # it is the client's text
+        error = RequestError(message, status=403, code="cors_refused")
         return await error_response(error, scope)(scope, receive, send)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # Beginnings of paths that other servers serve: whose they are, and the route here that does it.
@@ -70,7 +70,7 @@ def explain_path(path: str, routes: list[Served]) -> str:
             f"{shown}: that is {name}, and this server speaks OpenAI's and Anthropic's. "
             f"Use {_named(instead, routes)} (base URL of OpenAI's clients: {BASE}). {listed}"
         )
-    near = difflib.get_close_matches(target, [r.path for r in routes], n=1, cutoff=0.75)
+    near = difflib.get_close_matches(target[:MAX_SHOWN], [r.path for r in routes], n=1, cutoff=0.75)
     hint = f". The nearest route is {_named(near[0], routes)}" if near else ""
     return f"{shown}{hint}. {listed}"
 
@@ -108,13 +108,13 @@ def _repaired(path: str, routes: list[Served]) -> tuple[str, list[str]]:
 
 
 def _named(path: str, routes: list[Served]) -> str:
-    methods = [m for m in methods_at(path, routes) if m != "HEAD"]
-    exact = next((r for r in routes if r.path == path), None)
-    return f"{'/'.join(sorted(exact.methods) if exact else methods)} {path}"
+    exact = {method for route in routes if route.path == path for method in route.methods}
+    methods = exact or {method for method in methods_at(path, routes) if method != "HEAD"}
+    return f"{'/'.join(sorted(methods))} {path}"
 
 
 def _list(routes: list[Served]) -> str:
-    methods: Mapping[str, set[str]] = {}
+    methods: dict[str, set[str]] = {}
     for route in routes:
         methods.setdefault(route.path, set()).update(route.methods)
     return ", ".join(f"{'/'.join(sorted(names))} {path.replace(':path', '')}" for path, names in methods.items())

@@ -66,8 +66,8 @@ class ResponsesJob:
                 tools_of(tools),
                 choice_of(body.tool_choice),
                 parallel,
+                template_options(service, body.chat_template_kwargs, effort=effort, warnings=caller.warnings),
                 cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, body.max_output_tokens, service.info),
-                **template_options(service, body.chat_template_kwargs, effort=effort, warnings=caller.warnings),
             )
         text_format = body.text.format if body.text else None
         grammar_name, grammar = grammar_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from kvasir.api import tools
@@ -16,7 +16,6 @@ from kvasir.api.protocol import ChatBody
 from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, truncated
 from kvasir.api.service import Caller, Service, renamed
 from kvasir.api.streaming import DONE, sse
-from kvasir.api.text import THINKING_SWITCHES
 from kvasir.errors import RequestError
 from kvasir.types import Grammar, Request
 
@@ -39,15 +38,13 @@ def prepare_prompt(
     offered: list[dict[str, Any]] | None,
     tool_choice: Any,
     parallel: bool,
-    contexts: int = 1,
-    /,
+    template: Mapping[str, Any],
     *,
     continued: bool = False,
     cut: Callable[[list[int]], list[int]] = list,
-    **template: Any,
 ) -> Prompt:
-    """Check, render and encode a conversation that may be as long as ``contexts`` contexts. ``continued``: the answer
-    continues the last message. ``cut`` shortens the prompt's ids. Raises RequestError."""
+    """Check, render and encode a conversation. ``template``: the options of the chat template. ``continued``: the
+    answer continues the last message. ``cut`` shortens the prompt's ids. Raises RequestError."""
     text = service.text
     tools.validate(offered, tool_choice)
     offered = offered if offered and tool_choice != "none" else None
@@ -58,13 +55,17 @@ def prepare_prompt(
             code="no_tool_parser",
         )
     messages = check_messages(messages)
-    text.check_size(texts(messages), service.info.max_model_len, contexts)
+    text.check_size(texts(messages), service.info.max_model_len)
     ids = cut(text.tokenizer.encode_chat(messages, tools=offered, continue_final_message=continued, **template))
     last = "".join(texts(messages[-1:])) if continued else None
     thinking = text.reasoning(ids, last)
     after = thinking.end_ids(text.tokenizer) if thinking else ()
     forced = tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after)
     return Prompt(ids, offered, after, forced, last)
+
+
+# Names by which chat templates know the switch for thinking.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 def template_options(
@@ -144,10 +145,9 @@ class ChatJob:
                 functions,
                 body.tool_choice,
                 self.parallel,
+                {"add_generation_prompt": body.add_generation_prompt is not False, **options},
                 continued=bool(body.continue_final_message),
                 cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, limit, service.info),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                **options,
             )
         grammar_name, grammar = grammar_of(
             body,

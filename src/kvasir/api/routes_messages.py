@@ -16,7 +16,7 @@ from kvasir.api.generation import Generation
 from kvasir.api.limits import unique_id
 from kvasir.api.messages import Content, choice_of, messages_of, own_places, stop_fields, tools_of, usage_object
 from kvasir.api.messages_protocol import Conversation, CountTokensBody, MessagesBody
-from kvasir.api.routes_chat import Prompt, prepare_prompt, template_options
+from kvasir.api.routes_chat import THINKING_SWITCHES, Prompt, prepare_prompt, template_options
 from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
 from kvasir.api.service import Caller, Service, ignored_header, renamed
 from kvasir.api.streaming import encode, sse
@@ -25,8 +25,6 @@ from kvasir.types import Request
 
 # Fields of Anthropic's own service that a reply may not need to honour: what was ignored stands in a header.
 IGNORED = ("context_management", "diagnostics")
-# /v1/messages/count_tokens takes conversations of up to this many contexts.
-COUNT_CONTEXTS = 4
 
 
 class AskedPrompt:
@@ -36,7 +34,7 @@ class AskedPrompt:
     of the body was ignored.
     """
 
-    def __init__(self, service: Service, body: Conversation, contexts: int = 1) -> None:
+    def __init__(self, service: Service, body: Conversation) -> None:
         text = service.text
         self.ignored = [name for name in IGNORED if getattr(body, name) is not None]
         options = template_options(service, body.chat_template_kwargs)
@@ -50,7 +48,7 @@ class AskedPrompt:
         self.ignored += ignored
         choice, self.parallel = choice_of(body.tool_choice)
         with own_places(body.tools):
-            self.prompt: Prompt = prepare_prompt(service, messages, tools, choice, self.parallel, contexts, **options)
+            self.prompt: Prompt = prepare_prompt(service, messages, tools, choice, self.parallel, options)
         if self.continues:
             thinking = text.reasoning(self.prompt.ids)
             if "reasoning_content" in last or (thinking is not None and thinking.opened):
@@ -61,20 +59,26 @@ class AskedPrompt:
                     code="unsupported_parameter",
                 )
             self.prompt.ids += text.encode(last["content"])
-            self.prompt.after = ()
+            self.prompt.after = ()  # this answer does not think, so a grammar starts at once
+            if self.prompt.forced is not None:
+                self.prompt.forced = dataclasses.replace(self.prompt.forced, after=())
 
     def _thinking(self, service: Service, body: Conversation) -> dict[str, Any]:
         """The template's variables for ``thinking`` and ``output_config.effort``."""
         options: dict[str, Any] = {}
+        reads = service.text.reads
         if body.thinking is not None:
-            options |= (switch := service.text.thinking_options(body.thinking.type != "disabled"))
-            if body.thinking.type == "disabled" and not switch and service.text.reasoning([]) is not None:
+            on = body.thinking.type != "disabled"
+            options |= (switches := {name: on for name in THINKING_SWITCHES if name in reads})
+            thinks = service.text.reasoning([]) is not None
+            if not switches and on != thinks:  # a model that cannot think, or one that always does
                 self.ignored.append("thinking.type")
             if body.thinking.budget_tokens is not None:
                 self.ignored.append("thinking.budget_tokens")
         if body.output_config is not None and body.output_config.effort is not None:
-            options |= (effort := service.text.effort_options(body.output_config.effort))
-            if not effort:
+            if "reasoning_effort" in reads:
+                options["reasoning_effort"] = body.output_config.effort
+            else:
                 self.ignored.append("output_config.effort")
         return options
 
@@ -174,5 +178,5 @@ class MessagesRoutes:
     def _count(self, raw: bytes) -> tuple[int, list[str]]:
         body, unknown = self.service.parse(CountTokensBody, raw, adapters=True)
         with renamed({"prompt": "messages"}):
-            asked = AskedPrompt(self.service, body, COUNT_CONTEXTS)
+            asked = AskedPrompt(self.service, body)
         return len(asked.prompt.ids), [*unknown, *asked.ignored]

@@ -11,9 +11,6 @@ from kvasir.api.chat import Message
 from kvasir.errors import RequestError
 from kvasir.models.tokenizer import Tokenizer
 
-# Names under which chat templates read whether the model should think (Qwen3 and many after it; DeepSeek, Granite).
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-
 
 class Text:
     """The tokenizer and the parsers of one model. Call ``load`` before anything else, in a thread, because it blocks.
@@ -74,14 +71,6 @@ class Text:
             start, end = self._thinking.start, self._thinking.end
             return self._thinking(start if continued.rfind(start) > continued.rfind(end) else end)
         return reasoning.parser(self._thinking, self.tokenizer, prompt_ids)
-
-    def thinking_options(self, on: bool) -> dict[str, Any]:
-        """The template's variable that switches thinking on or off; empty when the template has no switch."""
-        return {name: on for name in THINKING_SWITCHES if name in self.reads}
-
-    def effort_options(self, effort: str) -> dict[str, Any]:
-        """The template's variable for how hard the model should think; empty when the template reads none."""
-        return {"reasoning_effort": effort} if "reasoning_effort" in self.reads else {}
 
     def message(
         self,
