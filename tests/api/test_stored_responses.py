@@ -201,7 +201,9 @@ def test_background_work_can_be_cancelled_and_deleted(client, slow, http):
         r = client.responses.create(model="fake", input=LONG, background=True)
         slow.until(lambda: client.responses.retrieve(r.id).status == "in_progress")  # noqa: B023
         if end == "cancel":
-            assert client.responses.cancel(r.id).status == client.responses.retrieve(r.id).status == "cancelled"
+            cancelled = client.responses.cancel(r.id)
+            assert cancelled == client.responses.retrieve(r.id) and cancelled.status == "cancelled"
+            assert len(cancelled.output_text) < len("one two three four " * 4), "the work was cut off"
         else:
             client.responses.delete(r.id)
             missing(http, r.id)
