@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 
 import httpx
@@ -321,3 +322,25 @@ def test_a_conversation_has_a_bounded_number_of_items(client, http):
     error = http.post(PATH, json={"input": [{"role": "x"}], "previous_response_id": r.id}).json()["error"]
     assert error["param"] == "input[0].role", "places are those of the client's own items"
     assert json.loads(http.get(f"{PATH}/{r.id}").content)["status"] == "completed"
+
+
+def test_the_sums_of_the_store_are_those_of_what_it_holds(monkeypatch):
+    """Random puts, repeated puts and drops by three keys, against sums taken anew; and the bounds hold."""
+    monkeypatch.setattr(responses_store, "KEY_BYTES", 4000)
+    monkeypatch.setattr(responses_store, "ALL_BYTES", 9000)
+    draw, store, names = random.Random(3), responses_store.ResponseStore(), []
+    for number in range(600):
+        if names and draw.random() < 0.2:
+            store.drop(draw.choice(names))
+        else:
+            name = draw.choice(names) if names and draw.random() < 0.2 else f"r{number}"
+            owner = next((s.owner for s in store if s.id == name), draw.choice("abc"))
+            names.append(name)
+            item = {"text": "x" * draw.randrange(900)}
+            store.put(responses_store.Stored(name, owner, time.time() + number, [item], {"status": "completed"}))
+        sums: dict[str, int] = {}
+        for kept in store:
+            sums[kept.owner] = sums.get(kept.owner, 0) + kept.bytes
+        assert store._bytes == sums and store._whole == sum(sums.values()) <= 9000
+        assert all(size <= 4000 for size in sums.values())
+        assert sum(map(len, store._by_owner.values())) == len(store._counted) == len(list(store))
