@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -212,6 +213,21 @@ def test_background_work_can_be_cancelled_and_deleted(client, slow, http):
     foreground = client.responses.create(model="fake", input="say: x")
     with pytest.raises(openai.BadRequestError, match="only a response with background=true"):
         client.responses.cancel(foreground.id)
+
+
+def test_many_may_cancel_and_delete_at_once(client, slow, http):
+    for _ in range(5):
+        name = client.responses.create(model="fake", input=LONG, background=True, stream=False).id
+
+        def end(i, name=name):
+            return http.post(f"{PATH}/{name}/cancel") if i % 4 else http.delete(f"{PATH}/{name}")
+
+        with ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(end, range(8)))
+        assert {r.status_code for r in replies} <= {200, 404}
+        assert all(r.json()["status"] == "cancelled" for r in replies if "status" in r.json())
+        missing(http, name)
+        slow.idle()
 
 
 def test_a_background_stream_is_resumed_from_any_event(client, slow, http):
