@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import httpx
+import openai
 import pytest
 
 from tests.api.fake_client import FakeClient, tokenizer
@@ -68,6 +69,42 @@ def test_effort_is_a_variable_of_the_template_and_a_warning_without_one():
         assert prompt(server) == "t: a paper|u: <|im_end|>|"
         assert not tokenizer().special_ids & set(server.engine.seen[-1].prompt_ids), "documents are plain text"
         ask(http, status=400, documents="x")
+        huge = ask(http, status=400, documents=[{"text": "hello " * 100_000}]).json()["error"]
+        assert huge["code"] == "context_length_exceeded" and "characters" in huge["message"]
+
+
+def test_openais_client_sends_them(server):
+    """Each field as the official client sends it: by its own name, or in ``extra_body``."""
+    search = {"type": "web_search_preview"}
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        extra = {
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "truncate_prompt_tokens": -1,
+            "request_id": "mine",
+            "cache_salt": "salt",
+            "include_reasoning": False,
+            "return_tokens_as_token_ids": True,
+            "documents": [{"text": "x"}],
+            "length_penalty": 1,
+            "best_of": 1,
+        }
+        raw = client.chat.completions.with_raw_response.create(
+            model="fake", messages=BEGUN, reasoning_effort="low", logprobs=True, extra_body=extra
+        )
+        chat = raw.parse()
+        assert chat.id.startswith("chatcmpl-mine-") and raw.headers["x-request-id"] == "mine"
+        assert chat.choices[0].logprobs.content[0].token.startswith("token_id:") and prompt(server).endswith("two ")
+        assert server.engine.seen[-1].tenant and "documents have no effect" in raw.headers[WARNING]
+        raw = client.responses.with_raw_response.create(
+            model="fake", input="say: hello", reasoning={"effort": "none", "summary": "auto"}, tools=[search]
+        )
+        assert raw.parse().output_text == "hello" and raw.parse().reasoning.effort == "none"
+        assert OFF in prompt(server) and "web_search_preview" in raw.headers[WARNING]
+        text = client.completions.create(
+            model="fake", prompt="say: one two", best_of=1, echo=True, extra_body={"truncate_prompt_tokens": 2}
+        )
+        assert not text.choices[0].text.startswith("say")
 
 
 BEGUN = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two "}]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -201,7 +203,9 @@ def test_background_work_can_be_cancelled_and_deleted(client, slow, http):
         r = client.responses.create(model="fake", input=LONG, background=True)
         slow.until(lambda: client.responses.retrieve(r.id).status == "in_progress")  # noqa: B023
         if end == "cancel":
-            assert client.responses.cancel(r.id).status == client.responses.retrieve(r.id).status == "cancelled"
+            cancelled = client.responses.cancel(r.id)
+            assert cancelled == client.responses.retrieve(r.id) and cancelled.status == "cancelled"
+            assert len(cancelled.output_text) < len("one two three four " * 4), "the work was cut off"
         else:
             client.responses.delete(r.id)
             missing(http, r.id)
@@ -209,6 +213,21 @@ def test_background_work_can_be_cancelled_and_deleted(client, slow, http):
     foreground = client.responses.create(model="fake", input="say: x")
     with pytest.raises(openai.BadRequestError, match="only a response with background=true"):
         client.responses.cancel(foreground.id)
+
+
+def test_many_may_cancel_and_delete_at_once(client, slow, http):
+    for _ in range(5):
+        name = client.responses.create(model="fake", input=LONG, background=True, stream=False).id
+
+        def end(i, name=name):
+            return http.post(f"{PATH}/{name}/cancel") if i % 4 else http.delete(f"{PATH}/{name}")
+
+        with ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(end, range(8)))
+        assert {r.status_code for r in replies} <= {200, 404}
+        assert all(r.json()["status"] == "cancelled" for r in replies if "status" in r.json())
+        missing(http, name)
+        slow.idle()
 
 
 def test_a_background_stream_is_resumed_from_any_event(client, slow, http):
@@ -319,3 +338,25 @@ def test_a_conversation_has_a_bounded_number_of_items(client, http):
     error = http.post(PATH, json={"input": [{"role": "x"}], "previous_response_id": r.id}).json()["error"]
     assert error["param"] == "input[0].role", "places are those of the client's own items"
     assert json.loads(http.get(f"{PATH}/{r.id}").content)["status"] == "completed"
+
+
+def test_the_sums_of_the_store_are_those_of_what_it_holds(monkeypatch):
+    """Random puts, repeated puts and drops by three keys, against sums taken anew; and the bounds hold."""
+    monkeypatch.setattr(responses_store, "KEY_BYTES", 4000)
+    monkeypatch.setattr(responses_store, "ALL_BYTES", 9000)
+    draw, store, names = random.Random(3), responses_store.ResponseStore(), []
+    for number in range(600):
+        if names and draw.random() < 0.2:
+            store.drop(draw.choice(names))
+        else:
+            name = draw.choice(names) if names and draw.random() < 0.2 else f"r{number}"
+            owner = next((s.owner for s in store if s.id == name), draw.choice("abc"))
+            names.append(name)
+            item = {"text": "x" * draw.randrange(900)}
+            store.put(responses_store.Stored(name, owner, time.time() + number, [item], {"status": "completed"}))
+        sums: dict[str, int] = {}
+        for kept in store:
+            sums[kept.owner] = sums.get(kept.owner, 0) + kept.bytes
+        assert store._bytes == sums and store._whole == sum(sums.values()) <= 9000
+        assert all(size <= 4000 for size in sums.values())
+        assert sum(map(len, store._by_owner.values())) == len(store._counted) == len(list(store))

@@ -64,6 +64,7 @@ class BackgroundRun:
         self._release, self._accepted, self._ended = release, accepted, ended
         self._generation = job.generate(release)
         self._task: asyncio.Task | None = None
+        self._ending: asyncio.Future | None = None
         self._cancelled = False
         self._events: list[bytes] = []
         self._first = 0  # sequence number of the first event that is kept
@@ -116,9 +117,15 @@ class BackgroundRun:
             self._add(*self.job.fail(RequestError("internal error", status=500, code="internal_error")))
         finally:
             await generation.close("cancelled" if self._cancelled else "disconnected")
-        await self._finish(self.job.cancel() if self._cancelled else None)
+        await self._finish(self.job.cancel() if self._cancelled and self.job.going else None)
 
     async def _finish(self, event: tuple[str, dict[str, Any]] | None) -> None:
+        """End the run, once, whoever asks for it and whatever cancels the asker."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end(event))
+        await asyncio.shield(self._ending)
+
+    async def _end(self, event: tuple[str, dict[str, Any]] | None) -> None:
         if event is not None:
             self._add(*event)
         if not self.suspended:

@@ -7,8 +7,10 @@ sees the responses of its own key only. Background responses are also written to
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,33 +73,43 @@ class Stored:
 
 
 class ResponseStore:
-    """The kept responses by id, oldest first."""
+    """The kept responses by id, oldest first. Keeping one costs the same however many there are."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Stored] = {}
+        # A plain dict would look through the places of all those forgotten before for its first entry.
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._by_owner: dict[str, OrderedDict[str, Stored]] = {}
+        self._bytes: dict[str, int] = {}  # by owner
+        self._whole = 0
+        self._counted: dict[str, int] = {}  # bytes by id, as they went into the sums
 
     def __iter__(self) -> Iterator[Stored]:
         return iter(list(self._kept.values()))
 
     def put(self, stored: Stored) -> None:
         """Keep a response, and forget those that are too old or too much; work that goes on is never forgotten."""
-        self._kept[stored.id] = stored
-        self.tidy()
-
-    def tidy(self) -> None:
-        """Forget the responses that are beyond the bounds."""
+        self._count(stored, stored.bytes)
+        self._kept[stored.id] = self._by_owner.setdefault(stored.owner, OrderedDict())[stored.id] = stored
         oldest = time.time() - KEEP_SECONDS
-        for old in [s for s in self if s.created < oldest and not s.going]:
-            self.drop(old.id)
-        totals: dict[str, int] = {}
-        for stored in self:
-            totals[stored.owner] = totals.get(stored.owner, 0) + stored.bytes
-        whole = sum(totals.values())
-        for old in [s for s in self if not s.going]:
-            if totals[old.owner] > KEY_BYTES or whole > ALL_BYTES:
+        self._forget(self._kept, lambda old: old.created < oldest)
+        self._forget(self._by_owner.get(stored.owner, {}), lambda old: self._bytes[old.owner] > KEY_BYTES)
+        self._forget(self._kept, lambda old: self._whole > ALL_BYTES)
+
+    def _count(self, stored: Stored, size: int) -> None:
+        more = size - self._counted.pop(stored.id, 0)
+        self._bytes[stored.owner] = self._bytes.get(stored.owner, 0) + more
+        self._whole += more
+        if size:
+            self._counted[stored.id] = size
+
+    def _forget(self, where: dict[str, Stored], needed: Callable[[Stored], bool]) -> None:
+        """Forget responses from the oldest on, while that is needed."""
+        going = 0  # work that goes on stands at the front and stays
+        while (old := next(itertools.islice(where.values(), going, None), None)) is not None and needed(old):
+            if old.going:
+                going += 1
+            else:
                 self.drop(old.id)
-                totals[old.owner] -= old.bytes
-                whole -= old.bytes
 
     def get(self, name: str, owner: str, param: str = "response_id") -> Stored:
         """The caller's response of this id. Raises RequestError 404, also for a response of another key."""
@@ -118,4 +130,11 @@ class ResponseStore:
 
     def drop(self, name: str) -> None:
         """Forget a response."""
-        self._kept.pop(name, None)
+        stored = self._kept.pop(name, None)
+        if stored is None:
+            return
+        self._count(stored, 0)
+        mine = self._by_owner[stored.owner]
+        del mine[name]
+        if not mine:
+            del self._by_owner[stored.owner], self._bytes[stored.owner]

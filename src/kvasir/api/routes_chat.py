@@ -17,6 +17,7 @@ from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, tru
 from kvasir.api.service import Caller, Service, renamed
 from kvasir.api.streaming import DONE, sse
 from kvasir.errors import RequestError
+from kvasir.models.chat_messages import strings
 from kvasir.types import Grammar, Request
 
 
@@ -55,7 +56,7 @@ def prepare_prompt(
             code="no_tool_parser",
         )
     messages = check_messages(messages)
-    text.check_size(texts(messages), service.info.max_model_len)
+    text.check_size([*texts(messages), *strings(template.get("documents"))], service.info.max_model_len)
     ids = cut(text.tokenizer.encode_chat(messages, tools=offered, continue_final_message=continued, **template))
     last = "".join(texts(messages[-1:])) if continued else None
     thinking = text.reasoning(ids, last)

@@ -17,7 +17,7 @@ class Marks:
     """Stand-ins for the control strings that occur in a user's input: one otherwise unused private character each."""
 
     def __init__(self, control: Collection[str], tags: Collection[str], values: Any) -> None:
-        texts = list(_strings(values))
+        texts = list(strings(values))
         found = [c for c in control if any(c in text for text in texts)]
         used = set().union(*texts) if found else set()
         free = (chr(c) for c in PRIVATE if chr(c) not in used)
@@ -41,7 +41,7 @@ class Marks:
 
 def unused(values: Any) -> str:
     """A private character that occurs in no text of ``values``, from the end that ``Marks`` does not use."""
-    used = set().union(*_strings(values))
+    used = set().union(*strings(values))
     return next(chr(c) for c in reversed(PRIVATE) if chr(c) not in used)
 
 
@@ -54,12 +54,13 @@ def _any_of(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
 
-def _strings(value: Any) -> Iterable[str]:
+def strings(value: Any) -> Iterable[str]:
+    """Yield every text in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list, tuple)):
         for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
-            yield from _strings(item)
+            yield from strings(item)
 
 
 def restore(text: str, originals: dict[str, str]) -> str:
