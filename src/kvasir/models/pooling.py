@@ -1,4 +1,4 @@
-"""What a checkpoint was made for: to generate, to embed or to score. Read from its folder; needs no torch.
+"""The work that a checkpoint was made for: to generate, to embed or to score. Read from its folder; needs no torch.
 
 Embedding models are folders of sentence-transformers (``modules.json``, ``1_Pooling/config.json``, ``2_Normalize``,
 ``config_sentence_transformers.json``) or checkpoints without a head (``Qwen3Model``). Rerankers have a head for one
@@ -39,7 +39,7 @@ def causal(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_pooling(path: Path, config: dict[str, Any], task: str = "auto", name: str = "") -> Pooling | None:
-    """How the checkpoint in ``path`` pools; None: it generates.
+    """The pooling of the checkpoint in ``path``; None: it generates.
 
     ``task``: ``generate``, ``embed`` or ``score`` to decide it, or ``auto``. ``name``: the model as the user named it;
     a reranker that nothing in its folder marks is known by its name. Raises ConfigError.

@@ -45,7 +45,7 @@ class PairTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """What a checkpoint answers with instead of tokens, read from its folder (`kvasir.models.pooling`).
+    """The way a checkpoint turns a prompt into numbers, read from its folder (`kvasir.models.pooling`).
 
     ``task``: ``embed`` (a vector) or ``score`` (how well a document answers a query). ``rows``: which rows are
     averaged. ``activation``: default of `PoolingParams.use_activation`. ``width``: numbers of a whole embedding.
