@@ -11,7 +11,7 @@ from kvasir.api.generation import Delta, Generation, Running
 from kvasir.api.limits import unique_id
 from kvasir.api.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
 from kvasir.api.protocol import CompletionBody
-from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, whitespace_of
 from kvasir.api.service import Caller, Service
 from kvasir.api.streaming import DONE, sse
 from kvasir.errors import RequestError
@@ -34,9 +34,10 @@ class CompletionJob:
             raise RequestError(
                 "'best_of' is supported only when it equals 'n'", param="best_of", code="unsupported_parameter"
             )
-        grammar_name, grammar = grammar_of(
-            body, {"response_format": format_grammar(body.response_format, "response_format")}
-        )
+        text_format = format_grammar(body.response_format, "response_format", self.ignored)
+        grammar_name, grammar = grammar_of(body, {"response_format": text_format}, self.ignored)
+        if grammar is not None:
+            grammar = dataclasses.replace(grammar, whitespace=whitespace_of(body))
         self.names = {"grammar": grammar_name}
         self.tokenizer = service.text.tokenizer
         for prompt in body.prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -13,8 +12,8 @@ from kvasir.api.limits import unique_id
 from kvasir.api.logprobs import chat_logprobs
 from kvasir.api.protocol import MAX_MESSAGES, ResponsesBody
 from kvasir.api.responses import Output, choice_of, flat_places, messages_of, tools_of, usage_object
-from kvasir.api.routes_chat import prepare_prompt, template_options
-from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.routes_chat import answer_grammar, prepare_prompt, template_options
+from kvasir.api.sampling import sampling_params
 from kvasir.api.service import Caller, Service, renamed
 from kvasir.api.streaming import sse
 from kvasir.errors import RequestError
@@ -40,14 +39,14 @@ class ResponsesJob:
                 tools_of(body.tools),
                 choice_of(body.tool_choice),
                 parallel,
+                self.ignored,
                 **template_options(service, body.chat_template_kwargs),
             )
         text_format = body.text.format if body.text else None
-        grammar_name, grammar = grammar_of(
-            body, {"text.format": format_grammar(text_format, "text.format"), "tool_choice": prompt.forced}
-        )
-        if grammar is not None:
-            grammar = dataclasses.replace(grammar, after=prompt.after)
+        with flat_places():
+            grammar_name, grammar = answer_grammar(
+                service, prompt, body, parallel, ("text.format", text_format), self.ignored
+            )
         if body.top_logprobs is not None and not body.include:
             raise RequestError("'top_logprobs' needs include=['message.output_text.logprobs']", param="top_logprobs")
         self.names["logprobs"] = "top_logprobs"
