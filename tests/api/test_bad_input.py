@@ -223,8 +223,18 @@ IN_CHAT = {  # body fields over a healthy body -> (status, param)
     "51-two": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     "51-two-in-one": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
     "51-format-and-choice": (
-        {"response_format": {"type": "json_object"}, "tools": [TOOL], "tool_choice": "required"},
+        {"guided_regex": "a", "tools": [TOOL], "tool_choice": "required"},
         None,
+    ),
+    "51-format-and-regex": ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    "51-whitespace": (
+        {"structured_outputs": {"json": {}, "whitespace": "any", "disable_any_whitespace": True}},
+        "structured_outputs.whitespace",
+    ),
+    "51-whitespace-name": ({"structured_outputs": {"json": {}, "whitespace": "much"}}, "structured_outputs.whitespace"),
+    "51-keyword": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
+        "response_format",
     ),
     "51-bad-json": ({"guided_json": "{"}, "guided_json"),
     "51-unknown": ({"structured_outputs": {"foo": 1}}, "structured_outputs.foo"),

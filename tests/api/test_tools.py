@@ -457,7 +457,7 @@ def test_schemas_in_a_grammar(compiler):
     [
         ({"type": "strng"}, "Invalid type: strng"),
         ({"type": "string", "pattern": "(?=a)b"}, "regex parse error: look-around"),
-        ({"not": {}}, "Unimplemented keys"),
+        ({"not": {}}, "'not' at #/properties/a/not is not supported"),
         ({"$ref": "#/$defs/none"}, "does not exist"),
         ({"const": "\ud800"}, "cannot be used"),
     ],
@@ -501,6 +501,38 @@ def test_marks_are_tokens_where_there_are_such_tokens(kind):
         assert 'one: "<tool_call>"' in tools.grammar([tool()], "required", Hermes, bare).text
     finally:
         bare._added = frozenset(t.content for t in bare._backend.get_added_tokens_decoder().values())
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_text_in_a_format_or_calls(kind, compiler):
+    """With ``auto`` and a format the model may do either, and nothing else."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    either = tools.grammar(
+        [tool()],
+        "auto",
+        PARSERS[kind],
+        make("byte_level"),
+        text_format=Grammar("json_schema", json.dumps(schema), whitespace="fixed"),
+    )
+    call = f'{{"name": "add", "{PARSERS[kind].arguments_key}": {{"a": 1, "b": "x"}}}}'
+    call = call if kind == "llama3_json" else f"<tool_call>\n{call}\n</tool_call>"
+    assert accepts(compiler, either, call) and accepts(compiler, either, '{"city": "Oslo"}')
+    for wrong in ("Oslo", '{"city": 1}', call + '{"city": "Oslo"}', '{"city":  "Oslo"}'):
+        assert not accepts(compiler, either, wrong)
+    forced = tools.grammar([tool()], "required", PARSERS[kind], make("byte_level"), text_format=Grammar("json_object"))
+    assert accepts(compiler, forced, call) and not accepts(compiler, forced, '{"city": "Oslo"}')
+    no_calls = tools.grammar([tool()], "none", PARSERS[kind], make("byte_level"), text_format=Grammar("json_object"))
+    assert no_calls is None
+
+
+def test_a_tool_that_is_not_strict_drops_what_no_grammar_can_hold(compiler):
+    offered = [tool(type="object", properties={"a": {"type": "array", "uniqueItems": True}}, required=["a"])]
+    offered[0]["function"]["strict"] = False
+    dropped = []
+    grammar = tools.grammar(offered, "required", Llama3Json, make("byte_level"), dropped=dropped)
+    assert dropped == ["tools[0].function.parameters/properties/a/uniqueItems"]
+    assert accepts(compiler, grammar, '{"name": "add", "parameters": {"a": []}}')
+    assert offered[0]["function"]["parameters"]["properties"]["a"]["uniqueItems"], "the client's schema is not changed"
 
 
 def test_white_space_is_bounded(compiler):

@@ -212,14 +212,19 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """Form of vLLM's constraint, with one of these fields. ``json`` is a schema, as object or text;
-    ``grammar`` is Lark."""
+    """Form of vLLM's constraint, with one of the first five fields. ``json`` is a schema, as object or text;
+    ``grammar`` is Lark, EBNF or GBNF. ``whitespace`` between the tokens of JSON, of ``response_format`` too:
+    ``short`` (default), ``any``, or ``fixed``, which vLLM calls ``disable_any_whitespace``. ``strict`` false leaves
+    out what no grammar can express of a schema."""
 
     json_: Object | bool | str | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    whitespace: Literal["short", "any", "fixed"] | None = None
+    disable_any_whitespace: bool | None = None
+    strict: bool | None = None
 
 
 class SamplingBody(Body):

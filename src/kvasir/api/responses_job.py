@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -16,8 +15,8 @@ from kvasir.api.protocol import MAX_MESSAGES
 from kvasir.api.protocol_responses import ResponsesBody
 from kvasir.api.responses import Output, choice_of, flat_places, items_of, messages_of, tools_of, usage_object
 from kvasir.api.responses_background import BackgroundRun
-from kvasir.api.routes_chat import prepare_prompt, template_options
-from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, truncated
+from kvasir.api.routes_chat import answer_grammar, prepare_prompt, template_options
+from kvasir.api.sampling import sampling_params, truncated
 from kvasir.api.service import Caller, Service, renamed
 from kvasir.api.streaming import sse
 from kvasir.errors import RequestError
@@ -68,13 +67,11 @@ class ResponsesJob:
                 parallel,
                 template_options(service, body.chat_template_kwargs, effort=effort, warnings=caller.warnings),
                 cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, body.max_output_tokens, service.info),
+                dropped=self.ignored,
             )
-        text_format = body.text.format if body.text else None
-        grammar_name, grammar = grammar_of(
-            body, {"text.format": format_grammar(text_format, "text.format"), "tool_choice": prompt.forced}
-        )
-        if grammar is not None and grammar is not prompt.forced:
-            grammar = dataclasses.replace(grammar, after=prompt.after)
+            text_format = body.text.format if body.text else None
+            asked = ("text.format", text_format)
+            grammar_name, grammar = answer_grammar(service, prompt, body, parallel, asked, self.ignored)
         self.names["logprobs"] = "top_logprobs"
         params = sampling_params(
             body,

@@ -12,8 +12,8 @@ from kvasir.api.detokenize import Detokenizer
 from kvasir.api.generation import Delta, Generation
 from kvasir.api.limits import unique_id
 from kvasir.api.logprobs import chat_logprobs, prompt_logprobs
-from kvasir.api.protocol import ChatBody
-from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, truncated
+from kvasir.api.protocol import ChatBody, SamplingBody
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, truncated, whitespace_of
 from kvasir.api.service import Caller, Service, renamed
 from kvasir.api.streaming import DONE, sse
 from kvasir.errors import RequestError
@@ -43,9 +43,14 @@ def prepare_prompt(
     *,
     continued: bool = False,
     cut: Callable[[list[int]], list[int]] = list,
+    dropped: list[str] | None = None,
 ) -> Prompt:
-    """Check, render and encode a conversation. ``template``: the options of the chat template. ``continued``: the
-    answer continues the last message. ``cut`` shortens the prompt's ids. Raises RequestError."""
+    """Check, render and encode a conversation. Raises RequestError.
+
+    ``template``: the options of the chat template. ``continued``: the answer continues the last message. ``cut``
+    shortens the prompt's ids. ``dropped``: collects what the grammar of a forced call leaves out of the schemas of
+    tools with ``strict: false``.
+    """
     text = service.text
     tools.validate(offered, tool_choice)
     offered = offered if offered and tool_choice != "none" else None
@@ -61,8 +66,48 @@ def prepare_prompt(
     last = "".join(texts(messages[-1:])) if continued else None
     thinking = text.reasoning(ids, last)
     after = thinking.end_ids(text.tokenizer) if thinking else ()
-    forced = tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after)
+    forced = tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after, dropped=dropped)
     return Prompt(ids, offered, after, forced, last)
+
+
+def answer_grammar(
+    service: Service,
+    prompt: Prompt,
+    body: SamplingBody,
+    parallel: bool,
+    response_format: tuple[str, Any],
+    dropped: list[str],
+) -> tuple[str, Grammar | None]:
+    """The one grammar of an answer, and the parameter that its errors name.
+
+    ``response_format``: its name on this route, and its value. It holds for text: a forced call leaves none, and where
+    tools are offered the answer is text in that format or calls. ``dropped`` collects what ``strict: false`` leaves out
+    of schemas. Raises RequestError.
+    """
+    name, value = response_format
+    whitespace = whitespace_of(body)
+    answer = format_grammar(value, name, dropped)
+    if answer is not None:
+        answer = dataclasses.replace(answer, whitespace=whitespace)
+        text = service.text
+        if prompt.forced is not None:
+            answer = None
+        elif prompt.tools:
+            answer = tools.grammar(
+                prompt.tools,
+                "auto",
+                text.tool_format,
+                text.tokenizer,
+                parallel,
+                text_format=answer,
+                dropped=dropped,
+            )
+    found, grammar = grammar_of(body, {name: answer, "tool_choice": prompt.forced}, dropped)
+    if grammar is not None:
+        # The grammar of a forced call says itself where it starts: some formats reason within it.
+        after = grammar.after if grammar is prompt.forced else prompt.after
+        grammar = dataclasses.replace(grammar, after=after, whitespace=whitespace)
+    return found, grammar
 
 
 # Names by which chat templates know the switch for thinking.
@@ -149,16 +194,11 @@ class ChatJob:
                 {"add_generation_prompt": body.add_generation_prompt is not False, **options},
                 continued=bool(body.continue_final_message),
                 cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, limit, service.info),
+                dropped=self.ignored,
             )
-        grammar_name, grammar = grammar_of(
-            body,
-            {
-                "response_format": format_grammar(body.response_format, "response_format"),
-                "tool_choice": self.prompt.forced,
-            },
+        grammar_name, grammar = answer_grammar(
+            service, self.prompt, body, self.parallel, ("response_format", body.response_format), self.ignored
         )
-        if grammar is not None and grammar is not self.prompt.forced:
-            grammar = dataclasses.replace(grammar, after=self.prompt.after)
         params = sampling_params(
             body,
             service.info.generation_defaults,

@@ -11,7 +11,7 @@ from kvasir.api.generation import Delta, Generation, Running
 from kvasir.api.limits import unique_id
 from kvasir.api.logprobs import completion_logprobs, namer, prompt_logprobs, prompt_offsets
 from kvasir.api.protocol import CompletionBody
-from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, truncated
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params, truncated, whitespace_of
 from kvasir.api.service import Caller, Service
 from kvasir.api.streaming import DONE, sse
 from kvasir.types import Request, TokenLogprob
@@ -29,9 +29,10 @@ class CompletionJob:
         body = self.body
         self.stream = bool(body.stream)
         self.options = body.stream_settings()
-        grammar_name, grammar = grammar_of(
-            body, {"response_format": format_grammar(body.response_format, "response_format")}
-        )
+        text_format = format_grammar(body.response_format, "response_format", self.ignored)
+        grammar_name, grammar = grammar_of(body, {"response_format": text_format}, self.ignored)
+        if grammar is not None:
+            grammar = dataclasses.replace(grammar, whitespace=whitespace_of(body))
         self.names = {"grammar": grammar_name}
         self.tokenizer = service.text.tokenizer
         self.name = namer(self.tokenizer, body.return_tokens_as_token_ids)

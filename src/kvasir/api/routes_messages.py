@@ -16,8 +16,8 @@ from kvasir.api.generation import Generation
 from kvasir.api.limits import unique_id
 from kvasir.api.messages import Content, choice_of, messages_of, own_places, stop_fields, tools_of, usage_object
 from kvasir.api.messages_protocol import Conversation, CountTokensBody, MessagesBody
-from kvasir.api.routes_chat import THINKING_SWITCHES, Prompt, prepare_prompt, template_options
-from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.routes_chat import THINKING_SWITCHES, Prompt, answer_grammar, prepare_prompt, template_options
+from kvasir.api.sampling import sampling_params
 from kvasir.api.service import Caller, Service, ignored_header, renamed
 from kvasir.api.streaming import encode, sse
 from kvasir.errors import RequestError
@@ -48,7 +48,9 @@ class AskedPrompt:
         self.ignored += ignored
         choice, self.parallel = choice_of(body.tool_choice)
         with own_places(body.tools):
-            self.prompt: Prompt = prepare_prompt(service, messages, tools, choice, self.parallel, options)
+            self.prompt: Prompt = prepare_prompt(
+                service, messages, tools, choice, self.parallel, options, dropped=self.ignored
+            )
         if self.continues:
             thinking = text.reasoning(self.prompt.ids)
             if "reasoning_content" in last or (thinking is not None and thinking.opened):
@@ -98,13 +100,9 @@ class MessagesJob:
         with renamed(self.names):
             asked = AskedPrompt(service, body)
         self.ignored = [*unknown, *asked.ignored]
-        output = body.output_config.format if body.output_config else None
-        place = "output_config.format"
-        grammar_name, grammar = grammar_of(
-            body, {place: format_grammar(output, place), "tool_choice": asked.prompt.forced}
-        )
-        if grammar is not None and grammar is not asked.prompt.forced:
-            grammar = dataclasses.replace(grammar, after=asked.prompt.after)
+        output = ("output_config.format", body.output_config.format if body.output_config else None)
+        with own_places(body.tools):
+            grammar_name, grammar = answer_grammar(service, asked.prompt, body, asked.parallel, output, self.ignored)
         stop = body.stop if body.stop_sequences is None else body.stop_sequences
         params = sampling_params(
             body,

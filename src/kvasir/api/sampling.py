@@ -4,12 +4,14 @@ most."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from kvasir.api.protocol import SamplingBody, StructuredOutputs
+from kvasir.decoding.json_schema import served_schema
 from kvasir.errors import RequestError
 from kvasir.types import Grammar, ModelInfo, SamplingParams
 
@@ -37,6 +39,8 @@ SHARED = (
     "num_draft_tokens",
     "drafter",
 )
+# A rule of EBNF, as vLLM and llama.cpp write it; Lark has a colon.
+EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Parameters that a model's generation config may set.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -70,8 +74,10 @@ def truncated(ids: Sequence[int], count: int | None, max_tokens: int | None, inf
     return list(ids[-count:])
 
 
-def schema_grammar(schema: Any, param: str) -> Grammar:
-    """The grammar of a JSON schema, given as an object or as JSON text. Raises RequestError that names ``param``."""
+def schema_grammar(schema: Any, param: str, dropped: list[str] | None = None) -> Grammar:
+    """The grammar of a JSON schema, given as an object or as JSON text. Raises RequestError that names ``param``.
+
+    ``dropped``: collects the paths of keywords that no grammar can express; None refuses them."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -81,12 +87,16 @@ def schema_grammar(schema: Any, param: str) -> Grammar:
         raise RequestError(
             f"'{param}' must be a JSON schema: an object or a boolean", param=param, code="invalid_schema"
         )
+    found: list[str] | None = None if dropped is None else []
+    schema = served_schema(schema, param, found)
+    if found:
+        dropped += [f"{param}{path.removeprefix('#')}" for path in found]
     return Grammar("json_schema", msgspec.json.encode(schema).decode())
 
 
-def format_grammar(response_format: Any, param: str) -> Grammar | None:
+def format_grammar(response_format: Any, param: str, dropped: list[str] | None = None) -> Grammar | None:
     """The grammar for OpenAI's ``response_format``, or for ``text.format`` of
-    the responses API, which is one level flatter."""
+    the responses API, which is one level flatter. ``dropped``: collects what ``strict: false`` leaves out."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
@@ -94,12 +104,14 @@ def format_grammar(response_format: Any, param: str) -> Grammar | None:
     holder = getattr(response_format, "json_schema", response_format)
     if holder is None or holder.schema_ is None:
         raise RequestError(f"'{param}' of type json_schema needs a schema", param=param, code="missing_parameter")
-    return schema_grammar(holder.schema_, param)
+    return schema_grammar(holder.schema_, param, dropped if holder.strict is False else None)
 
 
-def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[str, Grammar | None]:
+def grammar_of(
+    body: SamplingBody, extra: dict[str, Grammar | None], dropped: list[str] | None = None
+) -> tuple[str, Grammar | None]:
     """The one grammar of a request, and the parameter that its errors name. ``extra``: grammars of other fields, by
-    parameter.
+    parameter. ``dropped``: collects what ``strict: false`` leaves out of schemas.
 
     Raises RequestError when two are given, because we cannot know which of them should win.
     """
@@ -107,10 +119,10 @@ def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[st
     structured = body.structured_outputs or StructuredOutputs()
     for prefix, value in (("guided_json", body.guided_json), ("structured_outputs.json", structured.json_)):
         if value is not None:
-            wanted[prefix] = schema_grammar(value, prefix)
+            wanted[prefix] = schema_grammar(value, prefix, dropped if structured.strict is False else None)
     for kind, names in {
         "regex": ("guided_regex", "regex"),
-        "lark": ("guided_grammar", "grammar"),
+        "grammar": ("guided_grammar", "grammar"),
         "choice": ("guided_choice", "choice"),
     }.items():
         for param, value in (
@@ -118,7 +130,8 @@ def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[st
             (f"structured_outputs.{names[1]}", getattr(structured, names[1])),
         ):
             if value is not None:
-                wanted[param] = Grammar(kind, value if isinstance(value, str) else json.dumps(value))
+                text = value if isinstance(value, str) else json.dumps(value)
+                wanted[param] = Grammar(kind if kind != "grammar" else "ebnf" if EBNF.search(text) else "lark", text)
     if structured.json_object:
         wanted["structured_outputs.json_object"] = Grammar("json_object")
     if len(wanted) > 1:
@@ -127,3 +140,16 @@ def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[st
         )
     name, grammar = next(iter(wanted.items()), ("grammar", None))
     return ("tools" if name == "tool_choice" else name), grammar  # the grammar of a forced call is made from the tools
+
+
+def whitespace_of(body: SamplingBody) -> str:
+    """``Grammar.whitespace`` that a body asks for. Raises RequestError when its two names for it differ."""
+    structured = body.structured_outputs or StructuredOutputs()
+    fixed = structured.disable_any_whitespace
+    if fixed and structured.whitespace not in (None, "fixed"):
+        raise RequestError(
+            "'whitespace' and 'disable_any_whitespace' differ; send one of them",
+            param="structured_outputs.whitespace",
+            code="conflict",
+        )
+    return "fixed" if fixed else structured.whitespace or "short"

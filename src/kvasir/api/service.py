@@ -386,11 +386,12 @@ async def _guarded(job: Job, generation: Work, http: HttpRequest) -> AsyncGenera
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """The warning header of lenient mode, with the ignored parameters in short ASCII."""
+    """The warning header of what was ignored (lenient mode, schemas served in part), in short ASCII."""
     if not names:
         return {}
     clean = ", ".join(
-        "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64]) for name in names[:32]
+        "".join(c if c.isascii() and (c.isalnum() or c in "_-./[]$~") else "?" for c in name[:120])
+        for name in names[:32]
     )
     return {"warning": f'199 kvasir "ignored parameters: {clean}"'}
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from kvasir import technique
 from kvasir.api.json_scan import Malformed, ObjectScan
+from kvasir.decoding.json_schema import served_schema, whitespace_options
 from kvasir.errors import RequestError, nearest
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.technique import Technique
@@ -28,7 +29,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 LARK = re.compile(r"[/~{}]")
 LARK_TOKEN = re.compile(r"<[\w/|-]+>", re.ASCII)  # a token that Lark can name
-WHITESPACE_PATTERN = r"[ \n\t]{1,20}"
+START = re.compile(r"^start\s*:", re.MULTILINE)
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -300,6 +301,11 @@ def _named(tool_choice: Any) -> str | None:
     return name
 
 
+def forces(tool_choice: Any) -> bool:
+    """Whether ``tool_choice`` asks for a call."""
+    return tool_choice == "required" or _named(tool_choice) is not None
+
+
 def grammar(
     tools: Sequence[Mapping[str, Any]] | None,
     tool_choice: Any,
@@ -307,16 +313,24 @@ def grammar(
     tokenizer: Tokenizer,
     parallel: bool = True,
     after: tuple[int, ...] = (),
+    *,
+    text_format: Grammar | None = None,
+    dropped: list[str] | None = None,
 ) -> Grammar | None:
     """The grammar that makes the model call what ``tool_choice`` asks for: ``required`` one or more of the tools
     (exactly one if not ``parallel``), a named function exactly once.
 
-    None for ``auto`` and ``none``, where the parser finds the calls that the model makes. Raises RequestError when the
-    model's format is not known, or when parameters are not a schema that we can use.
+    ``text_format``: the grammar of JSON that text must follow. A forced call leaves no text. With ``auto`` the model
+    either answers in that format or makes calls. Without it there is no grammar (None) for ``auto`` and ``none``, where
+    the parser finds the calls that the model makes.
+
+    ``dropped``: collects what the grammar leaves out of the schemas of functions with ``strict: false``. Raises
+    RequestError when the model's format is not known, or when parameters are not a schema that we can use.
     """
     validate(tools, tool_choice)
     named = _named(tool_choice)
-    if not tools or not (named or tool_choice == "required"):
+    forced = forces(tool_choice)
+    if not tools or tool_choice == "none" or not (forced or text_format):
         return None
     if cls is None:
         raise RequestError(
@@ -330,8 +344,23 @@ def grammar(
     places = {f"tools[{i}].function.parameters": function for i, function in enumerate(functions(tools))}
     for place, function in places.items():
         check_schema(function.get("parameters"), place)
-    wanted = {place: f for place, f in places.items() if named in (None, f["name"])}
+    wanted = {
+        place: {**f, "parameters": _served(f, place, dropped)}
+        for place, f in places.items()
+        if named in (None, f["name"])
+    }
     text = cls.grammar(list(wanted.values()), parallel and not named, tokenizer)
+    if not forced:
+        if cls.from_start:
+            raise RequestError(
+                "with this model's format, a response format cannot be combined with tools that it may call or not: "
+                "force a call by tool_choice, or leave one of the two out",
+                param="response_format",
+                code="unsupported_parameter",
+            )
+        # The parser's rule to start becomes one of two ways to start.
+        calls, answer = START.sub("only_calls:", text, count=1), _schema_in(text_format)
+        text = f"start: only_calls | only_text\n{calls}\nonly_text: {embedded(answer, text_format.whitespace)}"
     if len(text) > MAX_TEXT_BYTES:
         raise RequestError(
             f"the schemas of {len(wanted)} tools make a grammar of {len(text)} bytes, more than {MAX_TEXT_BYTES}",
@@ -341,6 +370,28 @@ def grammar(
     for place, function in wanted.items():  # one by one, so that an error names the tool at fault
         try_schema(schema_of(function), place)
     return Grammar("lark", text, () if cls.from_start else after)
+
+
+def _served(function: Mapping[str, Any], place: str, dropped: list[str] | None) -> dict[str, Any] | None:
+    """The function's parameters with the keywords that a grammar can hold."""
+    if function.get("parameters") is None:
+        return None
+    found: list[str] | None = [] if function.get("strict") is False and dropped is not None else None
+    schema = served_schema(function["parameters"], place, found)
+    if found:
+        dropped += [f"{place}{path.removeprefix('#')}" for path in found]
+    return schema
+
+
+def _schema_in(text_format: Grammar) -> Any:
+    return {"type": "object"} if text_format.kind == "json_object" else json.loads(text_format.text)
+
+
+def embedded(schema: Any, whitespace: str = "short") -> str:
+    """A JSON schema as a term of a Lark grammar. ``whitespace``: see ``Grammar``."""
+    if isinstance(schema, bool):
+        schema = {}  # "false" is refused where the client's schema is read
+    return "%json " + quoted({**schema, "x-guidance": whitespace_options(whitespace)})
 
 
 def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,15 +411,10 @@ def call_rules(wanted: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
     """Lark rules in which ``call`` is a JSON object that calls one of ``wanted``, with the name first."""
     lines = ["call: " + " | ".join(f"call_{i}" for i in range(len(wanted)))]
     for i, function in enumerate(wanted):
-        head = json.dumps(f'{{"name": "{function["name"]}", "{arguments_key}": ')
-        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {json_text(schema_of(function))}"]
+        # The brace is a term of its own: the library reads terms greedily, and other JSON may start with a brace, too.
+        head = '"{" ' + json.dumps(f'"name": "{function["name"]}", "{arguments_key}": ')
+        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {embedded(schema_of(function))}"]
     return "\n".join(lines)
-
-
-def json_text(schema: Mapping[str, Any]) -> str:
-    """Write, in a Lark grammar, JSON of a schema."""
-    # White space is bounded, because a weak model might write blanks for ever.
-    return "%json " + quoted({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}})
 
 
 def quoted(value: Any) -> str:

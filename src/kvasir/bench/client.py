@@ -14,7 +14,7 @@ import json
 import re
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -32,11 +32,13 @@ TICK = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to send. ``due`` is in seconds from the start of the window."""
+    """One request to send. ``due`` is in seconds from the start of the window; ``extra`` are further parameters of its
+    body."""
 
     due: float
     prompt: list[int]
     output: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -141,6 +143,7 @@ def _request(place: SplitResult, model: str, call: Call, api_key: str | None) ->
             "temperature": 0,
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
+            **call.extra,
         }
     ).encode()
     key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""

@@ -269,12 +269,15 @@ def _check_stops(p: SamplingParams) -> None:
         _refuse("stop", "stop strings are matched in text, so they need detokenize=True")
 
 
+WHITESPACE = ("short", "any", "fixed")
+
+
 def _check_grammar(grammar: Grammar | None) -> None:
     """Check types and size; whether the grammar is valid is for the compiler to say."""
     if grammar is None:
         return
-    kinds = ("json_schema", "json_object", "regex", "choice", "lark")
-    if not isinstance(grammar, Grammar) or grammar.kind not in kinds:
+    kinds = ("json_schema", "json_object", "regex", "choice", "lark", "ebnf")
+    if not isinstance(grammar, Grammar) or grammar.kind not in kinds or grammar.whitespace not in WHITESPACE:
         _refuse("grammar", f"not a grammar: {str(grammar)[:80]}")
     if not _is_text(grammar.text, MAX_GRAMMAR_BYTES) or len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
         _refuse("grammar", f"the grammar must be text of at most {MAX_GRAMMAR_BYTES} bytes")

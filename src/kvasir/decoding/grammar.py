@@ -23,7 +23,9 @@ from typing import Any
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from kvasir.decoding.json_schema import served_schema, whitespace_options
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar
 
@@ -36,8 +38,8 @@ MAX_EXPANDED = 50_000  # atoms of a regex after its repeats are written out
 # Largest "multipleOf", without trailing zeros. It costs that many states, which no fuel bounds; this many take up to a
 # second.
 MAX_MULTIPLE = 100_000
-# Most whitespace between two JSON tokens. Without a bound a weak model can go on with blanks for ever.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+# An EBNF grammar is converted in Python, in time that grows with the square of its rules.
+MAX_EBNF_BYTES, MAX_EBNF_RULES = 16 << 10, 500
 # Masks that are worth waking threads for, and the most threads: 64 masks take 2 ms on one, a third of a large step.
 LEAST_FOR_THREADS, MAX_THREADS = 4, 8
 _LIMITS = {
@@ -230,7 +232,7 @@ class GrammarCompiler:
             raise RequestError("the grammar is not valid Unicode", param=param) from e
         if size > MAX_TEXT_BYTES:
             raise RequestError(f"the grammar is larger than {MAX_TEXT_BYTES} bytes", param=param)
-        source = _SOURCES[grammar.kind](grammar.text, param)
+        source = _source(grammar, param)
         inner = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
         matcher = Matcher(inner, self.vocab_size, self.eos_ids)
         mask = np.zeros(-(-self.vocab_size // 32), np.int32)
@@ -254,17 +256,25 @@ def _reason(text: str) -> str:
 # ------------------------------------------------------------------------------------- text -> the library's grammar
 
 
-def _from_schema(text: str, param: str) -> str:
+def _source(grammar: Grammar, param: str) -> str:
+    if grammar.kind == "json_object":
+        return _from_schema('{"type": "object"}', param, grammar.whitespace)
+    if grammar.kind == "json_schema":
+        return _from_schema(grammar.text, param, grammar.whitespace)
+    return _SOURCES[grammar.kind](grammar.text, param)
+
+
+def _from_schema(text: str, param: str, whitespace: str) -> str:
     schema = _parse_json(text, param)
     if not isinstance(schema, (dict, bool)):
         raise RequestError("a JSON schema must be an object or a boolean", param=param)
     if schema is False:
         raise RequestError("the schema 'false' allows no output at all", param=param)
     check_schema(schema, param)
-    overrides = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps({} if schema is True else schema), overrides=overrides
+            json.dumps({} if schema is True else served_schema(schema, param)),
+            overrides=whitespace_options(whitespace),
         )
     except ValueError as e:
         raise RequestError(f"the schema cannot be used: {e}", param=param) from e
@@ -295,6 +305,21 @@ def _from_lark(text: str, param: str) -> str:
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
+def _from_ebnf(text: str, param: str) -> str:
+    if len(text.encode()) > MAX_EBNF_BYTES or text.count("::=") > MAX_EBNF_RULES:
+        raise RequestError(
+            f"an EBNF grammar may hold {MAX_EBNF_BYTES} bytes and {MAX_EBNF_RULES} rules; larger ones can be sent as "
+            "Lark",
+            param=param,
+        )
+    try:
+        lark = gbnf_to_lark(text)
+    except Exception as e:  # the converter raises all kinds
+        what = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)[:300]
+        raise RequestError(f"the EBNF grammar cannot be used: {what}", param=param) from e
+    return _from_lark(lark, param)
+
+
 def _without_schemas(text: str, param: str) -> str:
     """Return a Lark grammar without the schemas that it embeds, which are checked like any schema."""
     rules, at, states = [], 0, 0
@@ -317,11 +342,10 @@ def _without_schemas(text: str, param: str) -> str:
 
 
 _SOURCES = {
-    "json_schema": _from_schema,
-    "json_object": lambda text, param: _from_schema('{"type": "object"}', param),
     "regex": _from_regex,
     "choice": _from_choice,
     "lark": _from_lark,
+    "ebnf": _from_ebnf,
 }
 
 

@@ -15,13 +15,16 @@ U64 = (1 << 64) - 1
 class Grammar:
     """A constraint on the output.
 
-    ``text``: the JSON schema, regex or Lark grammar, or a JSON list of choices.
+    ``text``: the JSON schema, regex, Lark, or EBNF grammar (``root ::= ...``, as GBNF writes it), or a JSON list of
+    choices. ``whitespace`` between the tokens of JSON: ``short`` (at most a blank, or a new line with indentation),
+    ``any``, or ``fixed`` (one line, with the separators ", " and ": ").
     ``after``: token ids of the end-of-reasoning mark; if not empty, the grammar starts once they have been generated.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf"]
     text: str = ""
     after: tuple[int, ...] = ()
+    whitespace: Literal["short", "any", "fixed"] = "short"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,118 @@
+"""Which keywords of JSON Schema a grammar can hold, and what becomes of the others. Needs neither torch nor the grammar
+library, so that the server refuses a schema before the engine sees it.
+
+Unknown values of ``format`` are annotations, as the standard says (draft 2020-12, validation, 7.2.3). Keywords that no
+grammar expresses (``UNSERVED``) are refused with their path, unless they change nothing (``uniqueItems: false``) or the
+request asks for what can be had (``strict: false``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvasir.errors import RequestError
+
+# Formats that constrain a string.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
+)
+UNSERVED = frozenset(
+    (
+        "uniqueItems",
+        "not",
+        "if",
+        "then",
+        "else",
+        "propertyNames",
+        "contains",
+        "minContains",
+        "maxContains",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+    )
+)
+# Where a schema holds others: in a value, a list, or the values of an object.
+_ONE = ("items", "additionalItems", "additionalProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+# Whitespace between JSON tokens, as a regex of the grammar library: at most a blank, or a new line and its indentation.
+SHORT_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
+# Any whitespace, with a bound: without one a weak model can go on with blanks for ever.
+ANY_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+
+
+def whitespace_options(whitespace: str) -> dict[str, Any]:
+    """The grammar library's options for ``Grammar.whitespace``."""
+    if whitespace == "fixed":
+        return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    pattern = ANY_WHITESPACE if whitespace == "any" else SHORT_WHITESPACE
+    return {"whitespace_flexible": True, "whitespace_pattern": pattern}
+
+
+def served_schema(schema: Any, param: str | None, dropped: list[str] | None = None) -> Any:
+    """Return ``schema`` with served keywords only; the schema itself is not changed.
+
+    ``dropped``: collects the paths of keywords that are left out; None refuses them: RequestError (400) with the path.
+    """
+    return _served(schema, "#", param, dropped, 0)
+
+
+def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, depth: int) -> Any:
+    if not isinstance(node, dict) or depth > 64:  # deeper schemas are refused by ``check_schema``
+        return node
+    kept: dict[str, Any] = {}
+    for key, value in node.items():
+        place = f"{path}/{_escaped(key)}"
+        if key == "format" and not (isinstance(value, str) and value in FORMATS):
+            continue
+        if key in UNSERVED:
+            if _changes_nothing(key, value, node):
+                continue
+            if dropped is None:
+                raise RequestError(
+                    f"'{key}' at {place[:200]} is not supported in a schema that constrains output: remove it, or send "
+                    f"strict: false to leave out what is not supported",
+                    param=param,
+                    code="invalid_grammar",
+                )
+            dropped.append(place)
+            continue
+        if key in _MAPS and isinstance(value, dict):
+            value = {k: _served(v, f"{place}/{_escaped(k)}", param, dropped, depth + 1) for k, v in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            value = [_served(v, f"{place}/{i}", param, dropped, depth + 1) for i, v in enumerate(value)]
+        elif key in _ONE:
+            value = _served(value, place, param, dropped, depth + 1)
+        kept[key] = value
+    return kept
+
+
+def _changes_nothing(key: str, value: Any, node: dict[str, Any]) -> bool:
+    """Whether a keyword constrains nothing, so that leaving it out is right."""
+    if key == "uniqueItems":
+        return value is False
+    if key == "not":
+        return value is False
+    if key in ("then", "else"):
+        return "if" not in node
+    if key == "if":
+        return "then" not in node and "else" not in node
+    if key in ("minContains", "maxContains"):
+        return "contains" not in node or _changes_nothing("contains", node["contains"], node)
+    if key == "contains":
+        return node.get("minContains") == 0 and "maxContains" not in node
+    if key == "propertyNames":
+        return value in (True, {}, {"type": "string"})
+    if key.startswith("$"):
+        return False
+    return value in (True, {})
+
+
+def _escaped(key: str) -> str:
+    """A key as a part of a JSON pointer (RFC 6901)."""
+    return key.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,148 @@
+"""What becomes of the keywords of JSON Schema, of whitespace, and of grammars in EBNF."""
+
+from __future__ import annotations
+
+import json
+
+import llguidance
+import pytest
+
+from kvasir.decoding.json_schema import FORMATS, UNSERVED, served_schema
+from kvasir.errors import RequestError
+from kvasir.types import Grammar
+from tests.decoding.grammars import ids
+
+# A value of each keyword that constrains something, with what has to stand next to it.
+UNSERVED_CASES = {
+    "uniqueItems": {"uniqueItems": True},
+    "not": {"not": {"type": "string"}},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 1}},
+    "then": {"if": {"type": "string"}, "then": {"minLength": 1}},
+    "else": {"if": {"type": "string"}, "else": {"minimum": 1}},
+    "propertyNames": {"propertyNames": {"pattern": "^a"}},
+    "contains": {"contains": {"type": "integer"}},
+    "minContains": {"contains": {"type": "integer"}, "minContains": 2},
+    "maxContains": {"contains": {"type": "integer"}, "maxContains": 2},
+    "dependentRequired": {"dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {"dependentSchemas": {"a": {"required": ["b"]}}},
+    "dependencies": {"dependencies": {"a": ["b"]}},
+    "unevaluatedProperties": {"unevaluatedProperties": False},
+    "unevaluatedItems": {"unevaluatedItems": False},
+    "$dynamicRef": {"$dynamicRef": "#x"},
+    "$recursiveRef": {"$recursiveRef": "#"},
+}
+NEUTRAL = [
+    {"uniqueItems": False},
+    {"not": False},
+    {"if": {"type": "string"}},
+    {"then": {"minLength": 1}, "else": False},
+    {"propertyNames": {"type": "string"}},
+    {"contains": {"type": "integer"}, "minContains": 0},
+    {"minContains": 3, "maxContains": 4},
+    {"dependentRequired": {}, "unevaluatedProperties": True, "unevaluatedItems": {}},
+    {"format": "color"},
+    {"format": 7},
+]
+
+
+def test_the_cases_are_complete():
+    assert set(UNSERVED_CASES) == UNSERVED
+
+
+@pytest.mark.parametrize("keyword", UNSERVED_CASES)
+def test_a_keyword_that_no_grammar_holds_is_refused_with_its_path_or_dropped(keyword, compiler):
+    schema = {"type": "object", "properties": {"a/b": {"anyOf": [{"type": "null"}, UNSERVED_CASES[keyword]]}}}
+    before = json.dumps(schema)
+    with pytest.raises(RequestError, match=r"at #/properties/a~1b/anyOf/1/") as caught:
+        served_schema(schema, "response_format")
+    assert caught.value.status == 400 and caught.value.param == "response_format"
+    with pytest.raises(RequestError, match="is not supported in a schema"):
+        compiler.compile(Grammar("json_schema", before))
+    dropped: list[str] = []
+    served = served_schema(schema, None, dropped)
+    assert f"#/properties/a~1b/anyOf/1/{keyword}" in dropped and json.dumps(schema) == before
+    compiler.compile(Grammar("json_schema", json.dumps(served)))
+
+
+@pytest.mark.parametrize("schema", NEUTRAL, ids=json.dumps)
+def test_what_changes_nothing_is_left_out(schema, compiler):
+    assert served_schema(schema, "x") == {}
+    compiler.compile(Grammar("json_schema", json.dumps({"properties": {"a": schema}})))
+
+
+def test_names_that_look_like_keywords_are_kept():
+    schema = {"properties": {"not": {"const": {"not": 1}}, "format": {"enum": [{"uniqueItems": True}]}}}
+    assert served_schema(schema, "x") == schema
+
+
+def test_the_formats_are_the_library_s():
+    """A format that the library comes to know should constrain, one that it forgets must not be passed on."""
+    tried = [*FORMATS, "idn-email", "idn-hostname", "uri-reference", "iri", "json-pointer", "regex", "color"]
+    for name in tried:
+        source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+        failed, _ = llguidance.LLMatcher.validate_grammar_with_warnings(source)
+        assert failed == (name not in FORMATS), name
+
+
+SPACED = {
+    '{"a": [1, 2]}': ("short", "any", "fixed"),
+    '{"a":[1,2]}': ("short", "any"),
+    '{ "a" : [ 1 , 2 ] }': ("short", "any"),
+    '{\n  "a": [\n    1,\n    2\n  ]\n}': ("short", "any"),
+    '{\n\t"a": [1]\n}': ("short", "any"),
+    '{  "a": [1]}': ("any",),
+    '{\n\n"a": [1]}': ("any",),
+    '{ \n"a": [1]}': ("any",),
+    "{" + " " * 41 + '"a": [1]}': (),
+}
+
+
+@pytest.mark.parametrize("whitespace", ["short", "any", "fixed"])
+@pytest.mark.parametrize("text", SPACED, ids=repr)
+def test_whitespace(text, whitespace, compiler, tok):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "integer"}}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    matcher = compiler.compile(Grammar("json_schema", json.dumps(schema), whitespace=whitespace))
+    vocab = {**tok[1], "\n": tok[1]["Ċ"], "\t": tok[1]["ĉ"]}
+    right = matcher.accept(ids(text, vocab)) and matcher.is_accepting()
+    assert right == (whitespace in SPACED[text])
+
+
+EBNF = 'root ::= "SELECT " column " FROM " [a-z]+ (" LIMIT " [0-9]{1,3})? # a comment\ncolumn ::= "*" | [a-z_]+'
+
+
+def test_ebnf(compiler, tok):
+    grammar = Grammar("ebnf", EBNF)
+    for text, right in {
+        "SELECT * FROM table": True,
+        "SELECT a_b FROM t LIMIT 10": True,
+        "SELECT * FROM": False,
+        "SELECT * FROM t LIMIT 1000": False,
+        "DROP": False,
+    }.items():
+        matcher = compiler.compile(grammar)
+        assert (matcher.accept(ids(text, tok[1])) and matcher.is_accepting()) == right, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root ::= nothing",
+        'a ::= "b"',
+        "root ::= (",
+        "root ::= " + "(" * 4000 + '"a"' + ")" * 4000,
+        'root ::= "a"{1000000}',
+        "\n".join(f'r{i} ::= "a"' for i in range(501)),
+        "root ::= " + '"a" ' * 5000,
+        "",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_bad_ebnf_is_refused(text, compiler):
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(Grammar("ebnf", text))
+    assert caught.value.status == 400 and len(caught.value.message) < 2000
