@@ -137,6 +137,7 @@ NAMED = {
     "api/reasoning.py": {"deepseek_r1", "qwen3"},  # which parser the words of a chat template call for
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
+    "client/crash_dump.py": {"priority"},  # likewise
 }
 MEASURE = ("bench/", "lab/", "cli/solve_ablation.py")
 
