@@ -136,6 +136,7 @@ NAMED = {
     "cli/eval.py": {"majority"},  # a column of the lab's scores
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
+    "client/crash_dump.py": {"priority"},  # likewise
 }
 MEASURE = ("bench/", "lab/", "cli/solve_ablation.py")
 

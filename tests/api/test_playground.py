@@ -123,7 +123,9 @@ class Api(BaseHTTPRequestHandler):
         self.end_headers()
         with contextlib.suppress(OSError):
             for delta in [{"role": "assistant", "content": ""}, *deltas]:
-                self.event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": USAGE})
+                choice = {"index": 0, "delta": dict(delta), "finish_reason": None}
+                choice["logprobs"] = choice["delta"].pop("logprobs", None)
+                self.event({"choices": [choice], "usage": USAGE})
                 if script == "slow":
                     time.sleep(0.02)
             if script == "break":
@@ -308,7 +310,7 @@ def test_every_control_has_a_name():
 def test_a_demo_message_streams(page, server):
     browser = page("?demo=hello")
     browser.until("document.body.dataset.state === 'stop'")
-    assert text_of(browser, "article.user") == ["hello"] and text_of(browser, "article.assistant .body") == [
+    assert text_of(browser, "article.user > .body") == ["hello"] and text_of(browser, "article.assistant .body") == [
         "Hello there."
     ]
     foot = text_of(browser, "article.assistant .foot")[0]

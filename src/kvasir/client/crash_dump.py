@@ -14,12 +14,12 @@ import platform
 import tempfile
 import time
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvasir import __version__
 from kvasir.client.child import Child
 from kvasir.client.journal import Entry
 from kvasir.config import EngineConfig
@@ -73,7 +73,7 @@ def write(
     ``folder`` None: the system's folder for temporary files. ``why``: what the client knows about the end.
     """
     facts = {
-        "kvasir": __version__,
+        "kvasir": _version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -89,6 +89,13 @@ def write(
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         json.dump(facts, file, indent=1)
     return Path(name)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kvasir")
+    except metadata.PackageNotFoundError:
+        return "not installed"  # run from its sources
 
 
 def _exception(traceback: str) -> dict[str, Any] | None:

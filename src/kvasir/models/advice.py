@@ -48,7 +48,7 @@ def to_safetensors(path: Path) -> str:
 
 
 def convert(path: Path, files: list[str]) -> str:
-    """What to do about a folder whose weights, ``files``, are in another format."""
+    """Say what to do about a folder whose weights, ``files``, are in another format."""
     if ggufs := [name for name in files if name.endswith(".gguf")]:
         return f"Convert it: {from_gguf(path / ggufs[0])}"
     if all(name.endswith(".safetensors") for name in files):
@@ -57,7 +57,7 @@ def convert(path: Path, files: list[str]) -> str:
 
 
 def dequantize(method: str) -> str:
-    """What to do about quantised weights that are not served."""
+    """Say what to do about quantised weights that are not served."""
     if method == "bitsandbytes":
         code = f"{LOAD}; M.from_pretrained('MODEL').dequantize().save_pretrained('converted')"
         return f"Serve the unquantised checkpoint, or write one: {_python(code, 'transformers', 'bitsandbytes')}"

@@ -67,7 +67,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 
 def _instead(file: Path) -> str:
-    """What to give instead of a file."""
+    """Say what to give instead of a file."""
     if file.suffix == ".gguf":
         return "GGUF is not served. Name the checkpoint that it was made from, or convert it back: " + advice.from_gguf(
             file
@@ -167,7 +167,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _other_layout(path: Path) -> str:
-    """What to do about a folder that is not in HF format."""
+    """Say what to do about a folder that is not in HF format."""
     if files := sorted(path.glob("*.gguf")):
         return "GGUF is not served. Name the checkpoint it was made from, or convert it: " + advice.from_gguf(files[0])
     if (path / "params.json").is_file():
