@@ -38,6 +38,14 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [1.5, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 16,
+}
 MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 
 # name: (config class, model class, what differs from SHAPE)
@@ -79,6 +87,21 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             attention_bias=True,
             **MOE,
         ),
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(num_key_value_heads=None)),
+    "phi3_partial": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        dict(
+            hidden_size=64,
+            sliding_window=9,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75},
+        ),
+    ),
+    "phi3_longrope": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        dict(original_max_position_embeddings=16, rope_parameters=LONGROPE, hidden_size=64),
     ),
     "gemma3_text": (
         "Gemma3TextConfig",

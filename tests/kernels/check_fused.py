@@ -83,7 +83,7 @@ def check_fused_qkv(case: fused_qkv.Case, dtype: torch.dtype, device: str) -> fl
     draw = Draw(case.rows + case.dim, dtype, device)
     total, pages = case.heads + 2 * case.groups, 3 + case.rows
     heads = draw(case.rows, total + 2, case.dim)[:, 1:-1]
-    table = RopeTable(RopeSpec(1000.0, case.dim), 300, torch.device(device)).table
+    table = RopeTable(RopeSpec(1000.0, case.turned or case.dim), 300, torch.device(device)).table
     positions = torch.randint(0, 300, (case.rows,), generator=draw.generator).to(device)
     weight = draw(case.heads + case.groups, case.dim)
     slots = torch.randperm(pages * case.page_slots, generator=draw.generator)[: case.rows]

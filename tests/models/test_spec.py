@@ -41,7 +41,16 @@ def config(model_type="llama", **changes):
 
 
 def test_the_served_families():
-    assert technique.own(FAMILIES) == ["gemma3", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+    assert technique.own(FAMILIES) == [
+        "gemma3",
+        "gemma3_text",
+        "llama",
+        "mistral",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    ]
 
 
 def test_llama():
@@ -254,7 +263,11 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
         ),
         ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", "dynamic", "llama3"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters.rope_type", "longrope"]),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, ["rope_parameters.rope_type", "dynamic"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters.short_factor", "list of 4"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2", "paired"]),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "at most 1"]),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, ["mrope"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor"]),
@@ -377,6 +390,7 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tm
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
+        vocab_size=65536,
     )
     for given in (bare, changed(use_sliding_window=True)):
         whole = CONFIG_MAPPING[family](**given).to_dict()

@@ -69,6 +69,7 @@ class Codec(Technique):
     # Slots of a page by default. Small pages are shared more often, and less of the last one is read in vain.
     page_slots: ClassVar[int] = 16
     fuses = False  # whether ``write_fused`` exists
+    fuses_partial = False  # whether ``write_fused`` turns a part of a head
     native = False  # whether the C kernels encode and decode ``kernel``, if they know that layout, as this codec does
 
     @abstractmethod

@@ -71,16 +71,19 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of the whole head; the first half is paired with the second half.
+    """Rotary embedding of the first ``head_dim`` dimensions of a head, usually all; the first half of them is paired
+    with the second half.
 
     Fields after ``theta`` belong to one kind each. linear: factor. llama3: factor, low/high_freq_factor,
     original_max_position. yarn: factor, betas, truncate, attention_factor (multiplies cos and sin),
-    original_max_position.
+    original_max_position. longrope: short/long_factors (one for each pair), attention_factor, original_max_position.
+    proportional: the first ``num_pairs`` pairs rotate with the frequencies of the whole head (divided by factor), the
+    others not at all.
     """
 
     theta: float
     head_dim: int
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -89,11 +92,30 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    num_pairs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """A factor of a row's queries that grows with its position: 1 + beta * ln(1 + floor((position + offset) /
+    length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GQASpec:
-    """Grouped-query attention. ``qk_norm``: norm of every query and key head before RoPE."""
+    """Grouped-query attention.
+
+    ``qk_norm``: norm of every query and key head before RoPE. ``value_norm``: norm of every value head, without a
+    weight. ``keys_are_values``: one projection gives both, the values before norm and RoPE of the keys. ``gated``: the
+    projection of a query head also gives a gate, the head's second half there, and the head's result is multiplied by
+    its sigmoid. ``query_scale``: see `QueryScale`; it follows RoPE.
+    """
 
     kind: ClassVar[str] = "gqa"
     num_heads: int
@@ -106,6 +128,18 @@ class GQASpec:
     qk_norm: NormSpec | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    value_norm: NormSpec | None = None
+    keys_are_values: bool = False
+    gated: bool = False
+    query_scale: QueryScale | None = None
+
+    def widths(self, writes: bool = True) -> dict[str, int]:
+        """Outputs of the projections; ``writes`` False: those of a layer that reads another layer's cache."""
+        sides = ("k",) if self.keys_are_values else ("k", "v")
+        heads = {"q": self.num_heads * (2 if self.gated else 1)} | dict.fromkeys(
+            sides if writes else (), self.num_kv_heads
+        )
+        return {name: count * self.head_dim for name, count in heads.items()}
 
     def attention(self) -> AttentionSpec:
         """The attention that a backend is asked for."""
@@ -117,19 +151,15 @@ class GQASpec:
         return CacheRow(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def matrices(self, hidden: int, writes: bool = True) -> int:
-        return (2 * self.num_heads * self.head_dim + self._written(writes)) * hidden
+        return (self.num_heads * self.head_dim + sum(self.widths(writes).values())) * hidden
 
     def vectors(self, hidden: int, writes: bool = True) -> int:
-        biases = self.num_heads * self.head_dim + self._written(writes) if self.qkv_bias else 0
+        biases = sum(self.widths(writes).values()) if self.qkv_bias else 0
         norms = self.head_dim * (2 if writes else 1) if self.qk_norm is not None else 0
         return biases + (hidden if self.o_bias else 0) + norms + (self.num_heads if self.sinks else 0)
 
     def pair_flops(self) -> int:
         return 4 * self.num_heads * self.head_dim
-
-    def _written(self, writes: bool) -> int:
-        """Outputs of the projections of keys and values."""
-        return self.cache_row().width if writes else 0
 
 
 @dataclass(frozen=True, slots=True)

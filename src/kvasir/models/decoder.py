@@ -40,7 +40,7 @@ class Block:
     def forward(
         self,
         stream: Stream,
-        angles: Angles | None,
+        angles: Angles,
         cache: LayerCache,
         backend: AttentionBackend,
         batch: StepBatch,
@@ -132,10 +132,10 @@ class Decoder:
                 stream.peek(taps[i][: len(h_TE)])
         return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
 
-    def angles(self, positions_T: torch.Tensor) -> list[Angles | None]:
-        """The angles of rows at these positions, for every layer; None: it rotates nothing."""
-        tables = [Angles(table, positions_T) for table in self.ropes]
-        return [None if rope is None else tables[rope] for rope in self.rope_of]
+    def angles(self, positions_T: torch.Tensor) -> list[Angles]:
+        """The angles of rows at these positions, for every layer."""
+        tables, nothing = [Angles(table, positions_T) for table in self.ropes], Angles(None, positions_T)
+        return [nothing if rope is None else tables[rope] for rope in self.rope_of]
 
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of hidden states that ``forward`` returned: in the model's dtype, or in fp32 where they are

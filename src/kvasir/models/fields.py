@@ -146,9 +146,9 @@ class Fields:
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
-def norm(fields: Fields, offset: float = 0.0) -> NormSpec:
-    """The RMS norm of a config; ``offset`` is added to its weights."""
-    return NormSpec(fields.number("rms_norm_eps", 1e-6), offset)
+def norm(fields: Fields, offset: float = 0.0, eps: float = 1e-6) -> NormSpec:
+    """The RMS norm of a config; ``offset`` is added to its weights, ``eps`` is the family's default."""
+    return NormSpec(fields.number("rms_norm_eps", eps), offset)
 
 
 def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> Activation:
@@ -230,6 +230,7 @@ def model(
     layers: list[LayerSpec],
     *,
     offset: float = 0.0,
+    eps: float = 1e-6,
     tied: bool = False,
     lengthens: bool = True,
     **quirks: Any,
@@ -256,7 +257,7 @@ def model(
         vocab_size=fields.integer("vocab_size"),
         max_position=longest,
         layers=tuple(layers),
-        final_norm=norm(fields, offset),
+        final_norm=norm(fields, offset, eps),
         tied=fields.flag("tie_word_embeddings", tied),
         **quirks,
     )
@@ -298,8 +299,8 @@ def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
 # -------------------------------------------------------------------------------------------------------------- RoPE
 
 
-def rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """RoPE of a model whose layers all share it.
+def rope(fields: Fields, head_dim: int, partial: float | None = None) -> RopeSpec:
+    """RoPE of a model whose layers all share it. ``partial``: as for `rope_from`.
 
     As in transformers, ``rope_scaling`` wins over ``rope_parameters``, and an ``original_max_position_embeddings`` of
     the config itself wins over both (it is not read where RoPE is given by layer type).
@@ -310,26 +311,49 @@ def rope(fields: Fields, head_dim: int) -> RopeSpec:
         head_dim,
         fields.number("rope_theta", 10000.0),
         fields.integer("original_max_position_embeddings", None),
+        partial,
     )
 
 
 def rope_from(
-    fields: Fields, parameters: Fields | None, head_dim: int, theta: float, original: int | None = None
+    fields: Fields,
+    parameters: Fields | None,
+    head_dim: int,
+    theta: float,
+    original: int | None = None,
+    partial: float | None = None,
 ) -> RopeSpec:
     """RoPE from an object of the config.
 
     ``parameters``: the object with ``rope_type`` and its options. ``theta``: used if it has no ``rope_theta``.
-    ``original``: used instead of its ``original_max_position_embeddings``.
+    ``original``: used instead of its ``original_max_position_embeddings``. ``partial``: the family's default of the
+    share of a head that rotates (``partial_rotary_factor``); None: heads of this family rotate whole.
     """
-    fields.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
+    p = Fields({}) if parameters is None else parameters
+    proportional = p.text("rope_type", "default") == "proportional"
+    if partial is None and not proportional:
+        for part in (fields, p):
+            part.refuse("partial_rotary_factor", "a partly rotated head is not served in this family", (None, 1))
+    share = p.number("partial_rotary_factor", fields.number("partial_rotary_factor", partial or 1.0))
+    if share > 1:
+        raise p.fail("partial_rotary_factor", f"is {share}, expected at most 1")
+    if proportional:
+        return RopeSpec(
+            p.number("rope_theta", theta),
+            head_dim,
+            "proportional",
+            factor=p.number("factor", 1.0),
+            num_pairs=int(share * head_dim // 2),
+        )
+    head_dim = int(head_dim * share)
+    if head_dim % 2 or not head_dim:
+        raise p.fail("partial_rotary_factor", f"is {share}: {head_dim} dimensions of a head cannot be paired")
     if parameters is None:
         return RopeSpec(theta, head_dim)
-    p = parameters
     if any(isinstance(v, dict) for v in p.raw.values()):
         raise ConfigError(
             f"config.json: {p.where.removesuffix('.')} is given by layer type, which this model_type does not have"
         )
-    p.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
     theta = p.number("rope_theta", theta)
     kind = p.text("rope_type", p.text("type", "default"))
     if kind == "default":
@@ -344,6 +368,21 @@ def rope_from(
         if high <= low:
             raise p.fail("high_freq_factor", f"is {high}, expected more than low_freq_factor ({low})")
         return RopeSpec(theta, head_dim, "llama3", p.number("factor"), original, low, high)
+    if kind == "longrope":
+        short, long = (_factors(p, name, head_dim // 2) for name in ("short_factor", "long_factor"))
+        given = p.number("attention_factor", None)
+        stretch = p.number("factor", None) or fields.integer("max_position_embeddings") / original
+        if given is None:  # as LongRoPE suggests
+            given = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+        return RopeSpec(
+            theta,
+            head_dim,
+            "longrope",
+            original_max_position=original,
+            attention_factor=given,
+            short_factors=short,
+            long_factors=long,
+        )
     if kind == "yarn":
         if theta == 1:
             raise p.fail("rope_theta", "is 1: all dimensions rotate alike, but yarn scales them by their rotation")
@@ -359,7 +398,16 @@ def rope_from(
             truncate=p.flag("truncate", True),
             attention_factor=_yarn_attention(p, factor),
         )
-    raise p.fail("rope_type", f"is '{kind}'; served are default, linear, llama3 and yarn")
+    served = "default, linear, llama3, yarn, longrope and proportional"
+    raise p.fail("rope_type", f"is '{kind}'; served are {served}")
+
+
+def _factors(p: Fields, name: str, count: int) -> tuple[float, ...]:
+    """One positive number for each pair of dimensions."""
+    found = p.raw.get(name)
+    if not isinstance(found, list) or not all(type(f) in (int, float) and f > 0 for f in found) or len(found) != count:
+        raise p.fail(name, f"is not a list of {count} positive numbers (one for each pair of rotated dimensions)")
+    return tuple(map(float, found))
 
 
 def _yarn_attention(p: Fields, factor: float) -> float:

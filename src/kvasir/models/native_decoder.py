@@ -63,9 +63,9 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
     if (other := next((cache.codec.name for cache in caches if not _is_known(cache)), None)) is not None:
         return f"no native kernel knows the cache's layout: '{other}'"
     if not all(part.native for block in model.blocks for part in (block.mixer, block.ffn)):
-        return "some layers are neither grouped-query attention nor a dense block"
-    if any(layer.rope is None for layer in model.spec.layers):
-        return "some layers do not rotate their heads"
+        return "some layers are not plain grouped-query attention and a dense block"
+    if any(rope is None or rope.shape[1] != dim for rope, dim in _turned(model)):
+        return "some layers rotate a part of a head, or nothing"
     dims = {block.mixer.attention.head_dim for block in model.blocks}
     if any(dim % LINE or dim > MAX_DIM for dim in dims):
         return f"the head dim is not a multiple of {LINE} up to {MAX_DIM}: {sorted(dims)}"
@@ -299,6 +299,12 @@ class NativeDecoder:
 
     def _packed(self, layer: Linear, gated: bool = False) -> Packed:
         return pack(native().library, layer.weight_NK, gated)
+
+
+def _turned(model: Decoder) -> list[tuple[torch.Tensor | None, int]]:
+    """The table of angles and the head dim of every layer."""
+    tables = [None if rope is None else model.ropes[rope].table for rope in model.rope_of]
+    return [(table, block.mixer.attention.head_dim) for table, block in zip(tables, model.blocks)]
 
 
 def _is_known(cache: LayerCache) -> bool:

@@ -16,7 +16,7 @@ from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers import linear
 from kvasir.layers.mixers import gqa
-from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec, NormSpec, RopeSpec
+from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec, NormSpec, QueryScale, RopeSpec
 from kvasir.layers.weights import Placement
 from kvasir.models import decoder
 from kvasir.models.decoder import Decoder
@@ -52,6 +52,11 @@ MODELS = {
     "sandwich": (GEMMA,) * 2,
     "experts": (EXPERTS,) * 2,
     "mixed": (EXPERTS, LAYER, GEMMA, SANDWICHED, LAYER),
+    "parts of a head": (replace(LAYER, rope=RopeSpec(100.0, 6)), replace(GEMMA, rope=None)),
+    "gates, scales": (
+        replace(LAYER, mixer=replace(MIXER, gated=True, value_norm=NormSpec(), query_scale=QueryScale(0.5, 8))),
+        replace(LAYER, mixer=replace(MIXER, keys_are_values=True, value_norm=NormSpec()), rope=RopeSpec(100.0, 6)),
+    ),
     "shared cache": (LAYER, LAYER, replace(LAYER, cache_of=1)),
 }
 

@@ -18,6 +18,7 @@ class PlainCodec(Codec):
     exact = True
     kernel = "plain"
     fuses = True
+    fuses_partial = True
     native = True
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:

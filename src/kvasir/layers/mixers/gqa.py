@@ -23,28 +23,32 @@ class Mixer:
     """Grouped-query attention of one layer. ``writes`` False: the layer attends to another layer's cache and has
     queries only."""
 
-    native = True  # the C kernels run it (``models/native_decoder.py``)
-
     def __init__(self, spec: GQASpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.spec = spec
         self.attention = spec.attention()
         self.writes = writes
         self.fused, self.exact = place.fused, place.exact
-        widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim} if writes else {"q": heads * dim}
         self.num_rotated = heads + kv_heads if writes else heads
         self.split = self.num_rotated, kv_heads  # what is rotated, and the values
-        self.qkv = Linear(hidden_size, widths, bias=spec.qkv_bias, place=place)
+        self.qkv = Linear(hidden_size, spec.widths(writes), bias=spec.qkv_bias, place=place)
         self.o = Linear(heads * dim, {"o": hidden_size}, bias=spec.o_bias, place=place)
         self.qk_norm = None
         if spec.qk_norm is not None:
             self.qk_norm = RMSNorm((self.num_rotated, dim), spec.qk_norm, place)
+        self.value_norm = None
+        if spec.value_norm is not None and writes:
+            self.value_norm = RMSNorm((kv_heads, dim), spec.value_norm, place)
+            self.value_norm.weight.fill_(1.0)
+        self.plain = not spec.gated and not spec.keys_are_values and spec.value_norm is None
+        # Whether the C kernels run it (``models/native_decoder.py``).
+        self.native = self.plain and spec.query_scale is None
         self.sinks_H = torch.empty(heads, device=place.device, dtype=torch.float32) if spec.sinks else None
 
     def forward(
         self,
         x_TE: torch.Tensor,
-        angles: Angles | None,
+        angles: Angles,
         cache: LayerCache,
         backend: AttentionBackend,
         batch: StepBatch,
@@ -53,19 +57,23 @@ class Mixer:
         wanted_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
-        the result. ``angles`` None: heads are not rotated.
+        the result.
 
         K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the rows of the result,
         and of ``residual_TE``; None: all.
         """
         spec, num_rows = self.spec, x_TE.shape[0]
         heads_TXD = self.qkv(x_TE, norm, batch=batch).view(num_rows, -1, spec.head_dim)
-        codec = cache.codec
+        gate_THD = None
+        if not self.plain:
+            heads_TXD, gate_THD = self._arrange(heads_TXD)
+        codec, table = cache.codec, angles.table
         # Whether the backend takes queries in the cache's basis.
         in_basis = codec.fuses and codec.kernel in backend.codec_kernels
-        if self.fused and angles is not None and fits(heads_TXD) and (in_basis or not self.writes):
+        turns = table is not None and (table.width == spec.head_dim or codec.fuses_partial or not self.writes)
+        if self.fused and turns and fits(heads_TXD) and (in_basis or not self.writes):
             norm_of = None if self.qk_norm is None else self.qk_norm.parameters
-            ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, norm_of, self.exact)
+            ops = HeadOps(spec.num_heads, table.table, angles.positions_T, norm_of, self.exact)
             if self.writes:
                 q_THD = codec.write_fused(cache, heads_TXD, ops, batch.slots[cache.group])
             else:
@@ -73,20 +81,33 @@ class Mixer:
         else:
             q_THD = self._write(heads_TXD, angles, cache, batch)
             q_THD = codec.queries(q_THD) if in_basis else q_THD
+        if spec.query_scale is not None:
+            q_THD = q_THD.mul_(angles.scale(spec.query_scale))
         out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
+        if gate_THD is not None:
+            out_THD = out_THD * gate_THD.sigmoid()
         out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
         if wanted_M is not None:
             out_TE, batch = out_TE.index_select(0, wanted_M), batch.only(wanted_M)
         return self.o(out_TE, residual_TN=residual_TE, batch=batch)
 
-    def _write(
-        self, heads_TXD: torch.Tensor, angles: Angles | None, cache: LayerCache, batch: StepBatch
-    ) -> torch.Tensor:
+    def _arrange(self, heads_TXD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries, keys and values [T, X, D] of a projection that is not made of just these, and the gates [T, H, D]."""
+        heads, gate_THD = self.spec.num_heads, None
+        if self.spec.gated:
+            q_THD, gate_THD = heads_TXD[:, : 2 * heads].unflatten(1, (heads, 2)).unbind(2)
+            heads_TXD = torch.cat((q_THD, heads_TXD[:, 2 * heads :]), 1)
+        if self.writes and (self.spec.keys_are_values or self.value_norm is not None):
+            qk, v_TGD = heads_TXD[:, : self.num_rotated], heads_TXD[:, -self.spec.num_kv_heads :]
+            heads_TXD = torch.cat((qk, v_TGD if self.value_norm is None else self.value_norm(v_TGD.contiguous())), 1)
+        return heads_TXD, gate_THD
+
+    def _write(self, heads_TXD: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch) -> torch.Tensor:
         """Norm, rotate and write, one after the other. Returns rotated queries [T, H, D]."""
         qk, v_TGD = heads_TXD.split_with_sizes(self.split, 1) if self.writes else (heads_TXD, None)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q_THD = qk if angles is None else rotate(qk, *angles.rows())
+        q_THD = qk if angles.table is None else rotate(qk, *angles.rows())
         if self.writes:
             q_THD, k_TGD = q_THD.split_with_sizes((self.spec.num_heads, self.spec.num_kv_heads), 1)
             key = "write", cache.group, self.spec.num_kv_heads, self.spec.head_dim  # layers with rows of one shape
