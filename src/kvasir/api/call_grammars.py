@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvasir.api.call_values import kinds_of
-from kvasir.api.tools import json_text, mark, quoted, schema_of
+from kvasir.api.tools import embedded, mark, quoted, schema_of
 from kvasir.errors import RequestError
 from kvasir.models.tokenizer import Tokenizer
 
@@ -92,10 +92,10 @@ def _value(
 ) -> list[str]:
     """Rules of one value and its end."""
     if end is None:
-        return [f"{rule}: {json_text(rooted(schema, root))}"]
+        return [f"{rule}: {embedded(rooted(schema, root))}"]
     kinds = kinds_of(schema, root)
     if kinds is not None and "string" not in kinds:
-        return [f"{rule}: {json_text(rooted(schema, root))} {mark(end, tokenizer)}"]
+        return [f"{rule}: {embedded(rooted(schema, root))} {mark(end, tokenizer)}"]
     schema = resolved(schema, root)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values:
@@ -182,7 +182,7 @@ class Bare:
         if kind == "object":
             return self._object(schema, root, function)
         if kind != "array":
-            return json_text({**{k: v for k, v in schema.items() if k != "type"}, "type": kind})
+            return embedded({**{k: v for k, v in schema.items() if k != "type"}, "type": kind})
         low, high = (schema.get(word) for word in COUNT["array"])
         item, rule, low = self._value(schema.get("items"), root, function), self._new(), low or 0
         if high == 0:

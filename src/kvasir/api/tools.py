@@ -361,11 +361,11 @@ def call_rules(wanted: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
     lines = ["call: " + " | ".join(f"call_{i}" for i in range(len(wanted)))]
     for i, function in enumerate(wanted):
         head = json.dumps(f'{{"name": "{function["name"]}", "{arguments_key}": ')
-        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {json_text(schema_of(function))}"]
+        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {embedded(schema_of(function))}"]
     return "\n".join(lines)
 
 
-def json_text(schema: Mapping[str, Any]) -> str:
+def embedded(schema: Mapping[str, Any]) -> str:
     """Write, in a Lark grammar, JSON of a schema."""
     # White space is bounded, because a weak model might write blanks for ever.
     return "%json " + quoted({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}})

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvasir.api.json_scan import WHITESPACE, Malformed
 from kvasir.api.marked_calls import MarkedCalls, NameScan, ObjectArguments, OneOf
-from kvasir.api.tools import CallScan, ToolParser, call_rules, json_text, mark, quoted, schema_of
+from kvasir.api.tools import CallScan, ToolParser, call_rules, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
 OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -35,7 +35,7 @@ class Mistral(MarkedCalls):
         for i, function in enumerate(functions):
             lines += [
                 f"call_{i}: {start} {quoted(function['name'])} {mark(ARGS, tokenizer)} arguments_{i}",
-                f"arguments_{i}: {json_text(schema_of(function))}",
+                f"arguments_{i}: {embedded(schema_of(function))}",
             ]
         return "\n".join(lines)
 

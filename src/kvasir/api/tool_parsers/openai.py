@@ -8,7 +8,7 @@ from typing import Any
 from kvasir.api.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Header
 from kvasir.api.json_scan import Malformed
 from kvasir.api.marked_calls import MarkedCalls, ObjectArguments
-from kvasir.api.tools import NAME, ToolParser, json_text, mark, quoted, schema_of
+from kvasir.api.tools import NAME, ToolParser, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
 FUNCTIONS = "functions."
@@ -42,7 +42,7 @@ class OpenAI(MarkedCalls):
             to = quoted(f"commentary to={FUNCTIONS}{function['name']} ")
             lines += [
                 f'call_{i}: {written(CHANNEL)} {to} {written(CONSTRAIN)} "json" {written(MESSAGE)} arguments_{i}',
-                f"arguments_{i}: {json_text(schema_of(function))}",
+                f"arguments_{i}: {embedded(schema_of(function))}",
             ]
         return "\n".join(lines)
 
