@@ -470,16 +470,14 @@ def test_a_served_answer(kind):
     assert [part["name"] for part in parts if "name" in part] == [function["name"]]
 
 
-@pytest.mark.parametrize(
-    "kind, thinking, starts_at_once", [("openai", "openai_gptoss", True), ("glm45", "glm45", False)]
-)
-def test_where_the_grammar_of_a_forced_call_starts(kind, thinking, starts_at_once):
-    """Harmony's grammar describes the whole answer; the others start after the thinking. A format of text does, too."""
+@pytest.mark.parametrize("kind, thinking", [("openai", "openai_gptoss"), ("glm45", "glm45")])
+def test_where_the_grammar_of_a_forced_call_starts(kind, thinking):
+    """Harmony's grammar describes the whole answer; the others start after the thinking."""
     offered = [{"type": "function", "function": {"name": "now", "parameters": SCHEMAS["now"]}}]
-    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+    body = {"model": "fake", "messages": [{"role": "user", "content": "<|start|>"}]}  # as if the prompt ended with it
     settings = {"tool_call_parser": kind, "reasoning_parser": thinking}
     with running(**settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         http.post("/v1/chat/completions", json={**body, "tools": offered, "tool_choice": "required"})
         http.post("/v1/chat/completions", json={**body, "response_format": {"type": "json_object"}})
         calls, text = (request.params.grammar for request in server.engine.seen)
-    assert (calls.after == ()) == starts_at_once and text.after
+    assert (calls.after == ()) == (kind == "openai") and text.after
