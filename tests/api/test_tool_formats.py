@@ -435,7 +435,7 @@ def test_auto_knows_the_templates(template, kind):
 
 
 def test_other_names():
-    tokenizer = make("byte_level")
+    used = make("byte_level")
     for word, kind in (
         ("llama4_json", "llama3_json"),
         ("llama4_pythonic", "pythonic"),
@@ -443,9 +443,9 @@ def test_other_names():
         ("qwen3_xml", "qwen3_coder"),
         ("qwen3-xml", "qwen3_coder"),
     ):
-        assert tools.choose(word, tokenizer).name == kind
+        assert tools.choose(word, used).name == kind
     with pytest.raises(ConfigError, match="mistral"):
-        tools.choose("mistrl", tokenizer)
+        tools.choose("mistrl", used)
 
 
 # ------------------------------------------------------------------------------------------------------- over the wire
@@ -468,3 +468,16 @@ def test_a_served_answer(kind):
     parts = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
     assert "".join(part.get("arguments", "") for part in parts) == function["arguments"]
     assert [part["name"] for part in parts if "name" in part] == [function["name"]]
+
+
+@pytest.mark.parametrize("kind, thinking", [("openai", "openai_gptoss"), ("glm45", "glm45")])
+def test_where_the_grammar_of_a_forced_call_starts(kind, thinking):
+    """Harmony's grammar describes the whole answer; the others start after the thinking."""
+    offered = [{"type": "function", "function": {"name": "now", "parameters": SCHEMAS["now"]}}]
+    body = {"model": "fake", "messages": [{"role": "user", "content": "<|start|>"}]}  # as if the prompt ended with it
+    settings = {"tool_call_parser": kind, "reasoning_parser": thinking}
+    with running(**settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        http.post("/v1/chat/completions", json={**body, "tools": offered, "tool_choice": "required"})
+        http.post("/v1/chat/completions", json={**body, "response_format": {"type": "json_object"}})
+        calls, text = (request.params.grammar for request in server.engine.seen)
+    assert (calls.after == ()) == (kind == "openai") and text.after

@@ -6,12 +6,13 @@ reads one call, or a list of them.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from kvasir.api.json_scan import WHITESPACE, Malformed, ValueScan
-from kvasir.api.tools import NAME, ToolParser
+from kvasir.api.tools import NAME, CallDelta, ToolParser
 
 
 class CallReader(Protocol):
@@ -23,6 +24,10 @@ class CallReader(Protocol):
 
     def feed(self, char: str) -> None:
         """Read one character. Raises Malformed when it cannot continue a call."""
+
+    def take(self, text: str, start: int) -> int:
+        """Read ahead of ``feed`` what needs no look at each character, of an announced call; return where it ends."""
+        return start
 
 
 class MarkedCalls(ToolParser):
@@ -42,6 +47,10 @@ class MarkedCalls(ToolParser):
         self._space = ""  # white space before the mark: content only if content follows
         self._after_call = False  # only white space and a closing mark have come since a call
         self._closed = False  # the closing mark of the last call has come
+        self._begun = False  # something other than white space has come
+        firsts = re.escape("".join(sorted({mark[0] for mark in (*self.awaited(), *self.opens, *self.closes)})))
+        # Text in which no mark begins, up to white space that a mark may follow.
+        self._quiet = re.compile(rf"(?:[^{firsts} \t\n\r]+|[ \t\n\r]+(?=[^{firsts} \t\n\r]))+")
 
     @abstractmethod
     def reader(self, mark: str) -> CallReader:
@@ -51,6 +60,22 @@ class MarkedCalls(ToolParser):
     def awaited(self) -> Sequence[str]:
         """The marks that may come next."""
         return (*self.opens, *self.closes) if self._after_call and not self._closed else self.opens
+
+    def push(self, text: str, final: bool = False) -> list[str | CallDelta]:
+        self._out, at = [], 0
+        while at < len(text):
+            before = at
+            if self._reader is not None:
+                at = self._reader.take(text, at)
+            elif not self._mark and not self._after_call and (quiet := self._quiet.match(text, at)):
+                self._plain(quiet[0])
+                at = quiet.end()
+            if at == before:
+                self.feed(text[at])
+                at += 1
+        if final:
+            self.finish()
+        return self._out
 
     def feed(self, char: str) -> None:
         if self._reader is not None:
@@ -68,6 +93,7 @@ class MarkedCalls(ToolParser):
             self._plain(char)
 
     def _marked(self) -> None:
+        self._begun = True
         if self._mark in self.opens:
             self._reader = self.reader(self._mark)
             self._raw = self._space + self._mark
@@ -77,7 +103,7 @@ class MarkedCalls(ToolParser):
     def _plain(self, text: str) -> None:
         self.say(text if self._after_call else self._space + text)
         self._mark = self._space = ""
-        self._after_call = False
+        self._after_call, self._begun = False, True
 
     def _in_call(self, reader: CallReader, char: str) -> None:
         opened, num_calls = reader.opened, self.num_calls
@@ -142,6 +168,13 @@ class Until:
         start = next(i for i in range(len(self._held) + 1) if any(m.startswith(self._held[i:]) for m in self._marks))
         text, self._held = self._held[:start], self._held[start:]
         return text, False
+
+    def skip(self, text: str, start: int) -> int:
+        """Where text from ``start`` on ends in which no mark begins."""
+        if self._held:
+            return start
+        found = [at for first in {mark[0] for mark in self._marks} if (at := text.find(first, start)) >= 0]
+        return min(found, default=len(text))
 
 
 class NameScan:

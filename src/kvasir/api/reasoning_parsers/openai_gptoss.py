@@ -33,8 +33,16 @@ class OpenAIGptOss(ReasoningParser):
         return () if self.disabled else tuple(tokenizer.encode(text, add_special=False, parse_special=True))
 
     def push(self, text: str, final: bool = False) -> list[ReasoningDelta]:
-        self._out = []
-        for char in text:
+        self._out, at = [], 0
+        while at < len(text):
+            if self._header is None and not self._held:  # every mark begins with the same character
+                end = text.find(START[0], at)
+                end = len(text) if end < 0 else end
+                self._say(text[at:end])
+                at = end
+                if at == len(text):
+                    break
+            char, at = text[at], at + 1
             if self._header is None:
                 self._in_message(char)
             elif self._header.feed(char):

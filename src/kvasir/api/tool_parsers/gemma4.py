@@ -9,7 +9,7 @@ from typing import Any
 from kvasir.api.call_grammars import Bare
 from kvasir.api.call_values import typed
 from kvasir.api.json_scan import MAX_DEPTH, WHITESPACE, Malformed
-from kvasir.api.marked_calls import MarkedCalls, NameScan, OneOf, Until
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf, Until
 from kvasir.api.tools import ToolParser, mark, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class Gemma4(MarkedCalls):
         return "\n".join([*lines, *bare.rules])
 
 
-class Call:
+class Call(CallReader):
     """A reader of one call, up to the brace that closes its arguments."""
 
     def __init__(self, parser: ToolParser) -> None:
@@ -54,6 +54,13 @@ class Call:
         self._string_is_key = False
         self._text = ""  # a key or a bare value so far
         self.opened = self.done = False
+
+    def take(self, text: str, start: int) -> int:
+        if self._state != "string":
+            return start
+        end = self._string.skip(text, start)
+        self._parser.argue(json.dumps(text[start:end], ensure_ascii=False)[1:-1])
+        return end
 
     def feed(self, char: str) -> None:
         if self._state == "head":

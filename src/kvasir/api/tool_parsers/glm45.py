@@ -7,7 +7,7 @@ from typing import Any
 
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments
-from kvasir.api.marked_calls import MarkedCalls, NameScan, OneOf, Until
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf, Until
 from kvasir.api.tools import ToolParser, mark, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ class Glm45(MarkedCalls):
         return "\n".join(lines)
 
 
-class Call:
+class Call(CallReader):
     """A reader of one call, up to its closing mark."""
 
     def __init__(self, parser: ToolParser) -> None:
@@ -59,6 +59,13 @@ class Call:
     @property
     def opened(self) -> bool:
         return self._arguments is not None and self._arguments.opened
+
+    def take(self, text: str, start: int) -> int:
+        if self._state != "value" or self._arguments is None:
+            return start
+        end = self._until.skip(text, start)
+        self._arguments.value(text[start:end])
+        return end
 
     def feed(self, char: str) -> None:
         if self._state == "name":

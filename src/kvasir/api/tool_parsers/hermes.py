@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.api.json_scan import WHITESPACE
-from kvasir.api.marked_calls import MarkedCalls
+from kvasir.api.marked_calls import CallReader, MarkedCalls
 from kvasir.api.tools import CallScan, ToolParser, call_rules, mark
 from kvasir.models.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ class Hermes(MarkedCalls):
         return f"start: one{more}\none: {one}\n{call_rules(functions, cls.arguments_key)}"
 
 
-class JsonCall:
+class JsonCall(CallReader):
     """A reader of one JSON object that is a call, after any white space."""
 
     def __init__(self, parser: ToolParser, keys: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import MarkedCalls, NameScan, ObjectArguments, OneOf
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, ObjectArguments, OneOf
 from kvasir.api.tools import CallScan, ToolParser, call_rules, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class Mistral(MarkedCalls):
         return "\n".join(lines)
 
 
-class Calls:
+class Calls(CallReader):
     """A reader of what follows the mark: a list of JSON calls, one JSON call, or a name with its arguments."""
 
     def __init__(self, parser: ToolParser) -> None:

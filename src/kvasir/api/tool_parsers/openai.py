@@ -7,7 +7,7 @@ from typing import Any
 
 from kvasir.api.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Header
 from kvasir.api.json_scan import Malformed
-from kvasir.api.marked_calls import MarkedCalls, ObjectArguments
+from kvasir.api.marked_calls import CallReader, MarkedCalls, ObjectArguments
 from kvasir.api.tools import NAME, ToolParser, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class OpenAI(MarkedCalls):
         return "\n".join(lines)
 
 
-class Call:
+class Call(CallReader):
     """A reader of one message: its header, then the arguments."""
 
     def __init__(self, parser: ToolParser, mark: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments, literal
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import MarkedCalls, NameScan
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan
 from kvasir.api.tools import ToolParser, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -25,14 +25,6 @@ class Pythonic(MarkedCalls):
     closes = (END_TAG, END_FENCE)
     shown = (TAG, END_TAG)
     also = ("llama4_pythonic",)
-
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        super().__init__(schemas)
-        self._begun = False  # something other than white space was read
-
-    def feed(self, char: str) -> None:
-        super().feed(char)
-        self._begun = self._begun or char not in WHITESPACE
 
     def awaited(self) -> Sequence[str]:
         return super().awaited() if self._begun else (*self.opens, "[")
@@ -58,7 +50,7 @@ class Pythonic(MarkedCalls):
         return "\n".join(lines)
 
 
-class Calls:
+class Calls(CallReader):
     """A reader of calls: a list of them (``listed``: its bracket was read), or one a line (``fenced``)."""
 
     def __init__(self, parser: ToolParser, listed: bool, fenced: bool) -> None:
