@@ -139,8 +139,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise ConfigError(
-                f"{path} holds an adapter (adapter_config.json) and not a model; adapters are not served. "
-                "Merge it into its base model."
+                f"{path} holds an adapter (adapter_config.json) and not a model. Serve it with its base model: "
+                f"--enable-lora --lora-modules NAME={path}, or merge it: kvasir convert merge_lora:adapter={path}"
             )
         found = (
             "it is empty"
