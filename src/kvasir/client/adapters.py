@@ -26,7 +26,7 @@ class Registry:
         self._waiting: dict[str, asyncio.Future[AdapterInfo | None]] = {}
         self._leaving: set[str] = set()
         self._restarted = False
-        self._info = ModelInfo(name="", max_model_len=0, vocab_size=0)
+        self._info = ModelInfo(name="", max_model_len=0, vocab_size=0, tokenizer_size=0)
 
     def welcome(self, info: ModelInfo) -> None:
         """Take the facts of a process that is ready: the first one has loaded what the settings name."""

@@ -32,6 +32,7 @@ class Config:
 class MergeLora(Converter):
     """The base model with an adapter in its weights."""
 
+    exact = False
     result = "the base model with the adapter merged in"
 
     def check(self, source: Source) -> None:

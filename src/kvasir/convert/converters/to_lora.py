@@ -98,6 +98,7 @@ class ToLora(Converter):
     """A plain LoRA adapter in place of a model."""
 
     adapter = True
+    exact = False
     result = "a LoRA adapter of the base model"
 
     def check(self, source: Source) -> None:
