@@ -167,12 +167,12 @@ class AdapterConfig:
                 f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: an adapter on the device "
                 "is kept in host memory, too. Raise --max-cpu-loras or lower --max-loras."
             )
-        if self.lora_modules and not self.enable_lora:
-            raise ConfigError("--lora-modules names adapters, which are served with --enable-lora only")
-        self.modules()
 
     def modules(self) -> dict[str, str]:
-        """The folders of ``lora_modules`` by name. Raises ConfigError for what is neither NAME=FOLDER nor JSON."""
+        """The folders of ``lora_modules`` by name. Raises ConfigError for what is neither NAME=FOLDER nor JSON, and
+        where adapters are not served."""
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("lora_modules names adapters, which are served with --enable-lora only")
         found: dict[str, str] = {}
         for text in self.lora_modules:
             for name, path in _modules(text):

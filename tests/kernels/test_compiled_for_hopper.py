@@ -8,13 +8,14 @@ stopped.
 from __future__ import annotations
 
 import functools
+import inspect
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 
-from kvasir.kernels import decode_attention, hopper_gemv, report
+from kvasir.kernels import decode_attention, hopper_gemv, lora, report
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.hopper_attention import HopperShape
 from kvasir.kernels.key_chunks import merged_at_once
@@ -466,3 +467,25 @@ def test_the_ends_of_a_decode_step():
         {"draws_ptr": "fp32", "out_ptr": "fp32", "token_ptr": "i32", "rows_ptr": "i64"},
     )
     assert not opened["spilled"] and not closed["spilled"]
+
+
+LORA = {"x_ptr": "bf16", "a_ptr": "bf16", "b_ptr": "bf16", "y_ptr": "bf16", "s_ptr": "fp32"}
+QKV = {"N": 6144, "W0": 4096, "W1": 1024, "W2": 1024, "C": 48, "R": 16}
+TILES = {"S": 8, "SLOTS": 8, "TILE_M": lora.TILE_M}
+
+
+@pytest.mark.parametrize(
+    "kernel, warps, constants",
+    [
+        ("_shrink_rows", 4, {"K": 4096, "RUN": lora.RUN, "BLOCK_R": 16, "BLOCK_K": lora.BLOCK_K, "PDL": True}),
+        ("_expand_rows", 4, {"RUNS": 4, "BLOCK_R": 16, "BLOCK_N": lora.BLOCK_N, "PDL": True}),
+        ("_shrink_tiles", 4, {"K": 4096, "BLOCK_R": 16, "TILE_K": lora.TILE_K, **TILES}),
+        ("_expand_tiles", 8, {"BLOCK_R": 16, "TILE_N": lora.TILE_N, "PRECISION": "tf32", **TILES}),
+    ],
+)
+def test_adapters(kernel, warps, constants):
+    names = inspect.signature(getattr(lora, kernel)).parameters
+    shared = {name: value for name, value in {**QKV, **constants}.items() if name in names}
+    pointers = {name: kind for name, kind in LORA.items() if name in names}
+    found = compiled("lora", kernel, {"num_warps": warps, "num_stages": 3}, shared, pointers)
+    assert not found["spilled"]

@@ -101,8 +101,11 @@ def test_a_config_that_is_not_text(tmp_path):
     [
         ({}, ["no config.json", "empty"]),
         ({"README__md": "hello"}, ["no config.json", "README.md"]),
-        ({"adapter_config__json": "{}"}, ["adapter_config.json", "adapter", "Merge", "--tokenizer BASE"]),
-        ({"adapter_config__json": "[]"}, ["merge_and_unload"]),
+        (
+            {"adapter_config__json": "{}"},
+            ["adapter_config.json", "serve BASE --enable-lora", "merge_lora:adapter=", "BASE merged"],
+        ),
+        ({"adapter_config__json": "[]"}, ["serve BASE --enable-lora"]),
         (
             {"adapter_config__json": '{"base_model_name_or_path": "owner/base model"}'},
             ["merge_and_unload", "kvasir serve ./merged --tokenizer 'owner/base model'"],
@@ -126,7 +129,7 @@ def test_the_folder_below_is_named(tmp_path):
         checkpoint.read_config(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["merge_adapter", "from_gguf", "to_safetensors"])
+@pytest.mark.parametrize("line", ["from_gguf", "to_safetensors"])
 def test_commands_can_be_pasted_into_a_shell(tmp_path, line):
     """Whatever the path is called, the shell sees one word, and Python a program without syntax errors."""
     place = tmp_path / "it's; a (path)"

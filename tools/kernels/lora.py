@@ -40,54 +40,51 @@ def bit_cases() -> list[lora.Case]:
 GRIDS = {"lora": Grid(lora.grid, check_lora, EVERY), "bits": Grid(bit_cases, bits, EVERY)}
 
 
-def time_step(report: Report, rows: int, adapters: int) -> None:
-    place = Placement(torch.device("cuda"), BF16)
+def make_products(width: int, widths: tuple[int, ...], adapters: int) -> list[Linear]:
+    """Products of one shape whose weights together do not fit the L2 cache, each with its adapters."""
+    place, products = Placement(torch.device("cuda"), BF16), []
+    for _ in range(max(1, COLD_BYTES // (2 * width * sum(widths)))):
+        product = Linear(width, dict(zip("abc", widths)), bias=False, place=place)
+        product.weight_NK.normal_(0, width**-0.5)
+        product.use_adapters(adapters, RANK)
+        pairs = product.low_rank.pairs
+        pairs.a_SCK.normal_(0, width**-0.5)
+        pairs.b_SNR.normal_()
+        pairs.ranks_S.fill_(RANK)
+        products.append(product)
+    return products
+
+
+def time_product(rows: int, adapters: int, width: int, widths: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds of one product alone, and of what its adapters add."""
+    products = make_products(width, widths, adapters)
     slots = (1 + torch.arange(rows, device="cuda") % adapters).int()
-    metrics, whole = {}, [0.0, 0.0]
-    for name, (width, widths) in PARTS.items():
-        copies = max(1, COLD_BYTES // (2 * width * sum(widths)))
-        products = []
-        for _ in range(copies):
-            product = Linear(width, dict(zip("abc", widths)), bias=False, place=place)
-            product.weight_NK.normal_(0, width**-0.5)
-            product.use_adapters(adapters, RANK)
-            pairs = product.low_rank.pairs
-            pairs.a_SCK.normal_(0, width**-0.5)
-            pairs.b_SNR.normal_()
-            pairs.ranks_S.fill_(RANK)
-            products.append(product)
-        x = torch.randn(rows, width, device="cuda", dtype=BF16)
-        y = torch.randn(rows, sum(widths), device="cuda", dtype=BF16)
-        by_slot = lora.sort_rows(slots, adapters)
+    by_slot = lora.sort_rows(slots, adapters)
+    x, y = (torch.randn(rows, size, device="cuda", dtype=BF16) for size in (width, sum(widths)))
 
-        def plain() -> None:
-            for product in products:
-                product(x)
+    def plain() -> None:
+        for product in products:
+            product(x)
 
-        def added() -> None:
-            for product in products:
-                pairs = product.low_rank.pairs
-                if rows <= lora.MAX_ROWS:
-                    lora.lora_rows(x, y, pairs, slots)
-                else:
-                    lora.lora_tiles(x, y, pairs, by_slot)
+    def added() -> None:
+        for product in products:
+            if rows <= lora.MAX_ROWS:
+                lora.lora_rows(x, y, product.low_rank.pairs, slots)
+            else:
+                lora.lora_tiles(x, y, product.low_rank.pairs, by_slot)
 
-        alone, extra = (graph_seconds(work, 5) / copies for work in (plain, added))
-        whole = [whole[0] + alone, whole[1] + extra]
-        metrics[name] = {
-            "us": round(alone * 1e6, 2),
-            "us_adapters": round(extra * 1e6, 2),
-            "share": round(extra / alone, 3),
-        }
-        del products, product, pairs
-        torch.cuda.empty_cache()
-    metrics["layer"] = {
-        "us": round(whole[0] * 1e6, 2),
-        "us_adapters": round(whole[1] * 1e6, 2),
-        "share": round(whole[1] / whole[0], 3),
+    return graph_seconds(plain, 5) / len(products), graph_seconds(added, 5) / len(products)
+
+
+def time_step(report: Report, rows: int, adapters: int) -> None:
+    spent = {name: time_product(rows, adapters, *shape) for name, shape in PARTS.items()}
+    torch.cuda.empty_cache()
+    spent["layer"] = sum(alone for alone, _ in spent.values()), sum(extra for _, extra in spent.values())
+    metrics = {
+        name: {"us": round(alone * 1e6, 2), "us_adapters": round(extra * 1e6, 2), "share": round(extra / alone, 3)}
+        for name, (alone, extra) in spent.items()
     }
     report.add(f"adapters, {rows} rows over {adapters}", {"rank": RANK}, metrics)
-    print(rows, adapters, metrics, flush=True)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ def run(spec: str, source: str, target: Path) -> None:
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("", total=total)
         record = convert(converter, spec, folder, target, progress=lambda num_bytes: bar.advance(task, num_bytes))
-    promise = (
+    promise = converter.result or (
         f"the same function as {record['source']}" if record["exact"] else f"an approximation of {record['source']}"
     )
     print(f"{target}: {record['bytes'] / 2**20:,.1f} MiB, {promise}")

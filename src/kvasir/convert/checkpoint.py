@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvasir.convert.converter import Tensors
 
 RECORD = "conversion.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES, packed: bool = False) -> int:
@@ -103,11 +104,16 @@ def convert(
         raise ConfigError(f"cannot write {target}: {e.strerror}") from e
     try:
         made = converter.tensors(about, _counted(read_tensors(source), progress))
-        total = write_tensors(part, made, shard_bytes or converter.shard_bytes, converter.packed)
-        config = converter.edit_config(about)
-        _write_json(part / "config.json", config)
-        assign(read_headers(part), build_spec(config))
-        _copy_rest(source, part)
+        if converter.adapter:
+            total = write_tensors(part, made)
+            (part / SINGLE).rename(part / ADAPTER_WEIGHTS)
+            _write_json(part / ADAPTER_CONFIG, converter.edit_config(about))
+        else:
+            total = write_tensors(part, made, shard_bytes or converter.shard_bytes, converter.packed)
+            config = converter.edit_config(about)
+            _write_json(part / "config.json", config)
+            assign(read_headers(part), build_spec(config))
+            _copy_rest(source, part)
         record = {"converter": spec, "exact": converter.exact, "source": source.resolve().name, "bytes": total}
         _write_json(part / RECORD, record)
         part.chmod(0o755)

@@ -59,18 +59,21 @@ class Source:
 class Converter(Technique):
     """A rewriting of a checkpoint.
 
-    ``exact``: the result computes the same function as the source. ``packed``: the result's shards are packed.
+    ``exact``: the result computes the same function as the source. ``result``: what it is, where it is another one.
+    ``packed``: the result's shards are packed. ``adapter``: the result is an adapter's folder and not a model's.
     ``shard_bytes``: most bytes of weights in a shard, before packing.
     """
 
     packed = False
+    adapter = False
+    result = ""
     shard_bytes = SHARD_BYTES
 
     def check(self, source: Source) -> None:
         """Raise ConfigError when this converter cannot take ``source``. Called before anything is read or written."""
 
     def edit_config(self, source: Source) -> dict[str, Any]:
-        """The contents of config.json of the result."""
+        """The contents of config.json of the result. Called after all its tensors were made."""
         return source.config
 
     @abstractmethod

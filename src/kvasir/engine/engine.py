@@ -68,6 +68,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        config.adapters.modules()  # refused at once where adapters are not served
         drafter = load_drafter(config.speculation.drafter) if config.speculation.drafter else None
         policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
         host = EngineHost(config)

@@ -290,7 +290,7 @@ def lora_tiles(x_TK: torch.Tensor, y_TN: torch.Tensor, pairs: Pairs, by_slot: So
     _expand_tiles[(blocks, tiles)](
         s, pairs.b_SNR, y_TN, by_slot.order_T, by_slot.starts_S, pairs.ranks_S, y_TN.stride(0), N=outputs,
         **_widths(pairs), BLOCK_R=min(32, block_r), TILE_N=TILE_N,
-        PRECISION="ieee" if x_TK.dtype == torch.float32 else "tf32", **shared, num_warps=4)
+        PRECISION="ieee" if x_TK.dtype == torch.float32 else "tf32", **shared, num_warps=8)
     return y_TN
 
 

@@ -19,16 +19,22 @@ def _python(code: str, *needs: str) -> str:
 
 def merge_adapter(path: Path) -> str:
     """The command that merges an adapter folder into its base model, and the one that serves the result."""
+    return (
+        f"kvasir convert merge_lora:adapter={shlex.quote(str(path))} {_base(path)} merged, then kvasir serve ./merged"
+    )
+
+
+def serve_adapter(path: Path) -> str:
+    """The command that serves an adapter folder together with its base model."""
+    return f"kvasir serve {_base(path)} --enable-lora --lora-modules {shlex.quote(f'adapter={path}')}"
+
+
+def _base(path: Path) -> str:
     try:
         base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
-    code = (
-        "from peft import AutoPeftModelForCausalLM as M; "
-        f"M.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained('merged')"
-    )
-    tokenizer = f" --tokenizer {shlex.quote(base)}" if isinstance(base, str) and base else " --tokenizer BASE"
-    return f"{_python(code, 'peft', 'transformers')}, then kvasir serve ./merged{tokenizer}"
+    return shlex.quote(base) if isinstance(base, str) and base else "BASE"
 
 
 def from_gguf(file: Path) -> str:

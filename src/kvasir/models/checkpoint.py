@@ -152,8 +152,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise ConfigError(
-                f"{path} holds an adapter (adapter_config.json) and not a model; adapters are not served. "
-                f"Merge it into its base model: {advice.merge_adapter(path)}"
+                f"{path} holds an adapter (adapter_config.json) and not a model. Serve it with its base model: "
+                f"{advice.serve_adapter(path)}. Or merge it: {advice.merge_adapter(path)}"
             )
         found = (
             "it is empty"
