@@ -16,6 +16,7 @@ from kvasir.layers.linear import Linear
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import find_family
 from kvasir.models.peft import PeftFolder, one_hot_columns, unknown
+from kvasir.models.stored import view_of
 from kvasir.types import AdapterInfo
 
 # Ranks that buffers may have: an adapter's is rounded up to the next.
@@ -52,7 +53,7 @@ class AdapterSlots:
         self._parts: dict[str, tuple[str, int]] = {}  # stored name of a matrix -> its product, and its place there
         self._dtype, on_gpu = decoder.place.dtype, decoder.place.device.type == "cuda"
         self._pinned = on_gpu
-        stored_name = find_family(decoder.spec.family).stored_name
+        family = find_family(decoder.spec.family)
         for i, block in enumerate(decoder.blocks):
             for room, layer in (("mixer", block.mixer), ("ffn", block.ffn)):
                 for attribute, product in vars(layer).items():
@@ -62,8 +63,9 @@ class AdapterSlots:
                     product.use_adapters(num_slots, bucket(max_rank))
                     self.products[name] = product
                     for place, part in enumerate(product.widths):
-                        stored = stored_name(f"layers.{i}.{room}.{part}.weight")
-                        self._parts[stored.removesuffix(".weight")] = name, place
+                        view = view_of(family.stored(f"layers.{i}.{room}.{part}.weight", decoder.spec))
+                        if not view.index:  # an adapter of a fused matrix has one A for all its parts: it is merged
+                            self._parts[view.name.removesuffix(".weight")] = name, place
 
     @property
     def num_bytes(self) -> int:
