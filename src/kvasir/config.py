@@ -190,7 +190,7 @@ def _modules(text: str) -> list[tuple[str, str]]:
         except ValueError as e:
             raise ConfigError(f"lora_modules: {text!r} is not valid JSON: {e}") from e
         listed = given if isinstance(given, list) else [given]
-        pairs = [(o.get("name"), o.get("path")) if isinstance(o, dict) else (None, None) for o in listed]
+        pairs = [(o.get("name", ""), o.get("path", "")) if isinstance(o, dict) else ("", "") for o in listed]
     else:
         name, _, path = text.partition("=")
         pairs = [(name, path)]

@@ -108,7 +108,7 @@ def test_a_config_that_is_not_text(tmp_path):
         ({"adapter_config__json": "[]"}, ["serve BASE --enable-lora"]),
         (
             {"adapter_config__json": '{"base_model_name_or_path": "owner/base model"}'},
-            ["merge_and_unload", "kvasir serve ./merged --tokenizer 'owner/base model'"],
+            ["kvasir serve 'owner/base model' --enable-lora", "'owner/base model' merged"],
         ),
         ({"w__gguf": "x"}, ["GGUF", "gguf_file=f", "kvasir serve ./converted"]),
         ({"params__json": "{}"}, ["params.json", "HF format"]),

@@ -19,9 +19,8 @@ def _python(code: str, *needs: str) -> str:
 
 def merge_adapter(path: Path) -> str:
     """The command that merges an adapter folder into its base model, and the one that serves the result."""
-    return (
-        f"kvasir convert merge_lora:adapter={shlex.quote(str(path))} {_base(path)} merged, then kvasir serve ./merged"
-    )
+    adapter = shlex.quote(f"merge_lora:adapter={path}")
+    return f"kvasir convert {adapter} {_base(path)} merged, then kvasir serve ./merged"
 
 
 def serve_adapter(path: Path) -> str:
