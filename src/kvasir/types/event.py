@@ -17,8 +17,8 @@ class TokenLogprob:
     rank: int  # 1: most likely
     top: list[tuple[int, float]] = field(default_factory=list)  # the most likely alternatives: (id, log-probability)
     confidence: float | None = None  # mean negative log-probability of the k likeliest tokens (None: not asked for)
-    # Name of the drafter whose draft held this token (None: it was drawn without a draft). How a token came about is not
-    # part of what it is: with and without drafts the entries are equal.
+    # Name of the drafter whose draft held this token (None: it was drawn without a draft). How a token came about
+    # is no part of what it is: with and without drafts the entries are equal.
     drafter: str | None = field(default=None, compare=False)
 
 
