@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent
 FAST = [
     "api/test_bad_input.py",
     "api/test_detokenize.py",
+    "api/test_log_stats.py",
     "api/test_reasoning.py",
     "api/test_responses.py",
     "api/test_tools.py",

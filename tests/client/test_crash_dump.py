@@ -37,10 +37,10 @@ def secret(number: int, **more):
     return wanted
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
 def test_a_dump_holds_the_last_steps_and_no_prompt(tmp_path, fault):
     async def body():
-        async with engine("SlowCore", crash_dumps=str(tmp_path)) as it:
+        async with engine("SlowCore", crash_dumps=str(tmp_path), watchdog=2.0) as it:
             marker = tmp_path / "once"
             reader = Reader(it, secret(1, max_tokens=20, faults=f"{fault}@8!{marker}"))
             other = Reader(it, secret(2, max_tokens=40))
@@ -65,6 +65,7 @@ def test_a_dump_holds_the_last_steps_and_no_prompt(tmp_path, fault):
         assert "a bug in the engine" not in text, "a message may quote a request"
     else:
         assert dump["exception"] is None and "SIGKILL" in dump["end"]
+        assert ("no progress for" in dump["why"]) == (fault == "hang")
     assert dump["settings"]["service"]["crash_dumps"] == str(tmp_path) and dump["statistics"]["num_pages"] >= 0
 
 

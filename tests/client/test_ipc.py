@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import stat
+import struct
 import threading
 
 import msgspec
@@ -262,7 +263,7 @@ def test_the_flight_record_keeps_the_last_launches(tmp_path):
     wide = [(ticket, 0, 1) for ticket in range(ipc.Flight.SPANS + 5)]
     written.record(1000, 37, wide, slow=False)
     assert read.recorded()[-1].spans == len(wide) and read.recorded()[-1].kept == wide[: ipc.Flight.SPANS]
-    with pytest.raises(OverflowError):
+    with pytest.raises((OverflowError, struct.error)):
         written.record(1001, -1, [], slow=False)  # as if the process had died in the middle of its record
     assert [launch.step for launch in read.recorded()] == [*range(11, ipc.Flight.RING + 9), 1000]
     written.launch(range(ipc.Flight.CAPACITY))

@@ -20,8 +20,13 @@ from kvasir import __version__
 from kvasir.api.generation import Generation, Running
 from kvasir.errors import ConfigError, RequestError
 
-# Name of the operation by route; everything else that generates is "chat".
-OPERATIONS = {"/v1/completions": "text_completion"}
+# Name of the operation by route. Any other route gives it its last word, e.g. "rerank".
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+}
 PROVIDER = "kvasir"
 
 
@@ -88,7 +93,7 @@ class Trace:
     def __init__(self, tracer: Tracer, parent: Any, path: str, arrival: float) -> None:
         self._tracer: Tracer | None = tracer
         self._parent, self._arrival = parent, arrival
-        self._operation = OPERATIONS.get(path, "chat")
+        self._operation = OPERATIONS.get(path, path.rstrip("/").rpartition("/")[2])
         self._offset = time.time_ns() - round(time.monotonic() * 1e9)  # from this clock to that of spans
         self.model = ""
         self.stream = False

@@ -17,7 +17,6 @@ import os
 import socket
 import struct
 import time
-from array import array
 from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
@@ -247,9 +246,9 @@ class Flight:
         words, launches = self._words, self._words[self._LAUNCHES]
         at = self._WORDS - self.RING * self._ENTRY + launches % self.RING * self._ENTRY
         words[at] = 0
-        kept = array("Q", [number for span in islice(spans, self.SPANS) for number in span])
-        words[at + 1 : at + self._HEAD] = array("Q", (time.monotonic_ns(), rows, len(spans), slow))
-        words[at + self._HEAD : at + self._HEAD + len(kept)] = kept
+        kept = [number for span in islice(spans, self.SPANS) for number in span]
+        head = time.monotonic_ns(), rows, len(spans), slow
+        struct.pack_into(f"{len(head) + len(kept)}Q", self._map, 8 * (at + 1), *head, *kept)
         words[at] = step + 1
         words[self._LAUNCHES] = launches + 1
 
