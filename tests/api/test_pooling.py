@@ -290,6 +290,7 @@ GENERATES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions": {"prompt": "a"},
     "/v1/responses": {"input": "a"},
+    "/v1/scaling/runs": {"strategy": "majority:n=2", "problems": [{"messages": [{"role": "user", "content": "a"}]}]},
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from kvasir.convert.checkpoint import _copy_rest
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import UNWANTED, WANTED, read_config
+from kvasir.models.families import build_spec
 from kvasir.models.loader import assign, load_model, read_headers
 from kvasir.models.pooling import read_pooling
 from kvasir.types import Pooling
@@ -106,6 +107,16 @@ def test_a_model_that_generates_stays_one(causal):
     assert read(causal) is None is read(causal, "generate")
     assert read(causal, "embed") == Pooling(task="embed", width=32)
     assert read(causal, "generate", "my-reranker") is None, "the setting wins over the name"
+
+
+def test_the_classes_of_a_family_are_told_by_their_whole_names(tmp_path):
+    """Other classes have other attention: LlamaBidirectionalModel, say."""
+    folder = pooling_checkpoints.embedding(tmp_path / "m", rows=None, variant="llama")
+    config = read_config(folder)
+    build_spec(config)
+    for name in ("LlamaBidirectionalModel", "Qwen3Model", "LlamaForTokenClassification"):
+        with pytest.raises(ConfigError, match=f"architectures {name} is not served"):
+            build_spec({**config, "architectures": [name]})
 
 
 def edited(folder, **changes):

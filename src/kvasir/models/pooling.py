@@ -29,15 +29,6 @@ SHORT_MODES: dict[str, PoolRows] = {"cls": "cls", "mean": "mean", "lasttoken": "
 LABELS_END, BARE_END = "ForSequenceClassification", "Model"
 
 
-def causal(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the family's generating architecture in the place of one without a head, or with one for
-    classes: the layers are the same."""
-    names, served = config.get("architectures") or (), find_family(config["model_type"]).ARCHITECTURES
-    stems = tuple(name.removesuffix("ForCausalLM") for name in served)
-    pools = [n for n in names if isinstance(n, str) and n.startswith(stems) and n.endswith((LABELS_END, BARE_END))]
-    return {**config, "architectures": [served[0]]} if pools and len(pools) == len(names) else config
-
-
 def read_pooling(path: Path, config: dict[str, Any], task: str = "auto", name: str = "") -> Pooling | None:
     """The pooling of the checkpoint in ``path``; None: it generates.
 
