@@ -144,6 +144,16 @@ def test_what_is_not_served_is_refused_with_the_reason(tmp_path, causal):
     refused(bare, "only models with causal attention are served")
 
 
+@pytest.mark.parametrize("value", [None, 5, "Qwen3Model", {}, [5], []])
+def test_fields_that_the_family_refuses_are_left_to_it(causal, value):
+    edited(causal, architectures=value)
+    checkpoints.edit_json(causal / "config.json", lambda c: c.pop("hidden_size"))
+    assert read(causal) is None
+    assert read(causal, "embed").width == 0
+    with pytest.raises(ConfigError, match="architectures|hidden_size"):
+        build_spec(read_config(causal))
+
+
 def test_modules_that_are_not_served_are_named(tmp_path):
     folder = pooling_checkpoints.embedding(tmp_path / "m")
     file = folder / "1_Pooling" / "config.json"
