@@ -106,6 +106,17 @@ def test_prompts_of_the_folder(embedder):
         assert post(embedder, EMBEDDINGS, {"input": "fox", **named})["data"] != written
 
 
+def test_documents_need_no_prompt_of_their_own():
+    text = text_of(task="embed", prompts={"query": "Q: "})
+    assert (text.prompt(None, "passage"), text.prompt("query"), text.prompt()) == ("", "Q: ", "")
+    assert text_of(task="embed", prompts={"query": "Q: "}, default_prompt="query").prompt() == "Q: "
+    for unknown in ((None, "clustering"), ("document", None)):
+        with pytest.raises(RequestError, match="names no prompt"):
+            text.prompt(*unknown)
+    with pytest.raises(RequestError, match="it names none"):
+        text_of(task="embed").prompt(None, "document")
+
+
 def test_longer_texts_are_cut_when_asked_for(embedder):
     long = "hello world " * 600
     refused = post(embedder, EMBEDDINGS, {"input": ["fox", long]}, 400)["error"]
@@ -290,6 +301,7 @@ GENERATES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions": {"prompt": "a"},
     "/v1/responses": {"input": "a"},
+    "/v1/scaling/runs": {"strategy": "majority:n=2", "problems": [{"messages": [{"role": "user", "content": "a"}]}]},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from kvasir.client.admission import admit, admit_pooling
 from kvasir.engine import pooling
 from kvasir.errors import ConfigError, RequestError
-from kvasir.types import PoolingParams, SamplingParams
+from kvasir.types import ModelInfo, PoolingParams, Request, SamplingParams
 from tests import checkpoints, pooling_checkpoints
 from tests.engine.driver import Driver
 
@@ -343,6 +344,16 @@ def test_a_model_that_generates_embeds_when_told_to(tmp_path):
 def test_a_drafter_is_refused(folders):
     with pytest.raises(ConfigError, match="draws no tokens. Leave out --drafter"):
         Driver(str(folders["last"]), drafter="suffix", max_model_len=128)
+
+
+def test_a_request_and_the_facts_cross_processes(folders, reranker):
+    """Over the socket, and through the journal file."""
+    for folder in (folders["mean"], reranker):
+        driver = Pooling(folder)
+        request, info = driver.ask("a", PROMPT, dimensions=None, use_activation=False), driver.engine.info
+        assert msgspec.json.decode(msgspec.json.encode(request), type=Request) == request
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=ModelInfo).pooling == info.pooling
+        driver.close()
 
 
 def test_other_weights_of_the_same_model(folders, tmp_path):

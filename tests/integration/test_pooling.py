@@ -63,7 +63,7 @@ def test_a_killed_engine_loses_no_vector(tmp_path):
 
 
 def test_a_server_of_an_embedding_model(tmp_path):
-    folder = pooling_checkpoints.embedding(tmp_path / "m", vocab_size=512)
+    folder = pooling_checkpoints.embedding(tmp_path / "m", rows=None, vocab_size=512)
     add_tokenizer(folder)
     served = Served(tmp_path, "--num-pages", "64", "--page-slots", "16", model=str(folder))
     try:

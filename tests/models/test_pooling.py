@@ -11,6 +11,7 @@ import torch
 from kvasir.convert.checkpoint import _copy_rest
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import UNWANTED, WANTED, read_config
+from kvasir.models.families import build_spec
 from kvasir.models.loader import assign, load_model, read_headers
 from kvasir.models.pooling import read_pooling
 from kvasir.types import Pooling
@@ -108,6 +109,16 @@ def test_a_model_that_generates_stays_one(causal):
     assert read(causal, "generate", "my-reranker") is None, "the setting wins over the name"
 
 
+def test_the_classes_of_a_family_are_told_by_their_whole_names(tmp_path):
+    """Other classes have other attention: LlamaBidirectionalModel, say."""
+    folder = pooling_checkpoints.embedding(tmp_path / "m", rows=None, variant="llama")
+    config = read_config(folder)
+    build_spec(config)
+    for name in ("LlamaBidirectionalModel", "Qwen3Model", "LlamaForTokenClassification"):
+        with pytest.raises(ConfigError, match=f"architectures {name} is not served"):
+            build_spec({**config, "architectures": [name]})
+
+
 def edited(folder, **changes):
     checkpoints.edit_json(folder / "config.json", lambda c: c.update(changes))
 
@@ -131,6 +142,16 @@ def test_what_is_not_served_is_refused_with_the_reason(tmp_path, causal):
     refused(causal, "the tokenizer has no token 'no'", "score")
     edited(bare, use_bidirectional_attention=True)
     refused(bare, "only models with causal attention are served")
+
+
+@pytest.mark.parametrize("value", [None, 5, "Qwen3Model", {}, [5], []])
+def test_fields_that_the_family_refuses_are_left_to_it(causal, value):
+    edited(causal, architectures=value)
+    checkpoints.edit_json(causal / "config.json", lambda c: c.pop("hidden_size"))
+    assert read(causal) is None
+    assert read(causal, "embed").width == 0
+    with pytest.raises(ConfigError, match="architectures|hidden_size"):
+        build_spec(read_config(causal))
 
 
 def test_modules_that_are_not_served_are_named(tmp_path):

@@ -277,8 +277,8 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
         ),
         ({"rope_theta": -1}, ["rope_theta"]),
         (
-            {"architectures": ["LlamaForSequenceClassification"]},
-            ["architectures", "LlamaForSequenceClassification", "LlamaForCausalLM"],
+            {"architectures": ["LlamaForTokenClassification"]},
+            ["architectures", "LlamaForTokenClassification", "LlamaForCausalLM"],
         ),
         ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
         ({"model_type": "Llama"}, ["model_type", "Llama", "qwen3_moe", "Did you mean 'llama'"]),

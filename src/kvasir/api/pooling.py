@@ -47,6 +47,8 @@ class PoolingText:
         for known in (name, *(INPUT_TYPES.get(name, ()) if param == "input_type" else ())):
             if known in named:
                 return named[known]
+        if named and param == "input_type" and "document" in INPUT_TYPES.get(name, ()):
+            return ""  # most folders name a prompt for queries alone
         names = f"it names {', '.join(named)}.{nearest(name[:80], named)}" if named else "it names none"
         raise RequestError(
             f"the checkpoint names no prompt '{name[:80]}': {names}. You may write it into the text.",

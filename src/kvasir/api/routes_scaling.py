@@ -19,6 +19,7 @@ from kvasir.api.scaling_runs import ScalingRun, ScalingRuns
 from kvasir.api.scaling_store import RunStore
 from kvasir.api.service import Caller, Service, renamed
 from kvasir.api.streaming import DONE, EventStream, encode, sse
+from kvasir.client.admission import check_task
 from kvasir.errors import RequestError
 from kvasir.logs import log
 
@@ -194,6 +195,7 @@ class ScalingRoutes:
         """Start a run: 202 with its id. The run continues when the client leaves."""
         service, caller = self.service, Caller(http)
         raw = await service.body(http)
+        check_task(service.info, "generate")
         plan = await asyncio.to_thread(self._plan, raw, caller.tenant)
         service.concurrency.enter(caller.key)
         try:

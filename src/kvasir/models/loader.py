@@ -25,7 +25,6 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import DTYPES, Filling, Stored, list_names, read_tensor
 from kvasir.models.packed import chunks_of, is_packed, stored_as
-from kvasir.models.pooling import causal
 from kvasir.models.spec import ModelSpec
 from kvasir.models.stored import View, uneven, view_of
 from kvasir.types import Pooling
@@ -68,7 +67,9 @@ def start_loading(
     ``num_positions`` limits the RoPE tables (default: all that the config allows). ``pooling``: how the model pools
     (None: it generates). Raises ConfigError that names file and tensor.
     """
-    spec = build_spec(config) if pooling is None else _pooling_spec(config, pooling)
+    spec = build_spec(config)
+    if pooling is not None and pooling.tokens is None:  # no token's logit is wanted
+        spec = replace(spec, labels=pooling.labels)
     place = Placement(torch.device(device), dtype, exact, fused)
     filling = Filling(place.device)
     if load_format == "dummy":
@@ -84,12 +85,6 @@ def start_loading(
     stored = {slot: tensor for slot, tensor, _ in assigned.placed}
     checks = [partial(_check_tied, tensor, stored[EMBED]) for slot, tensor in stored.items() if slot not in slots]
     return decoder, filling.start(assigned.into(slots), checks)
-
-
-def _pooling_spec(config: dict[str, Any], pooling: Pooling) -> ModelSpec:
-    """The model without its head for tokens, unless they make the score."""
-    spec = build_spec(causal(config))
-    return spec if pooling.tokens is not None else replace(spec, labels=pooling.labels)
 
 
 def load_again(decoder: Decoder, path: Path) -> None:

@@ -29,15 +29,6 @@ SHORT_MODES: dict[str, PoolRows] = {"cls": "cls", "mean": "mean", "lasttoken": "
 LABELS_END, BARE_END = "ForSequenceClassification", "Model"
 
 
-def causal(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the family's generating architecture in the place of one without a head, or with one for
-    classes: the layers are the same."""
-    names, served = config.get("architectures") or (), find_family(config["model_type"]).ARCHITECTURES
-    stems = tuple(name.removesuffix("ForCausalLM") for name in served)
-    pools = [n for n in names if isinstance(n, str) and n.startswith(stems) and n.endswith((LABELS_END, BARE_END))]
-    return {**config, "architectures": [served[0]]} if pools and len(pools) == len(names) else config
-
-
 def read_pooling(path: Path, config: dict[str, Any], task: str = "auto", name: str = "") -> Pooling | None:
     """The pooling of the checkpoint in ``path``; None: it generates.
 
@@ -45,7 +36,8 @@ def read_pooling(path: Path, config: dict[str, Any], task: str = "auto", name: s
     a reranker that nothing in its folder marks is known by its name. Raises ConfigError.
     """
     modules = _modules(path)
-    architectures = [a for a in config.get("architectures") or () if isinstance(a, str)]
+    named = config.get("architectures")  # what is wrong with it, and with other fields, the family says
+    architectures = [a for a in named if isinstance(a, str)] if isinstance(named, list) else []
     has_labels = any(a.endswith(LABELS_END) for a in architectures)
     is_bare = bool(architectures) and all(a.endswith(BARE_END) for a in architectures)
     reranker: Reranker | None = getattr(find_family(config["model_type"]), "RERANKER", None)
@@ -129,7 +121,7 @@ def _embedding(path: Path, config: dict[str, Any], modules: dict[str, str]) -> P
         task="embed",
         rows=rows,
         activation="Normalize" in modules or not modules,
-        width=config["hidden_size"],
+        width=config.get("hidden_size", 0),
         prompts=named,
         default_prompt=default,
     )

@@ -39,6 +39,8 @@ OF_THE_WHOLE = (
     "torch_dtype",
     "quantization_config",
 )
+# Ends of the class names of the same layers without a head, and with one for classes (`kvasir.models.pooling`).
+POOLING_ENDS = ("Model", "TextModel", "ForSequenceClassification", "TextForSequenceClassification")
 
 
 def find_family(model_type: str) -> ModuleType:
@@ -89,9 +91,11 @@ def build_spec(config: dict[str, Any]) -> ModelSpec:
     fields = Fields(text_of(config))
     family = find_family(fields.text("model_type"))
     names = fields.names("architectures", ())
-    if names and not set(names) & set(family.ARCHITECTURES):
+    stems = [name.removesuffix("ForCausalLM") for name in family.ARCHITECTURES]
+    served = {*family.ARCHITECTURES, *(stem + end for stem in stems for end in POOLING_ENDS)}
+    if names and not served & set(names):
         raise ConfigError(
             f"config.json: architectures {', '.join(names)} is not served; for model_type '{config['model_type']}' it "
-            f"must be {', '.join(family.ARCHITECTURES)} (text generation)"
+            f"must be {', '.join(family.ARCHITECTURES)} (text generation), or its class that embeds or scores"
         )
     return family.build(fields)
