@@ -396,6 +396,7 @@ class Engine:
             token_ids=tokens,
             logprobs=result.logprobs,
             num_cached=seq.num_cached,
+            num_forced=forced,
         )
         if index == 0:
             event.prompt_logprobs, event.score = prompt_logprobs(seq), prompt_score(seq)

@@ -47,6 +47,7 @@ class Event:
     ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last such event has
     ``finish_reason``) or ``error`` (ends the whole request; see ``status``, ``param`` and ``message``).
     ``queued``: seconds from arrival to the first granted rows; only on the first ``tokens`` event of branch 0.
+    ``num_forced``: how many of the tokens were forced and came in chains.
     ``bare``: replaces ``logprobs`` for requests with ``Request.bare``.
     """
 
@@ -61,6 +62,7 @@ class Event:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     score: PromptScore | None = None
     num_cached: int = 0
+    num_forced: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     status: int = 0
