@@ -271,7 +271,7 @@ class Engine:
         events = self._poll_compiling(now) if self._compiling else []
         began = time.perf_counter()
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
-        forcing = self._forcing.wanted()
+        forcing = self._forcing.wanted(drafting)
         verifying = bool(self._plans) and holds_draft(self._plans[0][0])
         # Where the next plan, draft or chain depends on the tokens in flight, they are read before anything is launched
         # behind them.
