@@ -75,7 +75,7 @@ def test_same_tokens_and_ends(mode, rows, gap, alone):
 def test_requests_that_depend_on_what_was_drawn(mode, forcing, preempt_every, alone):
     driver = Driver(**MODES[mode], max_num_batched_tokens=32, max_num_seqs=16)
     if not forcing:
-        driver.engine._forcing.wanted = lambda: False
+        driver.engine._forcing.wanted = lambda drafting: False
     driver.run(fleet(driver, KINDS + BOUND), gap=1, preempt_every=preempt_every)
     assert outcome(driver) == alone
     assert driver.engine.runner.sampler.num_bound == 0
@@ -128,7 +128,7 @@ def test_the_next_step_is_launched_before_a_step_is_read():
 @pytest.mark.parametrize("kind", BOUND, ids=["penalty", "bad words", "grammar"])
 def test_a_draw_that_needs_the_last_token_waits_for_the_read_and_the_forward_does_not(kind):
     driver = Driver(overlap=True, max_num_seqs=4)
-    driver.engine._forcing.wanted = lambda: False
+    driver.engine._forcing.wanted = lambda drafting: False
     calls = record(driver, "r1")
     driver.run(fleet(driver, [dict(max_tokens=24), kind]))
     launched = [step for what, step in calls if what == "launch"]
@@ -191,7 +191,7 @@ def test_a_step_that_fails_when_it_is_read_is_run_again_and_so_is_the_next(mode,
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_a_late_draw_that_fails_is_run_again(mode, at, alone, monkeypatch):
     driver = Driver(**MODES[mode], max_num_seqs=16)
-    driver.engine._forcing.wanted = lambda: False
+    driver.engine._forcing.wanted = lambda drafting: False
     parts, draws = driver.engine.runner.parts, []
     draw_late = parts.draw_late
 
@@ -210,7 +210,7 @@ def test_a_late_draw_that_fails_is_run_again(mode, at, alone, monkeypatch):
 def test_a_draw_made_before_the_read_is_seen(mode, alone, monkeypatch):
     """Negative control: draws that do not wait for the tokens before them give other outputs, or an error."""
     driver = Driver(**MODES[mode], max_num_seqs=16)
-    driver.engine._forcing.wanted = lambda: False
+    driver.engine._forcing.wanted = lambda drafting: False
     runner = driver.engine.runner
     launch = runner.launch
     monkeypatch.setattr(runner, "launch", lambda plan, late=False: launch(plan))

@@ -12,6 +12,7 @@ from kvasir.lab import export
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.tree import DraftTree
+from kvasir.types import Grammar
 from tests.engine.driver import use_ways
 from tests.speculation.helpers import Hostile, driver, install, outputs, plain, requests
 
@@ -99,6 +100,26 @@ def test_every_committed_row_is_handed_over(options, drafts, expected):
         cached = d.outputs[key].num_cached
         assert sorted(rows) == list(range(cached, max(rows) + 1)) and max(rows) >= len(ids) - 2
         right = truth(ids[: max(rows) + 1], layers)
+        for position, row in rows.items():
+            torch.testing.assert_close(row, right[position], rtol=2e-3, atol=2e-3)
+    assert not d.engine._drafting._failures
+    d.close()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_rows_of_forced_chains_are_handed_over(static):
+    """What a grammar forces is verified without the drafter, which still sees every committed row."""
+    d = driver("replay", static=static)
+    recorder = Recorder()
+    install(d, recorder)
+    d.engine.runner.use_taps(LAYERS)
+    grammar = Grammar("regex", "[ab]{2} the whole tail is fixed text, and long [0-9] end")
+    d.run(requests(d, 1.0, grammar=grammar, ignore_eos=False, allowed_token_ids=None))
+    assert d.engine.stats().forced_tokens > 20 and d.engine.stats().accepted_tokens == 0
+    for key, rows in recorder.rows.items():
+        ids = recorder.ids[key]
+        assert sorted(rows) == list(range(d.outputs[key].num_cached, max(rows) + 1)) and max(rows) >= len(ids) - 2
+        right = truth(ids[: max(rows) + 1])
         for position, row in rows.items():
             torch.testing.assert_close(row, right[position], rtol=2e-3, atol=2e-3)
     assert not d.engine._drafting._failures

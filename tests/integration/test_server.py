@@ -182,6 +182,49 @@ def test_regex(client, pattern):
         assert r.choices[0].finish_reason == "stop"
 
 
+def test_text_that_is_forced_is_counted_and_streams_alike(client):
+    pattern = "The whole of this text is fixed, except for the number [0-9] and this tail of it."
+    how = dict(temperature=1, seed=3, max_tokens=60, extra_body={"guided_regex": pattern}, logprobs=1)
+    whole = complete(client, **how)
+    details = whole.usage.completion_tokens_details
+    assert 10 < details.forced_tokens < whole.usage.completion_tokens
+    assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.tokens)
+    chunks = list(complete(client, **how, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage and len(chunks) < whole.usage.completion_tokens / 2
+    free = complete(client, max_tokens=5)
+    assert getattr(free.usage.completion_tokens_details, "forced_tokens", None) is None
+
+
+def test_ebnf(client):
+    grammar = 'root ::= "SELECT " col " FROM " [a-z]{1,9}\ncol ::= "*" | [a-z]{1,9}'
+    r = complete(client, temperature=1, seed=1, max_tokens=60, extra_body={"structured_outputs": {"grammar": grammar}})
+    assert re.fullmatch(r"SELECT (\*|[a-z]{1,9}) FROM [a-z]{1,9}", r.choices[0].text)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_format_next_to_tools(client, choice):
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    for seed in range(4):
+        r = chat(
+            client,
+            [{"role": "user", "content": "Describe somebody as JSON."}],
+            temperature=1,
+            seed=seed,
+            max_tokens=200,
+            tools=[{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}],
+            tool_choice=choice,
+            response_format={"type": "json_schema", "json_schema": {"name": "age", "schema": schema}},
+        )
+        message = r.choices[0].message
+        assert r.choices[0].finish_reason in ("stop", "tool_calls")
+        for call in message.tool_calls or []:
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        assert message.tool_calls or choice == "auto"
+        if not message.tool_calls:
+            jsonschema.validate(json.loads(message.content), schema)
+
+
 def test_choice(client):
     choices = ["a golden ring", "a golden rose", "nothing"]
     texts = {

@@ -63,12 +63,14 @@ class Delta:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts. ``completion`` counts every generated token up to the one that completed a stop string."""
+    """Token counts. ``completion`` counts every generated token up to the one that completed a stop string; ``forced``
+    of them were forced and came in chains."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    forced: int = 0
 
     def object(self) -> dict[str, Any]:
         """The ``usage`` object of chat and completions."""
@@ -77,7 +79,8 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning}
+            | ({"forced_tokens": self.forced} if self.forced else {}),
         }
 
 
@@ -225,6 +228,7 @@ class Generation:
             r.cached = event.num_cached
         if event.kind != "tokens" or branch.done:
             return None
+        self.usage.forced += event.num_forced
         if event.finish_reason == "error":
             raise RequestError(
                 event.message or "generation failed", status=event.status or 500, code=event.code or "internal_error"

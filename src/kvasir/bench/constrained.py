@@ -100,7 +100,12 @@ def train_tokenizer(folder: Path, size: int, most_bytes: int = TRAINED_BYTES) ->
     backend.decoder = decoders.ByteLevel()
     special, alphabet = ["<unk>", "<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, min_frequency=1, show_progress=False
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        min_frequency=1,
+        max_token_length=48,  # the grammar library reads no token of more than 255 bytes
+        show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     log.info("the tokenizer has %d words of %d", backend.get_vocab_size(), size)

@@ -285,7 +285,7 @@ class Engine:
             events += [self._fail(request.id, **why) for request, why in self.adapters.lost(requests)]
         began = time.perf_counter()
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
-        forcing = self._forcing.wanted()
+        forcing = self._forcing.wanted(drafting)
         verifying = bool(self._plans) and holds_draft(self._plans[0][0])
         # Where the next plan, draft or chain depends on the tokens in flight, they are read before anything is launched
         # behind them.
@@ -415,6 +415,7 @@ class Engine:
             logprobs=result.logprobs,
             pooled=result.pooled,
             num_cached=seq.num_cached,
+            num_forced=forced,
         )
         if index == 0:
             event.prompt_logprobs, event.score = prompt_logprobs(seq), prompt_score(seq)

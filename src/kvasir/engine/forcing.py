@@ -36,9 +36,10 @@ class Forcing:
         self._share = 1.0  # recent share of forced tokens among those decoded
         self.num_forced = 0  # tokens that were committed as part of a chain
 
-    def wanted(self) -> bool:
-        """Whether to read the step in flight before the next is planned, and to propose chains."""
-        return self._sampler.num_forcing > 0 and (not self._overlap or self._share >= EAGER_SHARE)
+    def wanted(self, drafting: bool) -> bool:
+        """Whether to read the step in flight before the next is planned, and to propose chains. ``drafting``: it is
+        read first in any case."""
+        return self._sampler.num_forcing > 0 and (drafting or not self._overlap or self._share >= EAGER_SHARE)
 
     def propose(self, running: Iterable[Sequence], drafting: bool) -> None:
         """Set the chains of all sequences that decode. Nothing may be in flight. ``drafting``: a drafter proposes
