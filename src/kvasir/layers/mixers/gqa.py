@@ -90,7 +90,7 @@ class Mixer:
         return self.o(out_TE if wanted_M is None else out_TE.index_select(0, wanted_M), residual_TN=residual_TE)
 
     def _arrange(self, heads_TXD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries, keys and values [T, X, D] of a projection that is not made of just these, and the gates [T, H, D]."""
+        """Queries, keys and values [T, X, D] of a projection that is not just these, and the gates [T, H, D]."""
         heads, gate_THD = self.spec.num_heads, None
         if self.spec.gated:
             q_THD, gate_THD = heads_TXD[:, : 2 * heads].unflatten(1, (heads, 2)).unbind(2)
