@@ -53,7 +53,7 @@ class View:
 
 
 def view_of(found: str | View) -> View:
-    """What a family's ``stored`` returned, as a view; a name means the whole tensor."""
+    """Return what a family's ``stored`` gave, as a view; a name means the whole tensor."""
     return View(found) if isinstance(found, str) else found
 
 
