@@ -297,6 +297,8 @@ def _check_reads(tensor: Stored, views: dict[str, tuple[View, tuple[int, ...]]])
             part = f" for its part '{slot}'" if view.index else ""
             expected = [*shape[:-2], shape[-1], shape[-2]] if view.transposed else [*shape]
             raise ConfigError(f"{where} has shape {list(tensor.shape)}, config.json asks for {expected}{part}")
+    if len(views) == 1 and not view.index:
+        return
     wrong = uneven(tensor.shape, tuple(view.picks(tensor.shape) for view, _ in views.values()))
     if wrong is not None:
         at, several = wrong
