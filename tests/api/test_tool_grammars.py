@@ -11,9 +11,12 @@ from tokenizers import AddedToken
 
 from kvasir import technique
 from kvasir.api import tools
+from kvasir.api.detokenize import Detokenizer
+from kvasir.api.text import Text
 from kvasir.api.tools import ToolParser
 from kvasir.errors import RequestError
 from kvasir.models.tokenizer import Tokenizer
+from kvasir.types import SamplingParams
 from tests.api.test_tools import message
 from tests.models import small_tokenizers
 
@@ -200,3 +203,15 @@ def test_one_call_or_several(kind, compile):
             assert allowed == (count == 1 or (parallel and kind != "openai")), text
             if allowed:
                 assert parsed(kind, text, {"now": {}}) == ("", [("now", {})] * count)
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_special_tokens_of_the_format_are_shown(kind):
+    """The parsers read text, so the marks among the special tokens must not be skipped."""
+    text = Text(lambda: tokenizer(kind, True), kind, "openai_gptoss" if kind == "openai" else "none")
+    text.load()
+    shown = {text.tokenizer.id_to_token(i) for i in text.keep_ids}
+    assert set(TOKENS[kind]) <= shown | set(small_tokenizers.TAGS)
+    ids = text.tokenizer.encode(written(kind, True), add_special=False, parse_special=True)
+    stream = Detokenizer(text.tokenizer, (), SamplingParams(), text.keep_ids)
+    assert parsed(kind, stream.push(ids, finished=True).text, {"add": ADD}) == ("", EXPECTED)

@@ -170,7 +170,7 @@ class Until:
         return text, False
 
     def skip(self, text: str, start: int) -> int:
-        """Where text from ``start`` on ends in which no mark begins."""
+        """Return the end of the text from ``start`` on in which no mark begins."""
         if self._held:
             return start
         found = [at for first in {mark[0] for mark in self._marks} if (at := text.find(first, start)) >= 0]

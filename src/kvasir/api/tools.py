@@ -334,8 +334,8 @@ def grammar(
         return None
     if cls is None:
         raise RequestError(
-            "this model's tool-call format is not known; start the server with --tool-call-parser hermes or "
-            "llama3_json",
+            "this model's tool-call format is not known; start the server with --tool-call-parser and one of "
+            + ", ".join(technique.own(PACKAGE)),
             param="tool_choice",
             code="no_tool_parser",
         )
