@@ -187,13 +187,14 @@ def _modules(text: str) -> list[tuple[str, str]]:
         except ValueError as e:
             raise ConfigError(f"lora_modules: {text!r} is not valid JSON: {e}") from e
         listed = given if isinstance(given, list) else [given]
-        pairs = [(o.get("name"), o.get("path")) if isinstance(o, dict) else (None, None) for o in listed]
+        pairs = [(o.get("name"), o.get("path")) if isinstance(o, dict) else ("", "") for o in listed]
     else:
         name, _, path = text.partition("=")
         pairs = [(name, path)]
-    if not all(isinstance(part, str) and part for pair in pairs for part in pair):
+    whole = [(name, path) for name, path in pairs if isinstance(name, str) and isinstance(path, str) and name and path]
+    if len(whole) < len(pairs) or not whole:
         raise ConfigError(f'lora_modules: {text!r} is neither NAME=FOLDER nor JSON with "name" and "path"')
-    return pairs
+    return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,8 @@ class Loop:
 
     def _adapt(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
         """Load or unload an adapter, and say how it ended unless it is read in the background."""
-        desk, result = self._core.adapters, None
+        desk = self._core.adapters
+        result: AdapterInfo | Exception | None = None
         try:
             if desk is None:
                 raise RequestError("adapters are served with --enable-lora only", code="no_adapters")
