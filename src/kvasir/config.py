@@ -194,9 +194,10 @@ def _modules(text: str) -> list[tuple[str, str]]:
     else:
         name, _, path = text.partition("=")
         pairs = [(name, path)]
-    if not all(isinstance(part, str) and part for pair in pairs for part in pair):
+    whole = [(name, path) for name, path in pairs if isinstance(name, str) and isinstance(path, str) and name and path]
+    if len(whole) < len(pairs) or not whole:
         raise ConfigError(f'lora_modules: {text!r} is neither NAME=FOLDER nor JSON with "name" and "path"')
-    return pairs
+    return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

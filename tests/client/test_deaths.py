@@ -113,7 +113,7 @@ def test_killed_again_and_again():
 def test_what_the_clock_chose_is_kept():
     it = AsyncEngine(EngineConfig())
     for timed in ("chosen", ""):
-        it._welcome(SimpleNamespace(info=SimpleNamespace(timed_attention=timed), startup={}))
+        it._welcome(SimpleNamespace(info=SimpleNamespace(timed_attention=timed, adapters={}), startup={}))
         assert it.config.runner.attention_backend == "chosen"
 
 

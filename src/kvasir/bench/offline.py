@@ -221,9 +221,11 @@ def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Gener
     """Our engine and its ``generate``.
 
     ``generate`` counts ``at_once`` (the most sequences that held memory in a step) and ``preemptions``. Given ids that
-    end an answer, it also counts drafts, and returns the answers as ``outputs``.
+    end an answer, it also counts drafts, and returns the answers as ``outputs``. Where adapters are loaded, the prompts
+    take turns with them.
     """
     from kvasir.api.llm import LLM
+    from kvasir.api.lora import LoRARequest
 
     llm = stack.enter_context(LLM(config=config))
     engine, at_once = llm.engine, 0
@@ -247,9 +249,10 @@ def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Gener
         params = SamplingParams(
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, stop_token_ids=tuple(stop or ())
         )
-        outputs = [
-            list(o.outputs[0].token_ids) for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params)
-        ]
+        names = list(llm.info.adapters)
+        adapters = [LoRARequest(names[i % len(names)]) for i in range(len(prompts))] if names else None
+        ended = llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora_request=adapters)
+        outputs = [list(o.outputs[0].token_ids) for o in ended]
         assert stop or all(len(ids) == num_tokens for ids in outputs)
         found: dict[str, Any] = {"at_once": at_once, "preemptions": engine.scheduler.preemptions - before}
         return (

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvasir.client import messages
+from kvasir.client.journal import Journal
 from kvasir.errors import RequestError
 from kvasir.logs import log
 from kvasir.types import AdapterInfo, ModelInfo
@@ -15,13 +16,16 @@ POLL_SECONDS = 0.02
 # Time after which a refused caller may try again (Retry-After).
 RETRY_SECONDS = 5.0
 
-Send = Callable[[messages.LoadAdapter | messages.UnloadAdapter], None]
+Send = Callable[[object], None]
 
 
 class Registry:
-    """Names and folders of adapters. ``info.adapters`` of the living process has those that new requests may name."""
+    """Names and folders of adapters. ``info.adapters`` of the living process has those that new requests may name;
+    requests in ``journal`` may name others, which are being unloaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._alive = False
         self._served: dict[str, AdapterInfo] = {}  # by name, those that are being unloaded included
         self._waiting: dict[str, asyncio.Future[AdapterInfo | None]] = {}
         self._leaving: set[str] = set()
@@ -30,19 +34,19 @@ class Registry:
 
     def welcome(self, info: ModelInfo) -> None:
         """Take the facts of a process that is ready: the first one has loaded what the settings name."""
-        self._info = info
+        self._info, self._alive = info, True
         self._served |= info.adapters
         info.adapters |= {name: own for name, own in self._served.items() if name not in self._leaving}
 
     def again(self) -> list[messages.LoadAdapter]:
-        """What a process that knows none of the adapters has to load before it gets requests."""
+        """The messages by which a process that knows no adapter loads them, before it gets requests."""
         if not self._restarted:
             return []
         return [messages.LoadAdapter(info.name, info.path, again=True) for info in self._served.values()]
 
     def process_ended(self) -> None:
         """Fail what waits for an answer of the process. From now on, every process is told what to load."""
-        self._restarted = True
+        self._restarted, self._alive = True, False
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_exception(
@@ -76,14 +80,14 @@ class Registry:
         assert info is not None, "a loaded adapter is described"
         return info
 
-    async def unload(self, name: str, used: Callable[[], bool], send: Send) -> None:
-        """Forget an adapter once ``used`` says that no request names it. Raises RequestError."""
+    async def unload(self, name: str, send: Send) -> None:
+        """Forget an adapter once no request names it. Raises RequestError."""
         if name not in self._served or name in self._leaving:
             raise RequestError(f"no adapter '{name}' is loaded", status=404, param="lora_name", code="model_not_found")
         self._leaving.add(name)
         self._info.adapters.pop(name, None)
         try:
-            while used():
+            while not self._alive or self._is_named(name):
                 await asyncio.sleep(POLL_SECONDS)
             await self._ask(name, messages.UnloadAdapter(name), send)
             self._served.pop(name, None)
@@ -91,6 +95,10 @@ class Registry:
             self._leaving.discard(name)
             if name in self._served:  # the caller left, or the process ended: it is served on
                 self._info.adapters[name] = self._served[name]
+
+    def _is_named(self, name: str) -> bool:
+        variants = (entry.request.variant for entry in self._journal)
+        return any(variant is not None and variant.name == name for variant in variants)
 
     async def _ask(
         self, name: str, message: messages.LoadAdapter | messages.UnloadAdapter, send: Send

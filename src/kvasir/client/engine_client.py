@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from kvasir.client import crash_dump, ipc, journal, messages
 from kvasir.client.adapters import Registry
@@ -75,7 +75,7 @@ class AsyncEngine:
         self._stopped: asyncio.Future | None = None
         self._supervisor: asyncio.Task | None = None
         self._totals = Totals()
-        self._adapters = Registry()
+        self._adapters = Registry(self._journal)
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
@@ -183,7 +183,7 @@ class AsyncEngine:
             raise self._engine_down()
         if self._supervisor is None:
             raise RequestError("the engine is not started", status=503, code="not_started", retry_after=RETRY_SECONDS)
-        _check(request)
+        messages.check(request)
         # Never stricter than the core.
         most = self.config.scheduler.max_num_seqs + self.config.scheduler.max_queued_requests
         if len(self._journal) >= most and sum(not entry.accepted for entry in self._journal) >= most:
@@ -287,8 +287,7 @@ class AsyncEngine:
         self._born = time.monotonic()
         self.info, self.startup = ready.info, ready.startup
         self._adapters.welcome(ready.info)
-        if self.config.adapters.lora_modules:  # the next process loads what is served then
-            self.config = self.config.replace(lora_modules=())
+        self.config = self.config.replace(lora_modules=())  # the next process loads what is served then
         if ready.info.timed_attention:  # a second timing might choose another backend, and so other bits
             self.config = self.config.replace(attention_backend=ready.info.timed_attention)
         self._connected, self._stuck, self._why_down = True, "", ""
@@ -464,24 +463,17 @@ class AsyncEngine:
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
         """Serve an adapter as ``name``, also after a restart of the process. Raises RequestError."""
-        self._check_connected()
-        return await self._adapters.load(name, path, lambda message: self._child.send(ipc.encode(message)))
+        return await self._adapters.load(name, path, self._teller())
 
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests of an adapter, wait for those in progress, and forget it. Raises RequestError."""
-        self._check_connected()
+        await self._adapters.unload(name, self._teller())
 
-        def used() -> bool:
-            variants = (entry.request.variant for entry in self._journal)
-            return not self._connected or any(v is not None and v.name == name for v in variants)
-
-        await self._adapters.unload(name, used, lambda message: self._child.send(ipc.encode(message)))
-
-    def _check_connected(self) -> None:
-        if self._deadline is not None:
-            raise self._shutting_down()
-        if not self._connected:
-            raise self._engine_down()
+    def _teller(self) -> Callable[[object], None]:
+        """A function that sends a message to the process. Raises RequestError where none may be sent."""
+        if self._deadline is not None or not self._connected:
+            raise self._engine_down() if self._deadline is None else self._shutting_down()
+        return lambda message: self._child.send(ipc.encode(message))
 
     def health(self) -> Health:
         """State of the engine: ``ready`` while its process makes progress, ``live`` until the engine is given up."""
@@ -508,14 +500,3 @@ class AsyncEngine:
 def _is_later(event: Event) -> bool:
     """Sort key: first tokens are delivered before the next tokens of streams that run already."""
     return event.index > 0 or event.kind == "error"
-
-
-def _check(request: Request) -> None:
-    """Raise RequestError unless the engine process could read the request: one malformed request must not end it."""
-    try:
-        ipc.Decoder(messages.ToEngine).body(ipc.encode(messages.Submit(0, request))[ipc.HEADER.size :])
-    except ipc.FrameError as e:
-        too_long = "limit" in str(e)
-        raise RequestError(f"the request cannot be sent to the engine: {e}", status=413 if too_long else 400) from e
-    except (TypeError, ValueError, OverflowError) as e:
-        raise RequestError(f"the request cannot be sent to the engine: {e}") from e

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvasir.client import ipc
 from kvasir.config import EngineConfig
 from kvasir.errors import RequestError
 from kvasir.types import AdapterInfo, EngineStats, Event, ModelInfo, Request
@@ -116,3 +117,14 @@ def error_event(request: Request, error: RequestError) -> Event:
         message=error.message,
         retry_after=error.retry_after,
     )
+
+
+def check(request: Request) -> None:
+    """Raise RequestError unless the engine process could read the request: one malformed request must not end it."""
+    try:
+        ipc.Decoder(ToEngine).body(ipc.encode(Submit(0, request))[ipc.HEADER.size :])
+    except ipc.FrameError as e:
+        too_long = "limit" in str(e)
+        raise RequestError(f"the request cannot be sent to the engine: {e}", status=413 if too_long else 400) from e
+    except (TypeError, ValueError, OverflowError) as e:
+        raise RequestError(f"the request cannot be sent to the engine: {e}") from e

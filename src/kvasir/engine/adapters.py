@@ -142,7 +142,7 @@ class Adapters(Residents):
 
     @property
     def reads(self) -> list[Future[Adapter]]:
-        """What is being read."""
+        """Reads in progress."""
         return [*self._loading.values(), *self._again.values()]
 
     def lost(self, requests: Iterable[Request]) -> list[tuple[Request, Failure]]:

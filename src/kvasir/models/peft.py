@@ -30,7 +30,7 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What an adapter adds to one stored matrix: ``scale`` * B A. ``a_RK``, ``b_NR``: as stored."""
+    """An addition to one stored matrix: ``scale`` * B A. ``a_RK``, ``b_NR``: as stored."""
 
     module: str  # the stored matrix's name without ".weight"
     a_RK: torch.Tensor
@@ -154,7 +154,7 @@ def one_hot_columns(a_RK: torch.Tensor) -> torch.Tensor | None:
 
 
 def unknown(module: str, known: Callable[[], list[str]]) -> str:
-    """What a refusal says of a module that the model does not have, or that no adapter may change."""
+    """The reason for refusing a module that the model does not have, or that no adapter may change."""
     last = module.rsplit(".", 1)[-1]
     if ".experts." in module or last in ("router", "gate"):
         return f"'{module}' belongs to experts, whose adapters are not served"

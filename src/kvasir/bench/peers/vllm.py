@@ -1,6 +1,7 @@
 """vLLM as a driver, through its public offline API. Options are ``vllm.LLM`` keywords and are passed on unchanged.
 
-With a ``speculative_config`` vLLM's own statistics are on, since the counts of drafts come from them.
+``lora_modules`` (``NAME=FOLDER``) are adapters that the prompts take turns with, as with ours. With a
+``speculative_config`` vLLM's own statistics are on, since the counts of drafts come from them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ COUNTERS = {
 def main() -> None:
     def start(model: str, options: dict[str, Any]) -> tuple[channel.Generate, dict[str, Any]]:
         import vllm
+        from vllm.lora.request import LoRARequest
 
+        named = [module.split("=", 1) for module in options.pop("lora_modules", ())]
+        adapters = [LoRARequest(name, number, path) for number, (name, path) in enumerate(named, 1)]
         drafts = options.get("speculative_config") or {}
         if drafts.get("method") == "ngram" and importlib.util.find_spec("numba") is None:
             raise RuntimeError("vLLM's ngram needs numba: pip install numba to where vLLM's packages are")
@@ -44,7 +48,9 @@ def main() -> None:
                 **({"stop_token_ids": stop} if stop else {}),
             )
             before = counts()
-            outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            turns = [adapters[i % len(adapters)] for i in range(len(prompts))] if adapters else None
+            inputs = [{"prompt_token_ids": ids} for ids in prompts]
+            outs = llm.generate(inputs, params, use_tqdm=False, lora_request=turns)
             outputs = [list(o.outputs[0].token_ids) for o in outs]
             assert stop or all(len(ids) == num_tokens for ids in outputs), "vLLM ended a request early"
             found: dict[str, Any] = {name: count - before[name] for name, count in counts().items()}

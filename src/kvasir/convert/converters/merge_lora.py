@@ -1,7 +1,7 @@
 """Merge a LoRA adapter into its base model: W + alpha / r B A. Also takes what is not served as an adapter.
 
 DoRA, whole modules (``modules_to_save``, also with a larger vocabulary), biases, embeddings, the head and experts are
-merged; the sums are made in fp32 and rounded once to the base's type. The result costs nothing at run time.
+merged. Lossy by one rounding: the sums are made in fp32 and rounded to the base's type. It costs nothing at run time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Write what a PEFT method has trained as a plain LoRA adapter of the base model, which every engine serves.
+"""Write what a PEFT method has trained as a plain LoRA adapter of the base model, which every engine serves. Lossy by
+one rounding.
 
 The training form is a folder with ``training.json`` and ``training.safetensors``, as the lab writes it. By method:
 
