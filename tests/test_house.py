@@ -137,6 +137,7 @@ NAMED = {
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
     "client/crash_dump.py": {"priority"},  # likewise
+    "models/advice.py": {"merge_lora"},  # the command that helps with an adapter's folder
 }
 MEASURE = ("bench/", "lab/", "cli/solve_ablation.py")
 

@@ -18,7 +18,8 @@ class Running:
     def __init__(self, client: FakeClient, journal: str | None = None, **settings) -> None:
         import uvicorn
 
-        from kvasir.api.server import Protocol, Server, create_app
+        from kvasir.api.connections import Protocol, Server
+        from kvasir.api.server import create_app
         from kvasir.api.text import Text
         from kvasir.config import ServerConfig
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,11 +20,11 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvasir import __version__
 from kvasir.api import protocol, protocol_pooling
 from kvasir.api.auth import OPEN_PATHS, PUBLIC_METRICS, KeyGuard
+from kvasir.api.connections import MAX_HEAD_BYTES, Protocol, Server, raise_file_limit
 from kvasir.api.errors import error_response
 from kvasir.api.log_stats import LogStats
 from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
@@ -50,15 +49,10 @@ from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.tokenizer import Tokenizer
 
-# A connection that sends no whole request head within one to two of these periods is closed.
-HEADER_SECONDS = 10.0
 # Time that finished replies get to be sent after the engine has stopped.
 CLOSE_SECONDS = 5
-MAX_HEAD_BYTES = 1 << 16
 # Most connections that wait to be accepted.
 BACKLOG = 2048
-# Most open files to ask for; the usual soft limit of 1024 is raised to the hard limit, up to this number.
-MAX_FILES = 1 << 16
 
 
 def create_app(client: EngineClient, text: Text, settings: ServerConfig, journal: str | None = None) -> FastAPI:
@@ -293,80 +287,6 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
 
 
 # ---------------------------------------------------------------------------------------------------------- the process
-
-
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-
-class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """The protocol of uvicorn (on httptools if that is installed) with further limits: the length of a request's head,
-    which httptools does not limit, its time to arrive, the time that a reply may stay unread, and the number of
-    connections."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._service: Service = self.config.app.state.service  # type: ignore[union-attr]
-        self._last_cycle: Any = None
-        self._was_idle = False
-        self._head_bytes = 0
-        self._unread, self._stuck_since = 0, self.loop.time()
-        self._watch = self.loop.call_later(HEADER_SECONDS, self._look)
-        if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency:
-            self._service.metrics.http("none", 503)
-            transport.write(FULL)
-            transport.close()
-
-    def data_received(self, data: bytes) -> None:
-        cycle = self.cycle
-        # After a refusal the rest of the body may still arrive.
-        between = cycle is None or cycle.response_complete and not cycle.more_body
-        super().data_received(data)
-        self._head_bytes = self._head_bytes + len(data) if between and self.cycle is cycle else 0
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("the head of the request is too long")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._watch.cancel()
-        super().connection_lost(exc)
-
-    def _look(self) -> None:
-        self._watch = self.loop.call_later(HEADER_SECONDS, self._look)
-        self._check_head()
-        self._check_reader()
-
-    def _check_head(self) -> None:
-        idle = (self.cycle is None or self.cycle.response_complete) and self.cycle is self._last_cycle
-        if idle and self._was_idle:
-            self.transport.close()
-        self._was_idle, self._last_cycle = idle or self.cycle is None, self.cycle
-
-    def _check_reader(self) -> None:
-        """Disconnect a client that stops reading, so that no stream runs for it and
-        its connection frees its memory and descriptor."""
-        unread, now = self.transport.get_write_buffer_size(), self.loop.time()
-        if not unread or unread != self._unread:
-            self._unread, self._stuck_since = unread, now
-        elif now - self._stuck_since > self._service.settings.request_timeout:
-            self.transport.abort()
-
-
-class Server(uvicorn.Server):
-    """The server of uvicorn without its signal handlers, because ours drain first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield
-
-
-def raise_file_limit() -> int:
-    """Raise the limit of open files as far as allowed, and return it. Each connection takes one, and a failed
-    ``accept`` makes asyncio write thousands of tracebacks a second."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    return most if soft == resource.RLIM_INFINITY else soft
 
 
 def check_address(settings: ServerConfig) -> None:

@@ -488,13 +488,8 @@ class AsyncEngine:
         """Statistics at the engine's latest heartbeat, plus restarts and the requests that are not submitted."""
         stats = self._totals.now()
         unsubmitted = sum(len(entry.live_branches) for entry in self._journal if not entry.submitted)
-        return dataclasses.replace(
-            stats,
-            startup=self.startup,
-            restarts=self.num_restarts,
-            quarantined=self.num_quarantined,
-            num_waiting=stats.num_waiting + unsubmitted,
-        )
+        own = {"startup": self.startup, "restarts": self.num_restarts, "quarantined": self.num_quarantined}
+        return dataclasses.replace(stats, num_waiting=stats.num_waiting + unsubmitted, **own)
 
 
 def _is_later(event: Event) -> bool:

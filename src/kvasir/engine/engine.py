@@ -35,6 +35,7 @@ from kvasir.engine.scores import prompt_logprobs, prompt_score
 from kvasir.engine.second_model import EngineHost
 from kvasir.engine.step_time import StepTimeModel
 from kvasir.engine.steps import StepRunner
+from kvasir.engine.stop import until_stop
 from kvasir.errors import ConfigError
 from kvasir.kernels.compile_ahead import helping
 from kvasir.logs import log
@@ -383,7 +384,7 @@ class Engine:
             seq.state["num_scored"] = span.start + span.want["score"].stop
         index, reason, stop = len(seq.tokens) - seq.num_prompt, None, None
         if index + len(tokens) >= seq.max_output or not seq.stop_ids.isdisjoint(tokens):  # most spans cannot end here
-            tokens, reason, stop = self._until_stop(seq, tokens)
+            tokens, reason, stop = until_stop(seq, tokens, self._eos_ids)
             if result.logprobs:
                 result.logprobs = result.logprobs[: len(tokens)]
         if result.pooled is not None:
@@ -430,21 +431,6 @@ class Engine:
         log.warning("request %s failed: %s", seq.request.id, error)
         code = error.split(":")[0]
         return self._fail(seq.request.id, status=400 if code in USER_FAULTS else 500, code=code, message=error)
-
-    def _until_stop(self, seq: Sequence, sampled: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
-        """Return the sampled tokens up to the first stop rule that holds, why it ends, and the stop id (None for
-        EOS)."""
-        request, params = seq.request, seq.request.params
-        if sampled and request.max_tokens == 0:  # echo: the prompt was wanted, not a token
-            return [], "length", None
-        for i, token in enumerate(sampled):
-            count = seq.num_output + i + 1
-            if token in seq.stop_ids and count >= params.min_tokens:
-                is_eos = token in self._eos_ids and not params.ignore_eos
-                return sampled[: i + 1], "stop", None if is_eos else token
-            if count >= seq.max_output:
-                return sampled[: i + 1], "length", None
-        return sampled, None, None
 
     # ----------------------------------------------------------------------------------------- while nothing is running
 
