@@ -267,7 +267,7 @@ def test_a_stream_left_in_the_middle_of_a_step_is_cancelled_after_it(llm, monkey
     next(streams[0])
     (name,) = llm.engine._live
 
-    def left(plan):
+    def left(plan, late=False):
         if streams:
             if how == "finalised":
                 streams.clear()
@@ -277,7 +277,7 @@ def test_a_stream_left_in_the_middle_of_a_step_is_cancelled_after_it(llm, monkey
                 other.join(60)
                 assert not other.is_alive()
         live.append(name in llm.engine._live)
-        return launch(plan)
+        return launch(plan, late)
 
     monkeypatch.setattr(llm.engine.runner, "launch", left)
     list(llm.stream("The fox said", greedy(max_tokens=4)))
@@ -299,10 +299,10 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(llm, monkeypatch, call
     alone = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
     launch, left = llm.engine.runner.launch, iter(range(3))
 
-    def pressed(plan):
+    def pressed(plan, late=False):
         if next(left, None) is None:
             signal.raise_signal(signal.SIGINT)
-        return launch(plan)
+        return launch(plan, late)
 
     monkeypatch.setattr(llm.engine.runner, "launch", pressed)
     with pytest.raises(KeyboardInterrupt):
