@@ -267,7 +267,7 @@ def test_a_stream_left_in_the_middle_of_a_step_is_cancelled_after_it(llm, monkey
     next(streams[0])
     (name,) = llm.engine._live
 
-    def left(plan, late):
+    def left(plan, late=False):
         if streams:
             if how == "finalised":
                 streams.clear()
@@ -299,7 +299,7 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(llm, monkeypatch, call
     alone = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
     launch, left = llm.engine.runner.launch, iter(range(3))
 
-    def pressed(plan, late):
+    def pressed(plan, late=False):
         if next(left, None) is None:
             signal.raise_signal(signal.SIGINT)
         return launch(plan, late)

@@ -41,7 +41,7 @@ NUM_NEW = 16  # schemas whose first token is timed, one after the other
 NUM_SCHEMAS = 64
 PROMPT, OUTPUT = 128, 128
 # Bytes of Python sources that the tokenizer is trained on, and the ids that no word gets.
-TRAINED_BYTES, RESERVED = 48 << 20, 256
+TRAINED_BYTES, RESERVED = 32 << 20, 256
 COUNTERS = ("generation_tokens", "forwards", "forced_tokens")
 
 
