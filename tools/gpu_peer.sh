@@ -37,15 +37,16 @@ trace() {  # CASE [LOAD]
 
 mkdir -p "$out"
 case $step in
-  llama-8b | llama-8b-long | llama-8b-long-prefill | qwen3-0.6b | speculation-ngram) bench run "bench/cases/$step.toml" "${peer[@]}" ;;
+  llama-8b | gemma-3-27b | llama-8b-long | llama-8b-long-prefill | qwen3-0.6b | speculation-ngram) bench run "bench/cases/$step.toml" "${peer[@]}" ;;
   traces-azure | traces-mixed | traces-repeats | traces-full) trace "$step" ;;
   conversation50 | conversation80 | conversation90 | recorded) trace trace-conversation "$step" ;;
   code80) trace trace-code "$step" ;;
   mooncake) trace trace-mooncake "$step" ;;
   startup) bench startup --shape llama-8b --on-disk --max-model-len 8192 --repeats 2 "${beside[@]}" ;;
+  startup-gemma-3-27b) bench startup --shape gemma-3-27b --on-disk --max-model-len 8192 --repeats 1 "${beside[@]}" ;;
   ladder) bench ladder --shape llama-8b --max-model-len 8192 --repeats 6 ;;
   ladder-qwen3-0.6b) bench ladder --shape qwen3-0.6b --max-model-len 8192 --repeats 6 ;;
-  qwen3-30b-a3b | batch-invariant | attention-backends) bench run "bench/cases/$step.toml" ;;
+  qwen3-30b-a3b | gpt-oss-20b | batch-invariant | attention-backends) bench run "bench/cases/$step.toml" ;;
   profile) bench profile --shape llama-8b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   profile-qwen3-0.6b) bench profile --shape qwen3-0.6b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   *) echo "no step named $step" >&2; exit 2 ;;
