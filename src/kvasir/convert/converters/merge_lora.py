@@ -52,7 +52,9 @@ class MergeLora(Converter):
             )
         self.changes = folder.tensors()
         self.embed, self.head = source.stored(EMBED), source.stored(HEAD)
-        self.untied = source.spec.tied and any(name.startswith(self._module(self.head)) for name in self.changes)
+        # An update of one of two tied matrices leaves the other as it is. A new embedding is the new head, too.
+        apart = f"{self._module(self.head)}.", f"{self._module(self.embed)}.lora_embedding"
+        self.untied = source.spec.tied and any(name.startswith(apart) for name in self.changes)
 
     def edit_config(self, source: Source) -> dict[str, Any]:
         config = dict(source.config)
@@ -77,7 +79,8 @@ class MergeLora(Converter):
         """The tensor with all that the adapter says about it, which is taken out of ``left``."""
         folder: PeftFolder = self.folder
         module, kind = self._module(name), name.rsplit(".", 1)[-1]
-        w = left.pop(name, tensor).float()
+        w = left.pop(f"{module}.base_layer.{kind}", tensor)  # PEFT saves the embedding itself beside its update
+        w = left.pop(name, w).float()
         if kind == "bias":
             extra = left.pop(f"{module}.lora_B.bias", None)
             rank = self.changes[f"{module}.lora_A.weight"].shape[0] if extra is not None else 1
