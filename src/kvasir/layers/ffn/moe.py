@@ -121,7 +121,7 @@ class FFN:
         return out_TE if residual_TE is None else out_TE.add_(residual_TE)
 
     def _choose(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``route`` says, with ids int32: by a kernel where one group of experts is scored by sigmoids."""
+        """Route as ``route`` does, with ids int32: by a kernel where one group of experts is scored by sigmoids."""
         spec = self.spec
         if spec.scoring == "sigmoid" and spec.groups == 1:
             logits_TX = self.router(x_TE.to(self.router.weight_NK.dtype))
