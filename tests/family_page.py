@@ -32,8 +32,10 @@ def row(name: str) -> str:
     family = find_family(name)
     models, _, quirks = " ".join(inspect.getdoc(family).split()).partition(". ")
     quirks = quirks.removeprefix("Quirks: ").removeprefix("Quirk: ").replace("``", "`").strip()
-    left_out = ", ".join(f"`{prefix}`" for prefix in getattr(family, "LEFT_OUT", ())) or "nothing"
-    return f"| `{name}` | {models.replace('``', '`').strip('.')} | {quirks} | {left_out} |"
+    left_out = ", ".join(f"`{prefix}`" for prefix in getattr(family, "LEFT_OUT", ()))
+    if hasattr(family, "left_out"):  # prefixes that follow from the config
+        left_out = "; ".join(filter(None, (left_out, (inspect.getdoc(family.left_out) or "see the file").strip("."))))
+    return f"| `{name}` | {models.replace('``', '`').strip('.')} | {quirks} | {left_out or 'nothing'} |"
 
 
 def page() -> str:

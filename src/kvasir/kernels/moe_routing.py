@@ -18,6 +18,7 @@ from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 
 FEW_PAIRS = 4096  # pairs up to which each is compared with all others
 BLOCK, PART = 512, 16  # pairs that PART others are compared with at a time: as few loads in a row as registers allow
+TINY = 1e-20  # least sum of scores that weights are divided by
 ELEMENTS = 8192  # pairs, or blocks, x experts that a program holds
 
 
@@ -30,7 +31,36 @@ def route_reference(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> t
     return (weights_TK / weights_TK.sum(-1, keepdim=True) if renormalize else weights_TK), ids_TK
 
 
+def choose_reference(scores_TX: torch.Tensor, correction_X: torch.Tensor | None, top_k: int, renormalize: bool,
+                     scale: float, groups: int = 1, top_groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose by scores (softmax or sigmoid, fp32): weights [T, K] and expert ids [T, K] int64, the best choice first.
+
+    ``correction_X`` counts for the choice alone. Of several ``groups`` of experts, those of the ``top_groups`` may be
+    chosen whose two best scores sum to most. ``renormalize``: weights sum to one before ``scale``. Source: DeepSeek-V3
+    (arXiv:2412.19437), section 2.1.2.
+    """
+    choice_TX = scores_TX if correction_X is None else scores_TX + correction_X
+    if groups > 1:
+        by_group = choice_TX.unflatten(-1, (groups, -1))
+        best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1).topk(top_groups, -1).indices
+        kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores_TX.device).scatter_(1, best, True)
+        choice_TX = by_group.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    ids_TK = choice_TX.topk(top_k, -1).indices
+    weights_TK = scores_TX.gather(-1, ids_TK)
+    if renormalize:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=TINY)
+    return (weights_TK if scale == 1 else weights_TK * scale), ids_TK
+
+
 # -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _keys(values, x, X: tl.constexpr, X_PAD: tl.constexpr):
+    """Distinct int64 keys in the order of fp32 values, the lower expert first among equals."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # the two zeros are equal
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x).to(tl.int64)
+    return tl.where(x < X, key, -0x8000000000000000)  # below a NaN with a sign, too
 
 
 @jit
@@ -43,9 +73,7 @@ def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, 
     even a row of NaN picks K different experts, and its pairs get places of their own.
     """
     choice = tl.arange(0, K_PAD)
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # the two zeros are equal
-    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x).to(tl.int64)
-    key = tl.where(x < X, key, -0x8000000000000000)  # below a NaN with a sign, too
+    key = _keys(logits, x, X, X_PAD)
     ids = tl.zeros([K_PAD], tl.int32)
     weights = tl.zeros([K_PAD], tl.float32)
     most = 0.0
@@ -77,6 +105,35 @@ def _route(logits_ptr, weights_ptr, ids_ptr, logits_row, X: tl.constexpr, X_PAD:
     at = row.to(tl.int64) * TOP_K + choice
     tl.store(ids_ptr + at, ids, mask=choice < TOP_K)
     tl.store(weights_ptr + at, weights, mask=choice < TOP_K)
+
+
+@jit(do_not_specialize=["logits_row"])
+def _route_sigmoid(logits_ptr, correction_ptr, weights_ptr, ids_ptr, logits_row, scale, X: tl.constexpr,
+                   X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr,
+                   CORRECTED: tl.constexpr, PDL: tl.constexpr):
+    """Pick the experts of one row by the sigmoids of its logits fp32, as ``choose_reference`` does."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    x, choice = tl.arange(0, X_PAD), tl.arange(0, K_PAD)
+    scores = tl.sigmoid(tl.load(logits_ptr + row.to(tl.int64) * logits_row + x, mask=x < X, other=0.0))
+    wanted = scores
+    if CORRECTED:
+        wanted += tl.load(correction_ptr + x, mask=x < X, other=0.0)
+    key = _keys(wanted, x, X, X_PAD)
+    ids = tl.zeros([K_PAD], tl.int32)
+    weights = tl.zeros([K_PAD], tl.float32)
+    for k in tl.static_range(TOP_K):
+        expert = X_PAD - 1 - (tl.max(key, 0) & 0xFFFFFFFF).to(tl.int32)
+        ids = tl.where(choice == k, expert, ids)
+        weights = tl.where(choice == k, tl.sum(tl.where(x == expert, scores, 0.0), 0), weights)
+        key = tl.where(x == expert, -0x8000000000000000, key)
+    if RENORMALIZE:
+        weights = weights / tl.maximum(tl.sum(weights, 0), 1e-20)
+    at = row.to(tl.int64) * TOP_K + choice
+    tl.store(ids_ptr + at, ids, mask=choice < TOP_K)
+    tl.store(weights_ptr + at, weights * scale, mask=choice < TOP_K)
 
 
 @jit
@@ -195,6 +252,24 @@ def max_tiles(num_rows: int, num_experts: int, top_k: int, block_m: int) -> int:
     """The most tiles that any routing can need: every expert with rows may leave one tile nearly empty."""
     pairs = num_rows * top_k
     return min(pairs, (pairs + min(num_experts, pairs) * (block_m - 1)) // block_m)
+
+
+def choose_sigmoid_triton(logits_TX: torch.Tensor, correction_X: torch.Tensor | None, top_k: int, renormalize: bool,
+                          scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``choose_reference`` of the sigmoids of logits fp32, for one group: weights fp32 and ids int32, [T, K]
+    each."""
+    num_rows, num_experts = logits_TX.shape
+    assert logits_TX.dtype == torch.float32 and logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, \
+        "dense rows of logits, at most one pair an expert"
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits_TX.device)
+    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits_TX.device)
+    overlap, x_pad = pdl(logits_TX.device), max(32, next_power_of_2(num_experts))
+    if num_rows:
+        _route_sigmoid[(num_rows,)](
+            logits_TX, logits_TX if correction_X is None else correction_X, weights, ids, logits_TX.stride(0), scale,
+            X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize,
+            CORRECTED=correction_X is not None, PDL=overlap, num_warps=max(1, x_pad // 512), launch_pdl=overlap)
+    return weights, ids
 
 
 def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int,

@@ -253,7 +253,7 @@ def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
     left_out: dict[str, list[Stored]] = {}
     found: dict[str, Stored] = {}
     for tensor in stored:
-        name = _renamed(tensor.name, getattr(family, "RENAMED", {}))
+        name = renamed(tensor.name, getattr(family, "RENAMED", {}))
         prefix = next((p for p in getattr(family, "LEFT_OUT", ()) if name.startswith(p)), None)
         if spec.labels is not None and name == view(HEAD).name:
             prefix = name  # a head for tokens is not read where labels are scored
@@ -282,9 +282,9 @@ def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
     return Assigned([(slot, found[view.name], view) for slot, view in views.items()], left_out)
 
 
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
     """The family's name of a tensor: some checkpoints of a family have other prefixes."""
-    return next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), name)
+    return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
 
 
 def _check_reads(tensor: Stored, views: dict[str, tuple[View, tuple[int, ...]]]) -> None:

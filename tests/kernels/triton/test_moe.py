@@ -41,6 +41,28 @@ def test_equal_logits_take_the_lower_expert(device):
     check_routing((torch.arange(40, device=device) % 3).float().expand(70, -1).contiguous(), 7, True, 16)
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("rows,experts,top_k", [(0, 5, 2), (1, 5, 2), (3, 128, 8), (33, 96, 5), (7, 4, 4)])
+def test_choices_by_sigmoid(rows, experts, top_k, corrected, device):
+    draw = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, experts, generator=draw).to(device)
+    correction = torch.randn(experts, generator=draw).to(device) * 0.3 if corrected else None
+    for renormalize, scale in ((True, 1.0), (True, 2.5), (False, 1.0)):
+        arguments = correction, top_k, renormalize, scale
+        weights, ids = moe_routing.choose_sigmoid_triton(logits, *arguments)
+        want, best = moe_routing.choose_reference(logits.double().sigmoid(), *arguments)
+        assert torch.equal(ids.long(), best)
+        torch.testing.assert_close(weights.double(), want, atol=1e-6, rtol=1e-5)
+
+
+def test_equal_scores_take_the_lower_expert_and_nan_stays_in_its_row(device):
+    logits = torch.zeros(3, 40, device=device)
+    logits[1], logits[2] = float("nan"), -200.0  # sigmoids that sum to zero
+    weights, ids = moe_routing.choose_sigmoid_triton(logits, None, 4, True, 1.0)
+    assert ids[0].tolist() == [0, 1, 2, 3] and len(set(ids[1].tolist())) == 4 and int(ids.max()) < 40
+    assert weights[0].tolist() == [0.25] * 4 and bool(weights[1].isnan().all()) and bool(weights[2].isfinite().all())
+
+
 def test_a_row_of_nan_spoils_no_other(device):
     """It still picks K different experts: the sorted order stays a permutation, and the other rows keep their bits."""
     case = moe.Case(rows=6, experts=7, top_k=3)

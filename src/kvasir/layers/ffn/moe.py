@@ -14,16 +14,15 @@ from dataclasses import replace
 import torch
 
 from kvasir.kernels._triton import use_triton
-from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.activation import ACTIVATIONS, gated, sigmoid
 from kvasir.kernels.moe import moe_row_triton, moe_triton
+from kvasir.kernels.moe_routing import choose_reference, choose_sigmoid_triton
 from kvasir.layers.ffn.dense import FFN as Dense
 from kvasir.layers.linear import Linear, linear, matrix
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import DenseSpec, MoESpec
 from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
-
-TINY = 1e-20  # added to the sum of sigmoids that weights are divided by, as in DeepSeek-V3
 
 
 class FFN:
@@ -63,21 +62,18 @@ class FFN:
         """Weights [T, K] fp32 and expert ids [T, K] int64, the best choice first."""
         spec, logits_TX = self.spec, self.router(x_TE.to(self.router.weight_NK.dtype))
         if spec.scoring == "sigmoid":
-            scores_TX = logits_TX.float().sigmoid()
+            scores_TX = sigmoid(logits_TX.float(), self.exact)
         else:
             scores_TX = logits_TX.softmax(-1, dtype=torch.float32)
-        choice_TX = scores_TX if self.correction_X is None else scores_TX + self.correction_X
-        if spec.groups > 1:
-            by_group = choice_TX.unflatten(-1, (spec.groups, -1))
-            best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1).topk(spec.top_groups, -1).indices
-            kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=x_TE.device).scatter_(1, best, True)
-            choice_TX = by_group.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
-        ids_TK = choice_TX.topk(spec.top_k, -1).indices
-        weights_TK = scores_TX.gather(-1, ids_TK)
-        if spec.renormalize:
-            total = weights_TK.sum(-1, keepdim=True)
-            weights_TK = weights_TK / (total + TINY if spec.scoring == "sigmoid" else total)
-        return (weights_TK if spec.weight_scale == 1 else weights_TK * spec.weight_scale), ids_TK
+        return choose_reference(
+            scores_TX,
+            self.correction_X,
+            spec.top_k,
+            spec.renormalize,
+            spec.weight_scale,
+            spec.groups,
+            spec.top_groups,
+        )
 
     def forward(
         self,
@@ -112,8 +108,7 @@ class FFN:
             if self.softmax:
                 logits_TX, routed = self.router(x_TE), None
             else:
-                weights_TK, ids_TK = self.route(x_TE)
-                logits_TX, routed = x_TE.new_empty(len(x_TE), spec.num_experts), (weights_TK, ids_TK.int())
+                logits_TX, routed = x_TE.new_empty(len(x_TE), spec.num_experts), self._choose(x_TE)
             return moe_triton(
                 x_TE,
                 logits_TX,
@@ -130,11 +125,20 @@ class FFN:
         out_TE = self._forward_plain(x_TE)
         return out_TE if residual_TE is None else out_TE.add_(residual_TE)
 
+    def _choose(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route as ``route`` does, with ids int32: by a kernel where one group of experts is scored by sigmoids."""
+        spec = self.spec
+        if spec.scoring == "sigmoid" and spec.groups == 1:
+            logits_TX = self.router(x_TE.to(self.router.weight_NK.dtype))
+            return choose_sigmoid_triton(logits_TX, self.correction_X, spec.top_k, spec.renormalize, spec.weight_scale)
+        weights_TK, ids_TK = self.route(x_TE)
+        return weights_TK, ids_TK.int()
+
     def _shared(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None) -> torch.Tensor:
         """The expert that every row uses, and the residual if there is one: [T, E]."""
         if self.shared_gate is None:
             return self.shared.forward(x_TE, residual_TE=residual_TE)
-        out_TE = self.shared.forward(x_TE) * self.shared_gate(x_TE).sigmoid()
+        out_TE = self.shared.forward(x_TE) * sigmoid(self.shared_gate(x_TE), self.exact)
         return out_TE if residual_TE is None else residual_TE.add_(out_TE)
 
     def _forward_plain(self, x_TE: torch.Tensor) -> torch.Tensor:
