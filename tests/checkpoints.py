@@ -103,6 +103,26 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Phi3ForCausalLM",
         dict(original_max_position_embeddings=16, rope_parameters=LONGROPE, hidden_size=64),
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        dict(num_local_experts=5, num_experts_per_tok=2, head_dim=16, sliding_window=9, intermediate_size=24),
+    ),
+    "gpt_oss_plain": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=3,
+            head_dim=8,
+            layer_types=["full_attention", "full_attention", "sliding_attention"],
+            sliding_window=6,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters=YARN,
+            intermediate_size=32,  # as hidden_size: no shape says which way the experts lie
+        ),
+    ),
     "gemma3_text": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",

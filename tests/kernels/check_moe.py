@@ -26,6 +26,17 @@ def draw_case(case: moe.Case, dtype: torch.dtype, device: str) -> tuple[torch.Te
     return tuple(t.to(dtype).to(device) for t in (x, logits.float() / 16, gate_up, down))
 
 
+def draw_biases(case: moe.Case, dtype: torch.dtype, device: str) -> moe.Biases:
+    """Biases of gate and up, large enough that the clamps of an activation count, and of down."""
+    draw = torch.Generator().manual_seed(case.rows + 1)
+    first = torch.randn(case.experts, 2 * case.width, generator=draw) * 4
+    return tuple(t.to(dtype).to(device) for t in (first, torch.randn(case.experts, case.dim, generator=draw)))
+
+
+def wide(biases: moe.Biases | None) -> moe.Biases | None:
+    return None if biases is None else tuple(bias.double() for bias in biases)
+
+
 def check_routing(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int) -> None:
     """Weights, ids, the stable order by expert, and tiles that cover it."""
     num_experts = logits_TX.shape[1]
@@ -49,18 +60,19 @@ def check_moe(case: moe.Case, dtype: torch.dtype, device: str) -> dict[str, floa
     """Errors of the kernels and of plain torch, the worse of those without and with a residual; raises AssertionError
     where the kernels are worse than allowed."""
     drawn = draw_case(case, dtype, device)
+    biases = draw_biases(case, dtype, device) if case.bias else None
     options = case.top_k, case.renormalize, case.activation
     residual = torch.randn(drawn[0].shape, generator=torch.Generator().manual_seed(1000)).to(dtype).to(device)
-    out = moe.moe_triton(*drawn, *options, tiling=case.tiling)
+    out = moe.moe_triton(*drawn, *options, tiling=case.tiling, biases=biases)
     stream = residual.clone()
-    assert moe.moe_triton(*drawn, *options, tiling=case.tiling, residual_TE=stream) is stream
+    assert moe.moe_triton(*drawn, *options, tiling=case.tiling, residual_TE=stream, biases=biases) is stream
     if case.rows == 1:
-        check_row(*drawn, residual, *options)
-    want = moe.moe_reference(*(t.double() for t in drawn), *options)
+        check_row(*drawn, residual, *options, biases)
+    want = moe.moe_reference(*(t.double() for t in drawn), *options, biases=wide(biases))
     if not want.numel():
         assert out.shape == want.shape
         return {"kernel": 0.0, "plain": 0.0}
-    plain = moe.moe_reference(*drawn, *options)
+    plain = moe.moe_reference(*drawn, *options, biases=biases)
     worst = {"kernel": 0.0, "plain": 0.0}
     for found, plainly, right in ((out, plain, want), (stream, plain + residual, want + residual.double())):
         errors = {name: float((x.double() - right).abs().max()) for name, x in (("kernel", found), ("plain", plainly))}
@@ -78,6 +90,7 @@ def check_row(
     top_k: int,
     renormalize: bool,
     activation: str,
+    biases: moe.Biases | None,
 ) -> None:
     """The single row's kernels, by themselves, after a norm, before a residual add, and between both as in a decoder,
     where x is the residual; with a router that gives these logits up to rounding, twice over: ``arrived`` is zero
@@ -87,8 +100,16 @@ def check_row(
     for norm, joined in ((None, None), ((scale, 0.25), None), (None, residual), ((scale.float(), 0.25), x)):
         normed = x.double() if norm is None else rms_norm_reference(x.double(), norm[0].double(), norm[1])
         router = (logits.T.double() * normed / normed.square().sum()).to(x.dtype)
+        shift = None if biases is None else torch.linspace(-0.02, 0.02, len(router), device=x.device).to(x.dtype)
         want = moe.moe_reference(
-            normed, normed @ router.double().T, gate_up.double(), down.double(), top_k, renormalize, activation
+            normed,
+            normed @ router.double().T + (0.0 if shift is None else shift.double()),
+            gate_up.double(),
+            down.double(),
+            top_k,
+            renormalize,
+            activation,
+            wide(biases),
         )
         found = []
         for _ in range(2):
@@ -96,7 +117,18 @@ def check_row(
             row = x if joined is not x else stream
             found.append(
                 moe.moe_row_triton(
-                    row, router, gate_up, down, top_k, renormalize, arrived, activation, norm=norm, residual_1E=stream
+                    row,
+                    router,
+                    gate_up,
+                    down,
+                    top_k,
+                    renormalize,
+                    arrived,
+                    activation,
+                    norm=norm,
+                    residual_1E=stream,
+                    biases=biases,
+                    router_bias_X=shift,
                 )
             )
             assert (stream is None or found[-1] is stream) and int(arrived) == 0

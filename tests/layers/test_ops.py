@@ -62,6 +62,17 @@ def test_gated(name, fn, exact):
     assert gated(x[:0], ACTIVATIONS[name], exact).shape == (0, 7)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_clamped_swiglu(exact):
+    """Gates are clamped from above, ups from both sides, and one is added to the ups."""
+    x = torch.tensor([[-20.0, 20.0, 3.0, 8.0, 1.0, 20.0, -20.0, 0.5, -1.0, 7.5]])
+    want = []
+    for gate, up in zip(x[0, :5].tolist(), x[0, 5:].tolist()):
+        gate, up = min(gate, 7.0), max(-7.0, min(up, 7.0))
+        want.append((up + 1) * gate / (1 + math.exp(-1.702 * gate)))
+    torch.testing.assert_close(gated(x, ACTIVATIONS["clamped_swiglu"], exact), torch.tensor([want]))
+
+
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_rotation_is_a_complex_product(dtype, bound):
     spec = RopeSpec(100.0, 8)

@@ -44,6 +44,7 @@ def test_the_served_families():
     assert technique.own(FAMILIES) == [
         "gemma3",
         "gemma3_text",
+        "gpt_oss",
         "llama",
         "mistral",
         "phi3",
@@ -295,6 +296,9 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_theta", "is 1"]),
         ({"rope_scaling": {"type": "linear", "factor": 1e308}}, ["max_position_embeddings", "1e+308"]),
         ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, ["swiglu_limit", "5.0"]),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, ["swiglu_alpha", "1.0"]),
+        ({"model_type": "gpt_oss", "num_local_experts": 3}, ["num_experts_per_tok", "4", "3 experts"]),
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_experts", "missing"]),
         (
             {"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8},

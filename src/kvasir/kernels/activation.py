@@ -22,15 +22,26 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
-KINDS = {F.silu: 0, F.gelu: 1, _gelu_tanh: 2}  # numbers by which ``activate`` knows them
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss, the same in all its sizes
 
 
-def gated_reference(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """gate_up [T, 2F] (gate first) -> [T, F], same dtype."""
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+
+
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "clamped_swiglu": _clamped_swiglu}
+# numbers by which ``activate`` knows them
+KINDS = {F.silu: 0, F.gelu: 1, _gelu_tanh: 2, _clamped_swiglu: 3}
+
+
+def gated_reference(gate_up: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """gate_up [T, 2F] (gate first) -> [T, F], same dtype. An activation is a function of the gate, or of both."""
     width = gate_up.shape[-1] // 2
     gate, up = gate_up.split_with_sizes((width, width), -1)
+    if activation is _clamped_swiglu:
+        return activation(gate, up)
     return activation(gate).mul_(up)
 
 
@@ -41,6 +52,9 @@ def activate(gate, up, KIND: tl.constexpr):
         return gate / (1.0 + tl.exp(-gate)) * up
     elif KIND == 1:
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif KIND == 3:
+        gate = tl.minimum(gate, 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
     else:  # 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z))
         return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
 

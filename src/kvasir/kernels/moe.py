@@ -34,16 +34,21 @@ from kvasir.kernels.gemv import _row
 from kvasir.kernels.hardware import name_of
 from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
 
+Biases = tuple[torch.Tensor, torch.Tensor]  # of experts: gate_up [X, 2F], gate first, and down [X, E]
+
 
 def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
-                  top_k: int, renormalize: bool, activation: str = "silu") -> torch.Tensor:
+                  top_k: int, renormalize: bool, activation: str = "silu",
+                  biases: Biases | None = None) -> torch.Tensor:
     """One pair after the other, in x's dtype, with the sum in the weights' dtype: [T, E] in x's dtype."""
     weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
     out_TE = torch.zeros(x_TE.shape, dtype=weights_TK.dtype, device=x_TE.device)
     for t, (weights, ids) in enumerate(zip(weights_TK, ids_TK.tolist())):
         for weight, expert in zip(weights, ids):
-            inner = gated(x_TE[t:t + 1] @ gate_up_XFE[expert].t(), ACTIVATIONS[activation])
-            out_TE[t] += weight * (inner @ down_XEF[expert].t())[0].to(weight.dtype)
+            gate_up = x_TE[t:t + 1] @ gate_up_XFE[expert].t()
+            inner = gated(gate_up if biases is None else gate_up + biases[0][expert], ACTIVATIONS[activation])
+            out = (inner @ down_XEF[expert].t())[0]
+            out_TE[t] += weight * (out if biases is None else out + biases[1][expert]).to(weight.dtype)
     return out_TE.to(x_TE.dtype)
 
 
@@ -51,21 +56,26 @@ def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torc
 
 
 @jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    """The activations of ``kernels.activation`` in fp32."""
+def _activate(x, up, ACTIVATION: tl.constexpr):
+    """The activations of ``kernels.activation`` in fp32, times up."""
     if ACTIVATION == "silu":
-        return x * tl.sigmoid(x)
+        return x * tl.sigmoid(x) * up
     elif ACTIVATION == "gelu":
-        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476)) * up
+    elif ACTIVATION == "clamped_swiglu":
+        x = tl.minimum(x, 7.0)
+        return x * tl.sigmoid(1.702 * x) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1)
     else:
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) * up
 
 
 @jit
-def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, w_expert, w_row, w_col,
+def _grouped(a_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, w_expert, w_row, w_col,
              N: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
-    """One tile of pairs, BLOCK_N outputs of its expert. w is [X, N, D], or [X, 2N, D] if GATED (gate first).
+             BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+             PDL: tl.constexpr):
+    """One tile of pairs, BLOCK_N outputs of its expert. w is [X, N, D], or [X, 2N, D] if GATED (gate first); with BIAS,
+    bias [X, N] or [X, 2N] is dense.
 
     GATED: rows are gathered from a [T, D], and out [P, N] is in sorted order. Else a [P, D] is in sorted order and out
     [P, N] in the order of pairs.
@@ -101,8 +111,13 @@ def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, 
                 up += BLOCK_D * w_col
             a += BLOCK_D
             w += BLOCK_D * w_col
+        if BIAS:
+            bias = bias_ptr + expert * (2 * N if GATED else N) + n
+            acc += tl.load(bias, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                acc_up += tl.load(bias + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            acc = _activate(acc, ACTIVATION) * acc_up
+            acc = _activate(acc, acc_up, ACTIVATION)
         to = m.to(tl.int64) if GATED else pair
         tl.store(out_ptr + to[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty),
                  mask=live[:, None] & (n < N)[None, :])
@@ -129,10 +144,10 @@ def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr
 
 
 @jit
-def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, eps, w_row, w_col,
+def _route_row(x_ptr, scale_ptr, router_ptr, bias_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, eps, w_row, w_col,
                E: tl.constexpr,
                X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
-               RENORMALIZE: tl.constexpr,
+               RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
                BLOCK_E: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     """One logit of a single row's router, rounded to x's dtype. The program that finishes last picks the experts. A
     program has one warp, since the picking would otherwise be a series of barriers.
@@ -160,6 +175,8 @@ def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_pt
     product = tl.sum(acc, 0)
     if NORM:
         product *= tl.rsqrt(tl.sum(squares, 0) / E + eps)
+    if BIAS:
+        product += tl.load(bias_ptr + part).to(tl.float32)
     tl.store(logits_ptr + part, product.to(x_ptr.dtype.element_ty).to(tl.float32))
     tl.debug_barrier()  # the whole program's logits are stored before it counts as done
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -173,8 +190,8 @@ def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_pt
 
 
 @jit
-def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_row, w_col, E: tl.constexpr,
-                 F: tl.constexpr,
+def _gate_up_row(x_ptr, scale_ptr, w_ptr, bias_ptr, ids_ptr, inner_ptr, eps, w_expert, w_row, w_col, E: tl.constexpr,
+                 F: tl.constexpr, BIAS: tl.constexpr,
                  ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, NORM: tl.constexpr,
                  PDL: tl.constexpr):
     """BLOCK_F outputs of one expert of a single row: inner [K, F]. The bytes of w are the bound, so no tensor core is
@@ -203,14 +220,19 @@ def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_r
     factor = 1.0
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / E + eps)
-    inner = _activate(tl.sum(gate, 1) * factor, ACTIVATION) * (tl.sum(up, 1) * factor)
+    gate_F, up_F = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
+    if BIAS:
+        bias = bias_ptr + tl.load(ids_ptr + k).to(tl.int64) * (2 * F) + f
+        gate_F += tl.load(bias, mask=f < F, other=0.0).to(tl.float32)
+        up_F += tl.load(bias + F, mask=f < F, other=0.0).to(tl.float32)
+    inner = _activate(gate_F, up_F, ACTIVATION)
     tl.store(inner_ptr + k * F + f, inner.to(inner_ptr.dtype.element_ty), mask=f < F)
 
 
 @jit
-def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr,
-              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, RESIDUAL: tl.constexpr,
-              PDL: tl.constexpr):
+def _down_row(inner_ptr, w_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col, E: tl.constexpr,
+              F: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr,
+              RESIDUAL: tl.constexpr, PDL: tl.constexpr):
     """BLOCK_E outputs of a single row from all its experts: out [E] is their weighted sum, added to its old value if
     RESIDUAL."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -236,6 +258,10 @@ def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, 
                             other=0.0).to(tl.float32) * weight
             acc += w.to(tl.float32) * inner
     out = tl.sum(acc, 1)
+    if BIAS:
+        for k in tl.static_range(TOP_K):
+            bias = bias_ptr + tl.load(ids_ptr + k).to(tl.int64) * E + e
+            out += tl.load(weights_ptr + k) * tl.load(bias, mask=e < E, other=0.0).to(tl.float32)
     if RESIDUAL:
         out += residual
     tl.store(out_ptr + e, out.to(out_ptr.dtype.element_ty), mask=e < E)
@@ -278,8 +304,11 @@ def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool
 
 def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
                top_k: int, renormalize: bool, activation: str = "silu", fixed: bool = False,
-               tiling: Tiling | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+               tiling: Tiling | None = None, residual_TE: torch.Tensor | None = None, biases: Biases | None = None,
+               routed: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
     """Compute ``moe_reference`` with sums in fp32: [T, E] in x's dtype; the host reads nothing back.
+
+    ``routed``: weights [T, K] fp32 and expert ids [T, K] int32, where the softmax of the logits does not say them.
 
     ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on the row and its
     logits alone. ``tiling`` overrides the choice by the number of pairs. ``residual_TE`` is added, overwritten with the
@@ -298,17 +327,19 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
         return out_TE
     tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
     assert tiling.gate_up.m == tiling.down.m, "both products run over the same tiles"
-    routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m)
+    routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m, routed)
     overlap = pdl(x_TE.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
     inner_PF = torch.empty((num_rows * top_k, width), dtype=x_TE.dtype, device=x_TE.device)
     y_PE = torch.empty((num_rows * top_k, dim), dtype=x_TE.dtype, device=x_TE.device)
-    for a, w, out, shape, is_gated in ((x_TE, gate_up_XFE, inner_PF, tiling.gate_up, True),
-                                       (inner_PF, down_XEF, y_PE, tiling.down, False)):
+    first, second = (x_TE, x_TE) if biases is None else biases
+    for a, w, bias, out, shape, is_gated in ((x_TE, gate_up_XFE, first, inner_PF, tiling.gate_up, True),
+                                             (inner_PF, down_XEF, second, y_PE, tiling.down, False)):
         _grouped[(cdiv(out.shape[1], shape.n), len(routing.tiles))](
-            a, w, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), N=out.shape[1],
+            a, w, bias, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), N=out.shape[1],
             D=a.shape[1],
-            TOP_K=top_k, GATED=is_gated, ACTIVATION=activation, BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_D=shape.d,
+            TOP_K=top_k, GATED=is_gated, ACTIVATION=activation, BIAS=biases is not None, BLOCK_M=shape.m,
+            BLOCK_N=shape.n, BLOCK_D=shape.d,
             num_warps=shape.warps, num_stages=shape.stages, **early)
     block_e = min(1024, next_power_of_2(dim))
     _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e,
@@ -318,8 +349,8 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
 
 def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
                    top_k: int, renormalize: bool, arrived: torch.Tensor, activation: str = "silu", *,
-                   norm: tuple[torch.Tensor, float] | None = None,
-                   residual_1E: torch.Tensor | None = None) -> torch.Tensor:
+                   norm: tuple[torch.Tensor, float] | None = None, residual_1E: torch.Tensor | None = None,
+                   biases: Biases | None = None, router_bias_X: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``moe_reference`` for a single row, its router's logits included; each weight that is needed is read
     once.
 
@@ -340,15 +371,20 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
     out_1E, overlap = torch.empty_like(x_1E) if residual_1E is None else residual_1E, pdl(x_1E.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
     scale, eps = (x_1E, 0.0) if norm is None else norm
+    first, second = (x_1E, x_1E) if biases is None else biases
     _route_row[(num_experts,)](
-        x_1E, scale, router_XE, arrived, logits, weights, ids, eps, *router_XE.stride(), E=dim, X=num_experts,
+        x_1E, scale, router_XE, x_1E if router_bias_X is None else router_bias_X, arrived, logits, weights, ids, eps,
+        *router_XE.stride(), E=dim, X=num_experts,
         X_PAD=next_power_of_2(num_experts), TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize,
-        BLOCK_E=min(2048, next_power_of_2(dim)), NORM=norm is not None, num_warps=1, **early)
+        BIAS=router_bias_X is not None, BLOCK_E=min(2048, next_power_of_2(dim)), NORM=norm is not None, num_warps=1,
+        **early)
     _gate_up_row[(cdiv(width, 8), top_k)](
-        x_1E, scale, gate_up_XFE, ids, inner_KF, eps, *gate_up_XFE.stride(), E=dim, F=width, ACTIVATION=activation,
+        x_1E, scale, gate_up_XFE, first, ids, inner_KF, eps, *gate_up_XFE.stride(), E=dim, F=width,
+        BIAS=biases is not None, ACTIVATION=activation,
         BLOCK_F=8, BLOCK_E=min(256, next_power_of_2(dim)), NORM=norm is not None, num_warps=4, **early)
     _down_row[(cdiv(dim, 8),)](
-        inner_KF, down_XEF, ids, weights, out_1E, *down_XEF.stride(), E=dim, F=width, TOP_K=top_k,
+        inner_KF, down_XEF, second, ids, weights, out_1E, *down_XEF.stride(), E=dim, F=width, BIAS=biases is not None,
+        TOP_K=top_k,
         BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), RESIDUAL=residual_1E is not None, num_warps=8, **early)
     return out_1E
 
@@ -369,6 +405,7 @@ class Case:
     activation: str = "silu"
     routing: str = "random"
     tiling: Tiling | None = None
+    bias: bool = False
 
 
 def grid() -> Iterator[Case]:
@@ -381,9 +418,11 @@ def grid() -> Iterator[Case]:
     for dim, width in ((16, 16), (130, 72), (200, 136), (24, 300)):
         for rows in (1, 6):
             yield Case(rows=rows, dim=dim, width=width)
-    for activation in ("gelu", "gelu_tanh"):
+    for activation in ("gelu", "gelu_tanh", "clamped_swiglu"):
         for rows in (1, 6):
             yield Case(rows=rows, activation=activation)
+    for rows in (1, 7, 40):
+        yield Case(rows=rows, dim=72, width=56, activation="clamped_swiglu", bias=True)
     yield Case(rows=40, routing="same")  # all experts but two without rows, several tiles an expert
     yield Case(rows=130, experts=3, top_k=1, routing="same")
     yield Case(rows=77, experts=128, top_k=8)  # several blocks of rows: 128 experts fit 32 rows a block

@@ -197,9 +197,10 @@ def max_tiles(num_rows: int, num_experts: int, top_k: int, block_m: int) -> int:
     return min(pairs, (pairs + min(num_experts, pairs) * (block_m - 1)) // block_m)
 
 
-def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int) -> Routing:
+def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int,
+                 routed: tuple[torch.Tensor, torch.Tensor] | None = None) -> Routing:
     """Route and sort on the device, in two launches, or three where there are many pairs. A row's bits depend on its
-    logits alone."""
+    logits alone. ``routed``: weights fp32 and ids int32, [T, K] each and dense, that were found already."""
     num_rows, num_experts = logits_TX.shape
     assert num_rows and logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, \
         "dense rows of logits, at most one pair an expert"
@@ -208,14 +209,19 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=logits_TX.device)
 
-    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits_TX.device)
-    ids, order = ints(num_rows, top_k), ints(pairs)
+    order = ints(pairs)
     tiles, num_tiles = ints(max_tiles(num_rows, num_experts, top_k, block_m), 3), ints(1)
     overlap = pdl(logits_TX.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
-    _route[(num_rows,)](logits_TX, weights, ids, logits_TX.stride(0), X=num_experts, X_PAD=x_pad, TOP_K=top_k,
-                        K_PAD=next_power_of_2(top_k),
-                        RENORMALIZE=renormalize, num_warps=max(1, x_pad // 512), **early)
+    if routed is not None:
+        weights, ids = routed
+        assert ids.dtype == torch.int32 and ids.is_contiguous() and weights.is_contiguous(), "dense, int32"
+    else:
+        weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits_TX.device)
+        ids = ints(num_rows, top_k)
+        _route[(num_rows,)](logits_TX, weights, ids, logits_TX.stride(0), X=num_experts, X_PAD=x_pad, TOP_K=top_k,
+                            K_PAD=next_power_of_2(top_k),
+                            RENORMALIZE=renormalize, num_warps=max(1, x_pad // 512), **early)
     if pairs <= FEW_PAIRS:
         _sort[(cdiv(pairs, PART) + 1,)](ids, order, tiles, num_tiles, pairs, X_PAD=x_pad, BLOCK_P=PART, CHUNK=BLOCK,
                                         BLOCK_M=block_m, num_warps=4, **early)

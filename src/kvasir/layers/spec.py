@@ -13,6 +13,8 @@ from kvasir.attention.backend import AttentionSpec
 from kvasir.types import CacheRow
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+# Those of experts. clamped_swiglu is gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), both clamped at 7 before.
+ExpertActivation = Activation | Literal["clamped_swiglu"]
 
 
 class MixerSpec(Protocol):
@@ -186,24 +188,46 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """A softmax router over all experts picks ``top_k`` dense blocks of ``intermediate_size`` per row. ``renormalize``:
-    the picked weights are scaled to sum to one."""
+    """A router picks ``top_k`` dense blocks of ``intermediate_size`` per row.
+
+    Experts are scored by ``scoring`` of the router's logits; softmax goes over all experts. ``renormalize``: the picked
+    weights are scaled to sum to one, which after softmax is a softmax over the picked logits. ``weight_scale``: a
+    factor of the weights after that.
+
+    ``correction``: a stored bias of the scores, which counts for the choice and not for the weights. With ``groups`` of
+    experts, only those of the ``top_groups`` groups may be picked whose two best scores sum to most.
+
+    ``router_bias``, ``bias``: the products of router and experts have biases. ``shared_size``: width of an expert that
+    every row uses (0: none); ``shared_gate``: its result is multiplied by the sigmoid of a product of the row.
+    """
 
     kind: ClassVar[str] = "moe"
     num_experts: int
     top_k: int
     intermediate_size: int
     renormalize: bool
-    activation: Activation = "silu"
+    activation: ExpertActivation = "silu"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    weight_scale: float = 1.0
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    router_bias: bool = False
+    bias: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
 
     def matrices(self, hidden: int) -> int:
-        return self.num_experts * hidden  # the router
+        router = self.num_experts + (1 if self.shared_gate else 0)
+        return (router + 3 * self.shared_size) * hidden
 
     def vectors(self, hidden: int) -> int:
-        return 0
+        experts = self.num_experts * (2 * self.intermediate_size + hidden) if self.bias else 0
+        return experts + self.num_experts * (self.router_bias + self.correction)
 
     def routed(self, hidden: int) -> tuple[int, int, int]:
         return self.num_experts, self.top_k, 3 * hidden * self.intermediate_size
 
     def summary(self) -> str:
-        return f"{self.top_k} of {self.num_experts} experts of {self.intermediate_size}"
+        shared = f" and one of {self.shared_size}" if self.shared_size else ""
+        return f"{self.top_k} of {self.num_experts} experts of {self.intermediate_size}{shared}"

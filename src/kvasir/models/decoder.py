@@ -172,9 +172,11 @@ class Decoder:
         """Drop what was made of the weights for faster products, since they have changed; it is made again when
         needed."""
         for block in self.blocks:
-            for layer in (*vars(block.mixer).values(), *vars(block.ffn).values()):
-                if isinstance(layer, Linear):
-                    layer.packed = None
+            shared = getattr(block.ffn, "shared", None)
+            for part in (block.mixer, block.ffn, *([] if shared is None else [shared])):
+                for layer in vars(part).values():
+                    if isinstance(layer, Linear):
+                        layer.packed = None
 
     def slots(self) -> dict[str, Slot]:
         """Every place that a stored tensor goes to, by our names. The head is among them only if it is not the

@@ -196,9 +196,9 @@ def attention(
     return GQASpec(heads, kv_heads, dim, dim**-0.5 if scale is None else scale, window, **quirks)
 
 
-def window(fields: Fields) -> int | None:
-    """Window of the sliding layers: 4096 if the field is absent, as in transformers; None if it is null."""
-    return fields.integer("sliding_window", 4096) if fields.raw.get("sliding_window", 4096) is not None else None
+def window(fields: Fields, default: int = 4096) -> int | None:
+    """Window of the sliding layers: ``default`` if the field is absent, as in transformers; None if it is null."""
+    return fields.integer("sliding_window", default) if fields.raw.get("sliding_window", default) is not None else None
 
 
 def layer_types(fields: Fields, default: list[str]) -> tuple[str, ...]:

@@ -57,6 +57,10 @@ MODELS = {
         replace(LAYER, mixer=replace(MIXER, gated=True, value_norm=NormSpec(), query_scale=QueryScale(0.5, 8))),
         replace(LAYER, mixer=replace(MIXER, keys_are_values=True, value_norm=NormSpec()), rope=RopeSpec(100.0, 6)),
     ),
+    "sigmoid, shared": (
+        replace(LAYER, ffn=replace(EXPERTS.ffn, scoring="sigmoid", correction=True, weight_scale=2.0, shared_size=24)),
+        replace(GEMMA, ffn=replace(EXPERTS.ffn, groups=2, shared_size=24, shared_gate=True, bias=True)),
+    ),
     "shared cache": (LAYER, LAYER, replace(LAYER, cache_of=1)),
 }
 
@@ -130,7 +134,9 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
     few = sum(size <= 16 for size in sizes)
     assert len(calls) == few * (1 + len(products)), "every product of a few rows, and the head"
-    mixtures = [layer.norms == "sandwich" for layer in layers if layer.ffn.kind == "moe"]
+    mixtures = [
+        layer.norms == "sandwich" for layer in layers if layer.ffn.kind == "moe" and layers != MODELS["sigmoid, shared"]
+    ]
     assert (len(experts), sum(experts)) == (2 * len(mixtures), 2 * mixtures.count(False)), (
         "of both single rows; the norm and the add within"
     )

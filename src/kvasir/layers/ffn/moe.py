@@ -9,20 +9,25 @@ Legend: T rows, E model dim, F width of an expert, X experts, K experts per row.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.moe import moe_row_triton, moe_triton
+from kvasir.layers.ffn.dense import FFN as Dense
 from kvasir.layers.linear import Linear, linear, matrix
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.spec import MoESpec
+from kvasir.layers.spec import DenseSpec, MoESpec
 from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
 
+TINY = 1e-20  # added to the sum of sigmoids that weights are divided by, as in DeepSeek-V3
+
 
 class FFN:
-    """A router and its experts."""
+    """A router and its experts, and perhaps an expert that every row uses."""
 
     native = False  # no C kernel chooses experts
     static = False  # which experts run is read by the host
@@ -33,17 +38,46 @@ class FFN:
         # Whether ``forward`` takes the norm before it and the residual add after it.
         self.fuses = place.fused and not place.exact
         self.activation = ACTIVATIONS[spec.activation]
-        self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=False, place=place)
+        # Whether the kernels route. Sigmoids are close to each other where many are near 0 or 1: they need fp32.
+        self.softmax = spec.scoring == "softmax" and not spec.correction and spec.groups == 1 and spec.weight_scale == 1
+        exact_scores = place if spec.scoring == "softmax" else replace(place, dtype=torch.float32)
+        self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=spec.router_bias, place=exact_scores)
+        self.correction_X = None
+        if spec.correction:
+            self.correction_X = torch.empty(spec.num_experts, device=place.device, dtype=torch.float32)
         self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
         self.arrived = torch.zeros(1, dtype=torch.int32, device=place.device)
         self.down_XEF = matrix(spec.num_experts, hidden_size, spec.intermediate_size, place=place)
+        self.biases = None
+        if spec.bias:
+            widths = 2 * spec.intermediate_size, hidden_size
+            first, second = (torch.empty(spec.num_experts, n, device=place.device, dtype=place.dtype) for n in widths)
+            self.biases = first, second
+        self.shared = self.shared_gate = None
+        if spec.shared_size:
+            self.shared = Dense(DenseSpec(spec.shared_size, spec.activation), hidden_size, place)
+        if spec.shared_gate:
+            self.shared_gate = Linear(hidden_size, {"shared_gate": 1}, bias=False, place=place)
 
     def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [T, K] in x's dtype (largest first) and expert ids [T, K] int64."""
-        weights_TK, ids_TK = self.router(x_TE).softmax(-1, dtype=torch.float32).topk(self.spec.top_k, -1)
-        if self.spec.renormalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return weights_TK.to(x_TE.dtype), ids_TK
+        """Weights [T, K] fp32 and expert ids [T, K] int64, the best choice first."""
+        spec, logits_TX = self.spec, self.router(x_TE.to(self.router.weight_NK.dtype))
+        if spec.scoring == "sigmoid":
+            scores_TX = logits_TX.float().sigmoid()
+        else:
+            scores_TX = logits_TX.softmax(-1, dtype=torch.float32)
+        choice_TX = scores_TX if self.correction_X is None else scores_TX + self.correction_X
+        if spec.groups > 1:
+            by_group = choice_TX.unflatten(-1, (spec.groups, -1))
+            best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1).topk(spec.top_groups, -1).indices
+            kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=x_TE.device).scatter_(1, best, True)
+            choice_TX = by_group.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+        ids_TK = choice_TX.topk(spec.top_k, -1).indices
+        weights_TK = scores_TX.gather(-1, ids_TK)
+        if spec.renormalize:
+            total = weights_TK.sum(-1, keepdim=True)
+            weights_TK = weights_TK / (total + TINY if spec.scoring == "sigmoid" else total)
+        return (weights_TK if spec.weight_scale == 1 else weights_TK * spec.weight_scale), ids_TK
 
     def forward(
         self,
@@ -55,7 +89,7 @@ class FFN:
         """The block of x, or of ``norm``(x): [T, E]. ``residual_TE`` is added, and its memory may be used for the
         result. Experts have no variants: adapters of them are refused when they are read."""
         spec, kernels = self.spec, use_triton(x_TE)
-        if kernels and x_TE.shape[0] == 1 and not self.exact:
+        if kernels and x_TE.shape[0] == 1 and not self.exact and self.softmax and self.shared is None:
             return moe_row_triton(
                 x_TE,
                 self.router.weight_NK,
@@ -67,13 +101,22 @@ class FFN:
                 spec.activation,
                 norm=None if norm is None else norm.parameters,
                 residual_1E=residual_TE,
+                biases=self.biases,
+                router_bias_X=self.router.bias_N,
             )
         if norm is not None:
             x_TE = norm(x_TE)
+        if self.shared is not None:
+            residual_TE = self._shared(x_TE, residual_TE)
         if kernels:
+            if self.softmax:
+                logits_TX, routed = self.router(x_TE), None
+            else:
+                weights_TK, ids_TK = self.route(x_TE)
+                logits_TX, routed = x_TE.new_empty(len(x_TE), spec.num_experts), (weights_TK, ids_TK.int())
             return moe_triton(
                 x_TE,
-                self.router(x_TE),
+                logits_TX,
                 self.gate_up_XFE,
                 self.down_XEF,
                 spec.top_k,
@@ -81,14 +124,24 @@ class FFN:
                 spec.activation,
                 fixed=self.exact,
                 residual_TE=residual_TE,
+                biases=self.biases,
+                routed=routed,
             )
         out_TE = self._forward_plain(x_TE)
         return out_TE if residual_TE is None else out_TE.add_(residual_TE)
+
+    def _shared(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None) -> torch.Tensor:
+        """The expert that every row uses, and the residual if there is one: [T, E]."""
+        if self.shared_gate is None:
+            return self.shared.forward(x_TE, residual_TE=residual_TE)
+        out_TE = self.shared.forward(x_TE) * self.shared_gate(x_TE).sigmoid()
+        return out_TE if residual_TE is None else residual_TE.add_(out_TE)
 
     def _forward_plain(self, x_TE: torch.Tensor) -> torch.Tensor:
         """One expert after the other, in plain torch. The host reads back how many rows each expert has."""
         top_k = self.spec.top_k
         weights_TK, ids_TK = self.route(x_TE)
+        weights_TK = weights_TK.to(x_TE.dtype)
         order = ids_TK.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert
         counts = ids_TK.flatten().bincount(minlength=self.spec.num_experts).tolist()
         sorted_rows = x_TE[order // top_k]
@@ -97,10 +150,10 @@ class FFN:
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(at, at + count)
-                inner = gated(
-                    linear(sorted_rows[rows], self.gate_up_XFE[expert], exact=self.exact), self.activation, self.exact
-                )
-                out_sorted[rows] = linear(inner, self.down_XEF[expert], exact=self.exact)
+                first, second = (None, None) if self.biases is None else (bias[expert] for bias in self.biases)
+                gate_up = linear(sorted_rows[rows], self.gate_up_XFE[expert], first, exact=self.exact)
+                inner = gated(gate_up, self.activation, self.exact)
+                out_sorted[rows] = linear(inner, self.down_XEF[expert], second, exact=self.exact)
                 at += count
         out_TKE = torch.empty_like(out_sorted).index_copy_(0, order, out_sorted).view(*ids_TK.shape, x_TE.shape[-1])
         out_TE = out_TKE[:, 0] * weights_TK[:, :1]
@@ -110,6 +163,12 @@ class FFN:
 
     def slots(self) -> dict[str, Slot]:
         found = self.router.slots()
+        if self.correction_X is not None:
+            found["correction"] = Slot(self.correction_X)
+        if self.shared is not None:
+            found |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
+        if self.shared_gate is not None:
+            found |= self.shared_gate.slots()
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_XFE, self.down_XEF)):
             gate, up = gate_up.chunk(2)
             found |= {
@@ -117,4 +176,12 @@ class FFN:
                 f"experts.{expert}.up.weight": Slot(up),
                 f"experts.{expert}.down.weight": Slot(down),
             }
+        if self.biases is not None:
+            for expert, (gate_up, down) in enumerate(zip(*self.biases)):
+                gate, up = gate_up.chunk(2)
+                found |= {
+                    f"experts.{expert}.gate.bias": Slot(gate),
+                    f"experts.{expert}.up.bias": Slot(up),
+                    f"experts.{expert}.down.bias": Slot(down),
+                }
         return found

@@ -92,7 +92,7 @@ class Mixer:
         return self.o(out_TE, residual_TN=residual_TE, batch=batch)
 
     def _arrange(self, heads_TXD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries, keys and values [T, X, D] of a projection that has more or less than these; gates [T, H, D]."""
+        """Queries, keys and values [T, X, D] of a projection that is not just these, and the gates [T, H, D]."""
         heads, gate_THD = self.spec.num_heads, None
         if self.spec.gated:
             q_THD, gate_THD = heads_TXD[:, : 2 * heads].unflatten(1, (heads, 2)).unbind(2)
