@@ -58,12 +58,12 @@ class Stream:
         assert self._x_TE is None, "one result at a time"
         self._x_TE, self._post = x_TE, post
 
-    def enter(self, norm: RMSNorm) -> tuple[torch.Tensor, RMSNorm | None]:
+    def enter(self, norm: RMSNorm | None) -> tuple[torch.Tensor, RMSNorm | None]:
         """The input of the sublayer that begins with ``norm``, and the norm that is left to its first product (None:
-        already applied)."""
+        already applied, or there is none)."""
         if self._x_TE is None:
             return self.h_TE, norm
-        if not norm.fits(self._x_TE):
+        if norm is None or not norm.fits(self._x_TE):
             return self.value(), norm
         x, post = self._x_TE, None if self._post is None else self._post.parameters
         self._x_TE = None

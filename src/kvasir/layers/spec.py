@@ -113,7 +113,8 @@ class QueryScale:
 class GQASpec:
     """Grouped-query attention.
 
-    ``qk_norm``: norm of every query and key head before RoPE. ``value_norm``: norm of every value head, without a
+    ``qk_norm``: norm of every query and key head before RoPE; ``flat_norm``: it is one norm over all query heads and
+    one over all key heads. ``value_norm``: norm of every value head, without a
     weight. ``keys_are_values``: one projection gives both, the values before norm and RoPE of the keys. ``gated``: the
     projection of a query head also gives a gate, the head's second half there, and the head's result is multiplied by
     its sigmoid. ``query_scale``: see `QueryScale`; it follows RoPE.
@@ -134,6 +135,7 @@ class GQASpec:
     keys_are_values: bool = False
     gated: bool = False
     query_scale: QueryScale | None = None
+    flat_norm: bool = False
 
     def widths(self, writes: bool = True) -> dict[str, int]:
         """Outputs of the projections; ``writes`` False: those of a layer that reads another layer's cache."""
@@ -157,7 +159,10 @@ class GQASpec:
 
     def vectors(self, hidden: int, writes: bool = True) -> int:
         biases = sum(self.widths(writes).values()) if self.qkv_bias else 0
-        norms = self.head_dim * (2 if writes else 1) if self.qk_norm is not None else 0
+        norms = 0
+        if self.qk_norm is not None:
+            counts = (self.num_heads, self.num_kv_heads) if self.flat_norm else (1, 1)
+            norms = self.head_dim * sum(counts if writes else counts[:1])
         return biases + (hidden if self.o_bias else 0) + norms + (self.num_heads if self.sinks else 0)
 
     def pair_flops(self) -> int:

@@ -15,9 +15,7 @@ def num_params(spec: ModelSpec) -> int:
     total = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
     for layer in spec.layers:
         experts, _, size = layer.ffn.routed(spec.hidden_size)
-        total += layer.matrices(spec.hidden_size) + layer.mixer.vectors(spec.hidden_size, layer.cache_of is None)
-        total += layer.ffn.vectors(spec.hidden_size) + experts * size
-        total += spec.hidden_size * (4 if layer.norms == "sandwich" else 2)
+        total += layer.matrices(spec.hidden_size) + layer.vectors(spec.hidden_size) + experts * size
     return total
 
 

@@ -23,19 +23,25 @@ from kvasir.types import StepBatch
 
 
 class Block:
-    """One layer: a mixer and a feed-forward block on the residual stream, with norms before each and, if sandwiched,
-    after each."""
+    """One layer: a mixer and a feed-forward block on the residual stream, with norms before each, after each, or
+    both."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, place: Placement) -> None:
         mixer = importlib.import_module(f"kvasir.layers.mixers.{spec.mixer.kind}")
         ffn = importlib.import_module(f"kvasir.layers.ffn.{spec.ffn.kind}")
-        self.mixer_norm, self.ffn_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
+        self.mixer_norm = self.ffn_norm = self.mixer_post_norm = self.ffn_post_norm = None
+        if spec.norms != "post":
+            self.mixer_norm, self.ffn_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
+        if spec.norms != "pre":
+            self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
         self.mixer = mixer.Mixer(spec.mixer, hidden_size, place, writes=spec.cache_of is None)
         self.ffn = ffn.FFN(spec.ffn, hidden_size, place)
         self.ffn_fuses = getattr(self.ffn, "fuses", False)
-        self.mixer_post_norm = self.ffn_post_norm = None
-        if spec.norms == "sandwich":
-            self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
+        self.residual_scale = spec.residual_scale
+        # Whether a sublayer's last product may add to the stream.
+        self.adds = spec.norms == "pre" and spec.residual_scale == 1
+        # Whether the C kernels run it (``models/native_decoder.py``).
+        self.native = self.mixer.native and self.ffn.native and spec.norms != "post" and spec.residual_scale == 1
 
     def forward(
         self,
@@ -51,21 +57,25 @@ class Block:
         x_TE, norm = stream.enter(self.mixer_norm)
         if wanted_M is not None:
             stream.h_TE = stream.h_TE.index_select(0, wanted_M)
-        if self.mixer_post_norm is None:
+        if self.adds:
             stream.h_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, stream.h_TE, wanted_M)
         else:
-            stream.add(
-                self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M), self.mixer_post_norm
-            )
+            out_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M)
+            self._add(stream, out_TE, self.mixer_post_norm)
         x_TE, norm = stream.enter(self.ffn_norm)
         if wanted_M is not None:
             batch = batch.only(wanted_M)
         if not self.ffn_fuses:
-            stream.add(self.ffn.forward(x_TE if norm is None else norm(x_TE), batch=batch), self.ffn_post_norm)
-        elif self.ffn_post_norm is None:
+            out_TE = self.ffn.forward(x_TE if norm is None else norm(x_TE), batch=batch)
+            self._add(stream, out_TE, self.ffn_post_norm)
+        elif self.adds:
             stream.h_TE = self.ffn.forward(x_TE, norm, stream.h_TE, batch)
         else:
-            stream.add(self.ffn.forward(x_TE, norm, batch=batch), self.ffn_post_norm)
+            self._add(stream, self.ffn.forward(x_TE, norm, batch=batch), self.ffn_post_norm)
+
+    def _add(self, stream: Stream, out_TE: torch.Tensor, post: RMSNorm | None) -> None:
+        """Let a sublayer's result join the stream."""
+        stream.add(out_TE if self.residual_scale == 1 else out_TE.mul_(self.residual_scale), post)
 
     def slots(self) -> dict[str, Slot]:
         parts = {

@@ -14,23 +14,25 @@ from kvasir.types import CacheGroup
 class LayerSpec:
     """One block of the residual stream.
 
-    ``rope`` None: queries and keys are not rotated. ``norms``: ``pre`` (a norm before mixer and ffn) or ``sandwich``
-    (also one after each, as in Gemma). ``cache_of``: the earlier layer whose keys and values this one reads instead of
-    writing its own.
+    ``rope`` None: queries and keys are not rotated. ``norms``: ``pre`` (a norm before mixer and ffn), ``post`` (one
+    after each, as in OLMo 2) or ``sandwich`` (both, as in Gemma). ``cache_of``: the earlier layer whose keys and values
+    this one reads instead of writing its own. ``residual_scale``: a factor of what mixer and ffn add to the stream.
     """
 
     mixer: MixerSpec
     ffn: FFNSpec
     rope: RopeSpec | None
     norm: NormSpec
-    norms: Literal["pre", "sandwich"] = "pre"
+    norms: Literal["pre", "post", "sandwich"] = "pre"
     cache_of: int | None = None
+    residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
         heads = self.mixer.attention()
         assert self.rope is None or heads is None or self.rope.head_dim <= heads.head_dim, (
             f"RoPE of {self.rope.head_dim} for heads of {heads.head_dim}"
         )
+        assert self.residual_scale == 1 or self.norms == "pre", "a norm after a sublayer would undo the factor"
 
     @property
     def cache_group(self) -> str:
@@ -40,6 +42,11 @@ class LayerSpec:
     def matrices(self, hidden: int) -> int:
         """Number of weights in matrices that every row is multiplied with; experts are counted apart."""
         return self.mixer.matrices(hidden, self.cache_of is None) + self.ffn.matrices(hidden)
+
+    def vectors(self, hidden: int) -> int:
+        """Number of other weights: norms, biases and scales; those of experts are among them."""
+        norms = hidden * (4 if self.norms == "sandwich" else 2)
+        return norms + self.mixer.vectors(hidden, self.cache_of is None) + self.ffn.vectors(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
