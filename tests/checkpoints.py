@@ -47,6 +47,13 @@ LONGROPE = {
     "original_max_position_embeddings": 16,
 }
 MINISTRAL_ROPE = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7}
+GEMMA4 = dict(
+    head_dim=8,
+    global_head_dim=16,
+    sliding_window=8,
+    hidden_size_per_layer_input=12,
+    vocab_size_per_layer_input=VOCAB,
+)
 MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 
 # name: (config class, model class, what differs from SHAPE)
@@ -228,6 +235,55 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
         ),
     ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        dict(
+            GEMMA4,
+            num_hidden_layers=6,
+            num_kv_shared_layers=3,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+            + ["sliding_attention", "full_attention"],
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            use_double_wide_mlp=True,
+        ),
+    ),
+    "gemma4_text_moe": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        dict(
+            GEMMA4,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=5,
+            top_k_experts=2,
+            moe_intermediate_size=32,  # as hidden_size: no shape says which way the experts lie
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            tie_word_embeddings=False,
+            final_logit_softcapping=4.0,
+            attention_bias=True,
+        ),
+    ),
+    "gemma4_text_plain": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        dict(
+            GEMMA4,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            num_kv_shared_layers=1,
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 100.0,
+                    "factor": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        ),
+    ),
     "gemma3_text": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
@@ -275,6 +331,16 @@ PIXTRAL = dict(
     image_size=28,
     patch_size=14,
 )
+GEMMA4_VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+    patch_size=4,
+    position_embedding_size=16,
+)
 # Models whose text is one part of several: name: (config class, class of the text's config, model class, what differs
 # in the text, the other parts).
 MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
@@ -305,6 +371,13 @@ MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
         "Mistral3ForConditionalGeneration",
         dict(VARIANTS["ministral3"][2]),
         dict(vision_config=PIXTRAL, tie_word_embeddings=True, image_token_index=VOCAB - 1),
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        "Gemma4TextConfig",
+        "Gemma4ForConditionalGeneration",
+        dict(VARIANTS["gemma4_text"][2], pad_token_id=0),
+        dict(vision_config=GEMMA4_VISION, image_token_id=VOCAB - 1, video_token_id=VOCAB - 1, audio_token_id=VOCAB - 1),
     ),
 }
 VARIANTS |= {name: (made[0], made[2], made[3]) for name, made in MULTIMODAL.items()}

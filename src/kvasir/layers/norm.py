@@ -46,10 +46,12 @@ class Stream:
     it.
     """
 
-    __slots__ = ("_post", "_x_TE", "h_TE")
+    __slots__ = ("_post", "_x_TE", "h_TE", "inputs_TLP")
 
-    def __init__(self, h_TE: torch.Tensor) -> None:
+    def __init__(self, h_TE: torch.Tensor, inputs_TLP: torch.Tensor | None = None) -> None:
+        """``inputs_TLP``: each layer's own embedding of the rows' tokens; None: the model has none."""
         self.h_TE = h_TE
+        self.inputs_TLP = inputs_TLP
         self._x_TE: torch.Tensor | None = None
         self._post: RMSNorm | None = None
 

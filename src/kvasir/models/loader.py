@@ -356,4 +356,4 @@ def fill_random(decoder: Decoder, seed: int, narrow: bool = False) -> None:
             if narrow and slot.target.dtype == torch.float32:
                 slot.target.copy_(slot.target.bfloat16())
         else:
-            slot.target.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            slot.target.fill_(1.0 if name.endswith(("norm.weight", "scale")) else 0.0)

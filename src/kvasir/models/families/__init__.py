@@ -41,6 +41,9 @@ OF_THE_WHOLE = (
     "quantization_config",
 )
 
+# Fields whose names end as those of parts do.
+OF_THE_TEXT = ("per_layer_config",)
+
 
 def find_family(model_type: str) -> ModuleType:
     """Find the family's module. Raises ConfigError that lists the families."""
@@ -70,7 +73,9 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
     says about ties, token ids, types and quantisation. ``model_type`` and ``architectures`` stay those of the whole,
     and ``text_model_type`` is that of the part. Raises ConfigError where parts other than the text are needed.
     """
-    parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
+    parts = sorted(
+        k for k, v in config.items() if k.endswith("_config") and k not in OF_THE_TEXT and isinstance(v, dict) and v
+    )
     if not parts:
         return config
     model_type = config.get("model_type")
