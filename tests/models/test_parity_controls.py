@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from kvasir.layers.ffn.moe import FFN
+from kvasir.layers.layer_embedding import LayerEmbeddings
 from kvasir.layers.mixers.gqa import Mixer
 from kvasir.layers.spec import RopeSpec
-from kvasir.models.families import gemma2, glm4_moe, gpt_oss, granite, ministral3, mixtral, phi3, smollm3
+from kvasir.models.decoder import Block
+from kvasir.models.families import gemma2, gemma4_text, glm4_moe, gpt_oss, granite, ministral3, mixtral, phi3, smollm3
 from kvasir.models.stored import View
 from tests import checkpoints
 from tests.models.test_parity import assert_parity
@@ -71,6 +73,21 @@ def corrected_weights(monkeypatch):
     monkeypatch.setattr(FFN, "route", wrong)
 
 
+def unscaled(monkeypatch):
+    real = Block.forward
+
+    def wrong(self, *arguments, **options):
+        self.scale_1.fill_(1.0)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Block, "forward", wrong)
+
+
+def shifted(monkeypatch):
+    real = LayerEmbeddings.__call__
+    monkeypatch.setattr(LayerEmbeddings, "__call__", lambda self, *rest: real(self, *rest).roll(1, 1))
+
+
 def respecified(family, change):
     """A family that reads its config wrong: ``change`` makes the wrong layer of the right one."""
 
@@ -97,6 +114,23 @@ MISTAKES = {
         "granite",
         respecified(granite, lambda layer, _: replace(layer, residual_scale=1.0)),
     ),
+    "a layer reads the first cache of its kind and not the last": (
+        "gemma4_text",
+        respecified(
+            gemma4_text, lambda layer, _: replace(layer, cache_of=0 if layer.cache_of == 2 else layer.cache_of)
+        ),
+    ),
+    "values are not normalised": (
+        "gemma4_text_plain",
+        respecified(gemma4_text, lambda layer, _: replace(layer, mixer=replace(layer.mixer, value_norm=None))),
+    ),
+    "all pairs of a head rotate": (
+        "gemma4_text",
+        respecified(gemma4_text, lambda layer, _: replace(layer, rope=replace(layer.rope, kind="default"))),
+    ),
+    "the factor after a layer is left out": ("gemma4_text_moe", unscaled),
+    "gate and up of experts in one tensor are exchanged": ("gemma4_text_moe", exchanged(gemma4_text)),
+    "layers get the embeddings of the layer before": ("gemma4_text_plain", shifted),
     "layers without RoPE rotate": (
         "smollm3",
         respecified(smollm3, lambda layer, first: replace(layer, rope=first.rope)),

@@ -29,6 +29,7 @@ BASE = {
 }
 
 
+GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
 # Families whose config is made of parts, and the model_type of the text.
 PARTS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
 
@@ -321,6 +322,17 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
         ({"model_type": "mixtral", "num_local_experts": 1}, ["num_experts_per_tok", "2", "1 experts"]),
         ({"model_type": "glm4_moe", "n_group": 3}, ["n_group", "3", "128 experts"]),
         ({"model_type": "glm4_moe", "n_group": 64}, ["num_experts_per_tok", "8", "2 experts"]),
+        ({"model_type": "gemma4_text", "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 4}, ["num_kv_shared"]),
+        ({"model_type": "gemma4_text", "vocab_size_per_layer_input": 64}, ["vocab_size_per_layer_input", "96"]),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "all"]),
+        ({**GEMMA4, "sliding_window": None}, ["sliding_window", "null"]),
+        ({**GEMMA4, "per_layer_config": {"full_attention": {"head_dim": 8}}}, ["per_layer_config.full_attention"]),
+        ({**GEMMA4, "per_layer_config": {"03": {"sliding_window": 8}}}, ["per_layer_config.03.sliding_window"]),
+        ({**GEMMA4, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters.sliding"]),
+        (
+            {**GEMMA4, "enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 8},
+            ["top_k_experts", "3", "2 experts"],
+        ),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, ["swiglu_limit", "5.0"]),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, ["swiglu_alpha", "1.0"]),
         ({"model_type": "gpt_oss", "num_local_experts": 3}, ["num_experts_per_tok", "4", "3 experts"]),

@@ -4,6 +4,8 @@ cache; every layer may have embeddings of its own, experts beside its dense bloc
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvasir.layers.spec import DenseAndExpertsSpec, DenseSpec, GQASpec, LayerEmbeddingSpec, MoESpec, RopeSpec
 from kvasir.models import fields as hf
 from kvasir.models.spec import LayerSpec, ModelSpec
@@ -109,13 +111,8 @@ def _mixer(fields: hf.Fields, index: int, kind: str) -> GQASpec:
     """Attention of a layer. Full layers have ``global_head_dim``; transformers 5 writes such differences in
     ``per_layer_config``."""
     same = fields.flag("attention_k_eq_v", False) and kind == "full_attention"
-    given = fields.section("per_layer_config")
     if "per_layer_config" in fields.raw:
-        own = given.section(str(index)) if given is not None else None
-        changes = {} if own is None else dict(own.raw)
-        for name in changes:
-            if name not in ("head_dim", "num_key_value_heads"):
-                raise own.fail(name, "is not served as a field of one layer")
+        changes = _of_layer(fields, index)
     elif kind == "full_attention":
         changes = {"head_dim": fields.integer("global_head_dim", 512)}
         if same and fields.has("num_global_key_value_heads"):
@@ -138,6 +135,21 @@ def _mixer(fields: hf.Fields, index: int, kind: str) -> GQASpec:
         qkv_bias=bias,
         o_bias=bias,
     )
+
+
+def _of_layer(fields: hf.Fields, index: int) -> dict[str, Any]:
+    """What ``per_layer_config`` says about one layer. Its keys are numbers, perhaps with zeros before them."""
+    given = fields.section("per_layer_config") or hf.Fields({})
+    for key in given.raw:
+        if not key.isdecimal():
+            raise given.fail(key, "is no number of a layer")
+        if int(key) == index:
+            own = given.section(key) or hf.Fields({})
+            for name in own.raw:
+                if name not in ("head_dim", "num_key_value_heads"):
+                    raise own.fail(name, "is not served as a field of one layer")
+            return dict(own.raw)
+    return {}
 
 
 def _rope(fields: hf.Fields, kind: str, head_dim: int) -> RopeSpec:
