@@ -46,7 +46,7 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 4.0, 8.0],
     "original_max_position_embeddings": 16,
 }
-MINISTRAL_ROPE = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7}
+MINISTRAL_ROPE = {**YARN, "factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7}
 GEMMA4 = dict(
     head_dim=8,
     global_head_dim=16,

@@ -17,7 +17,7 @@ from kvasir.layers.weights import Placement, Slot
 
 
 class LayerEmbeddings:
-    """The table, and what makes all layers' inputs of a step."""
+    """The table and the projection that give all layers their inputs."""
 
     def __init__(
         self, spec: LayerEmbeddingSpec, num_layers: int, num_tokens: int, hidden_size: int, place: Placement
@@ -36,14 +36,14 @@ class LayerEmbeddings:
         own_TLP = (F.embedding(ids_T, self.table_VN) * self.scale).unflatten(1, (-1, self.size))
         seen_TN = self.projection(embedded_TE) * self.projection_scale
         seen_MP = self.norm(seen_TN.view(-1, self.size))
-        return (seen_MP.view_as(own_TLP) + own_TLP) * 2**-0.5
+        return (seen_MP.view(own_TLP.shape) + own_TLP) * 2**-0.5
 
     def slots(self) -> dict[str, Slot]:
         return {"weight": Slot(self.table_VN)} | self.projection.slots() | {"norm.weight": self.norm.slots()["weight"]}
 
 
 class LayerInput:
-    """What one layer adds to the stream: norm(project(activation(gate(h)) * input))."""
+    """One layer's part that adds to the stream: norm(project(activation(gate(h)) * input))."""
 
     def __init__(self, spec: LayerEmbeddingSpec, hidden_size: int, place: Placement) -> None:
         self.gate = Linear(hidden_size, {"gate": spec.size}, bias=False, place=place)

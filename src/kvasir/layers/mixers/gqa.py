@@ -108,7 +108,7 @@ class Mixer:
         if self.flat_norms:
             parts = heads_TXD.flatten(1).split([norm.weight.shape[0] for norm in self.flat_norms] + self.unflat, 1)
             normed = [norm(part) for norm, part in zip(self.flat_norms, parts)]
-            heads_TXD = torch.cat((*normed, *parts[len(normed) :]), 1).view_as(heads_TXD)
+            heads_TXD = torch.cat((*normed, *parts[len(normed) :]), 1).view(heads_TXD.shape)
         return heads_TXD, gate_THD
 
     def _write(self, heads_TXD: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch) -> torch.Tensor:

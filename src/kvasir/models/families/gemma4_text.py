@@ -138,7 +138,7 @@ def _mixer(fields: hf.Fields, index: int, kind: str) -> GQASpec:
 
 
 def _of_layer(fields: hf.Fields, index: int) -> dict[str, Any]:
-    """What ``per_layer_config`` says about one layer. Its keys are numbers, perhaps with zeros before them."""
+    """Fields that ``per_layer_config`` changes for one layer. Its keys are numbers, perhaps with zeros before them."""
     given = fields.section("per_layer_config") or hf.Fields({})
     for key in given.raw:
         if not key.isdecimal():
