@@ -45,6 +45,7 @@ case $step in
   mooncake) trace trace-mooncake "$step" ;;
   startup) bench startup --shape llama-8b --on-disk --max-model-len 8192 --repeats 2 "${beside[@]}" ;;
   constrained) bench constrained --shape llama-8b --max-model-len 8192 --max-num-seqs 128 --gpu-memory-utilization 0.85 "${beside[@]}" ;;
+  startup-gemma-3-27b) bench startup --shape gemma-3-27b --on-disk --max-model-len 8192 --repeats 1 "${beside[@]}" ;;
   ladder) bench ladder --shape llama-8b --max-model-len 8192 --repeats 6 ;;
   ladder-qwen3-0.6b) bench ladder --shape qwen3-0.6b --max-model-len 8192 --repeats 6 ;;
   qwen3-30b-a3b | gpt-oss-20b | batch-invariant | attention-backends) bench run "bench/cases/$step.toml" ;;

@@ -122,6 +122,26 @@ def test_stored_names_follow_the_family(tmp_path):
     )
 
 
+def test_a_multimodal_checkpoint_keeps_its_parts(tmp_path):
+    """Its config and the tensors that are left out are copied, and a slot has the checkpoint's own name."""
+    source = write(tmp_path / "source", "gemma3")
+    convert(Copy(), "copy", source, tmp_path / "copy")
+    config = json.loads((source / "config.json").read_text())
+    assert config["vision_config"] and config == json.loads((tmp_path / "copy" / "config.json").read_text())
+    before, after = dict(read_tensors(source)), dict(read_tensors(tmp_path / "copy"))
+    assert before.keys() == after.keys() and any("vision_tower" in name for name in after)
+    about = Source.of(source, checkpoint.read_json(source / "config.json"))
+    assert about.stored("layers.1.mixer.q.weight") in before
+
+
+def test_a_part_of_a_tensor_has_no_name_of_its_own(tmp_path):
+    source = write(tmp_path / "source", "phi3")
+    about = Source.of(source, checkpoint.read_config(source))
+    assert about.stored("layers.1.mixer.o.weight") == "model.layers.1.self_attn.o_proj.weight"
+    with pytest.raises(ConfigError, match="'layers.1.mixer.q.weight' is a part of .*qkv_proj"):
+        about.stored("layers.1.mixer.q.weight")
+
+
 def test_the_command(tmp_path, capsys):
     from kvasir.cli import convert as command
 

@@ -4,7 +4,7 @@ hold."""
 import pytest
 import torch
 
-from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.activation import ACTIVATIONS, gated, sigmoid
 from kvasir.kernels.norm import rms_norm
 from kvasir.kernels.rope import rotate
 from kvasir.layers.ffn.moe import FFN as MoE
@@ -106,6 +106,11 @@ def test_norm(width, dtype, threads):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name, width, threads):
     check(lambda x: gated(x, ACTIVATIONS[name], exact=True), torch.randn(2 * width), FEW, every_place=False)
+
+
+@pytest.mark.parametrize("width", [1, 5, 128])
+def test_sigmoids(width, threads):
+    check(lambda x: sigmoid(x, exact=True), torch.randn(width), FEW, every_place=False)
 
 
 def test_rope(threads):

@@ -69,7 +69,7 @@ def test_every_stored_number_has_one_place(variant, tmp_path):
     stored = load_file(folder / "model.safetensors")
     family = loader.find_family(decoder.spec.family)
     names = {name: view_of(family.stored(name, decoder.spec)) for name in decoder.slots()}
-    stored = {loader._renamed(name, getattr(family, "RENAMED", {})): tensor for name, tensor in stored.items()}
+    stored = {loader.renamed(name, getattr(family, "RENAMED", {})): tensor for name, tensor in stored.items()}
     stored = {name: t for name, t in stored.items() if not name.startswith(getattr(family, "LEFT_OUT", ()))}
     assert {view.name for view in names.values()} == stored.keys()
     for name, slot in decoder.slots().items():

@@ -16,7 +16,14 @@ from tests.engine.driver import Driver
 from tests.models.test_parity import LENGTHS, PAGE_SLOTS, Paged
 
 needs_native = pytest.mark.skipif(native().library is None, reason=f"no native kernels: {native().reason}")
-DENSE = [name for name in checkpoints.VARIANTS if "moe" not in name]
+# Those with parts that the C kernels do not know, and the reason.
+LEFT = {
+    "qwen3_moe": "not plain grouped-query attention and a dense block",
+    "gpt_oss": "not plain grouped-query attention and a dense block",
+    "phi3_partial": "rotate a part of a head",
+    "phi3_longrope": "rotate a part of a head",
+}
+DENSE = [name for name in checkpoints.VARIANTS if name not in LEFT and not name.startswith(("qwen3_moe", "gpt_oss"))]
 
 
 class NativePaged(Paged):
@@ -40,6 +47,12 @@ def test_every_family_computes_what_the_plain_path_does(variant, tmp_path):
     for a, b in zip(mine.caches, plain.caches):
         for name in a.planes:
             torch.testing.assert_close(a.planes[name], b.planes[name], atol=2e-4, rtol=2e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("variant", LEFT)
+def test_models_with_other_parts_are_left_to_other_ways(variant, tmp_path):
+    paged = Paged(checkpoints.write(tmp_path / variant, variant))
+    assert LEFT[variant] in why_not(paged.model, paged.caches, paged.backend)
 
 
 @needs_native

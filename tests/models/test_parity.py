@@ -146,7 +146,10 @@ def test_gemma_attention_softcap(tmp_path, monkeypatch):
     assert_parity(folder)
 
 
-@pytest.mark.parametrize("variant", ["mistral", "qwen3", "gemma3_text", "qwen3_moe_mixed", "llama_bias"])
+@pytest.mark.parametrize(
+    "variant",
+    ["mistral", "qwen3", "gemma3_text", "qwen3_moe_mixed", "qwen3_moe", "llama_bias", "gpt_oss", "phi3_partial"],
+)
 def test_exact_mode_gives_a_row_the_same_bits_in_any_batch(variant, tmp_path):
     folder = checkpoints.write(tmp_path, variant)
     want = Paged(folder, exact=True).run(lambda i: 64)

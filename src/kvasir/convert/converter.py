@@ -7,6 +7,7 @@ computes the same function.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,7 +54,15 @@ class Source:
                 f"'{slot}' is a part of '{view.name}' in a checkpoint of {self.spec.family}, and this converter works "
                 "on whole tensors. Use a checkpoint that stores it by itself."
             )
-        return view.name
+        return self._names.get(view.name, view.name)
+
+    @functools.cached_property
+    def _names(self) -> dict[str, str]:
+        """The checkpoint's own names by the family's, which may have another prefix."""
+        from kvasir.models.loader import read_headers, renamed
+
+        prefixes = getattr(find_family(self.spec.family), "RENAMED", {})
+        return {renamed(t.name, prefixes): t.name for t in read_headers(self.path)} if prefixes else {}
 
 
 class Converter(Technique):

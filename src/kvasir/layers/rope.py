@@ -74,7 +74,8 @@ class Angles:
         """Factors of the rows' queries, [T, 1, 1] fp32, computed once."""
         if spec not in self._scales:
             steps = torch.div(self.positions_T + spec.offset, spec.length, rounding_mode="floor")
-            self._scales[spec] = (1 + spec.beta * torch.log1p(steps.float())).view(-1, 1, 1)
+            # In fp64, so that rounding hides which of its two logarithms a CPU took for a row of this batch.
+            self._scales[spec] = (1 + spec.beta * torch.log1p(steps.double())).float().view(-1, 1, 1)
         return self._scales[spec]
 
 

@@ -96,21 +96,28 @@ def parts_of(tensor: Stored, *slots: Slot) -> Iterator[Part]:
     """
     rows = tensor.shape[0] if tensor.shape else 0
     row_bytes = tensor.num_bytes // max(1, rows)
+    fixed: dict[int, list[Slot]] = {}  # slots of one row of the first dimension, such as an expert: there are many
+    others = [slot for slot in slots if not (slot.index and isinstance(slot.index[0], int))]
+    for slot in slots:
+        if slot.index and isinstance(slot.index[0], int):
+            fixed.setdefault(slot.index[0], []).append(slot)
     if rows and row_bytes > PART_BYTES and len(tensor.shape) > 2 and not tensor.chunks:
         for place in range(rows):
             inner = replace(
                 tensor, shape=tensor.shape[1:], num_bytes=row_bytes, offset=tensor.offset + place * row_bytes
             )
-            yield from parts_of(inner, *(found for slot in slots if (found := slot.row(place)) is not None))
+            near = (slot.row(place) for slot in (*fixed.get(place, ()), *others))
+            yield from parts_of(inner, *(slot for slot in near if slot is not None))
         return
     if rows < 2 or any(slot.repeat for slot in slots):
         yield Part(tensor, slots, tensor.shape, tensor.offset, tensor.num_bytes, tensor.chunks)
         return
     first = 0
     for chunk in tensor.chunks or _cut(tensor, rows):
+        inside = [slot for place in range(first, first + chunk.rows) for slot in fixed.get(place, ())] if fixed else []
         yield Part(
             tensor,
-            tuple(found for slot in slots if (found := slot.rows(first, chunk.rows)) is not None),
+            tuple(found for slot in (*inside, *others) if (found := slot.rows(first, chunk.rows)) is not None),
             (chunk.rows, *tensor.shape[1:]),
             chunk.offset,
             chunk.num_bytes,

@@ -261,7 +261,7 @@ def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
     if hasattr(family, "left_out"):
         prefixes += family.left_out(spec)
     for tensor in stored:
-        name = _renamed(tensor.name, getattr(family, "RENAMED", {}))
+        name = renamed(tensor.name, getattr(family, "RENAMED", {}))
         prefix = next((p for p in prefixes if name.startswith(p)), None)
         if spec.labels is not None and name == view(HEAD).name:
             prefix = name  # a head for tokens is not read where labels are scored
@@ -290,9 +290,9 @@ def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
     return Assigned([(slot, found[view.name], view) for slot, view in views.items()], left_out)
 
 
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
     """The family's name of a tensor: some checkpoints of a family have other prefixes."""
-    return next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), name)
+    return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
 
 
 def _check_reads(tensor: Stored, views: dict[str, tuple[View, tuple[int, ...]]]) -> None:
@@ -305,6 +305,8 @@ def _check_reads(tensor: Stored, views: dict[str, tuple[View, tuple[int, ...]]])
             part = f" for its part '{slot}'" if view.index else ""
             expected = [*shape[:-2], shape[-1], shape[-2]] if view.transposed else [*shape]
             raise ConfigError(f"{where} has shape {list(tensor.shape)}, config.json asks for {expected}{part}")
+    if len(views) == 1 and not view.index:
+        return
     wrong = uneven(tensor.shape, tuple(view.picks(tensor.shape) for view, _ in views.values()))
     if wrong is not None:
         at, several = wrong

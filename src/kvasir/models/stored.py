@@ -38,11 +38,13 @@ class View:
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """The shape of the part of a tensor of ``shape``; None: the tensor has no such part."""
-        picked = self.picks(shape)
-        if picked is None:
-            return None
-        dropped = [isinstance(pick, int) for pick in self.index] + [False] * (len(picked) - len(self.index))
-        found = [len(part) for part, drop in zip(picked, dropped) if not drop]
+        found = list(shape)
+        if self.index:
+            picked = self.picks(shape)
+            if picked is None:
+                return None
+            dropped = [isinstance(pick, int) for pick in self.index] + [False] * (len(picked) - len(self.index))
+            found = [len(part) for part, drop in zip(picked, dropped) if not drop]
         if self.transposed:
             if len(found) < 2:
                 return None
@@ -51,7 +53,7 @@ class View:
 
 
 def view_of(found: str | View) -> View:
-    """What a family's ``stored`` returned, as a view; a name means the whole tensor."""
+    """Return what a family's ``stored`` gave, as a view; a name means the whole tensor."""
     return View(found) if isinstance(found, str) else found
 
 

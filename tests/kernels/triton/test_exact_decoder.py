@@ -23,7 +23,7 @@ from tests.kernels.check_fused import Draw
 from tests.kernels.triton.test_fused import MODELS
 
 LENGTH, COMPANY = 21, (5, 1)
-KINDS = ("pre-norm", "sandwich", "experts")
+KINDS = ("pre-norm", "sandwich", "experts", "parts of a head", "gates, scales", "sigmoid, shared")
 
 
 class World:

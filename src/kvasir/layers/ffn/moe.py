@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from kvasir.kernels._triton import use_triton
-from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.activation import ACTIVATIONS, gated, sigmoid
 from kvasir.kernels.moe import moe_row_triton, moe_triton
 from kvasir.layers.ffn.dense import FFN as Dense
 from kvasir.layers.linear import Linear, linear, matrix
@@ -67,7 +67,7 @@ class FFN:
         """Weights [T, K] fp32 and expert ids [T, K] int64, the best choice first."""
         spec, logits_TX = self.spec, self.router(x_TE.to(self.router.weight_NK.dtype))
         if spec.scoring == "sigmoid":
-            scores_TX = logits_TX.float().sigmoid()
+            scores_TX = sigmoid(logits_TX.float(), self.exact)
         else:
             scores_TX = logits_TX.softmax(-1, dtype=torch.float32)
         choice_TX = scores_TX if self.correction_X is None else scores_TX + self.correction_X
@@ -143,7 +143,7 @@ class FFN:
         """The expert that every row uses, and the residual if there is one: [T, E]."""
         if self.shared_gate is None:
             return self.shared.forward(x_TE, residual_TE=residual_TE)
-        out_TE = self.shared.forward(x_TE) * self.shared_gate(x_TE).sigmoid()
+        out_TE = self.shared.forward(x_TE) * sigmoid(self.shared_gate(x_TE), self.exact)
         return out_TE if residual_TE is None else residual_TE.add_(out_TE)
 
     def _forward_plain(self, x_TE: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionBackend
+from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.fused_qkv import HeadOps, fits, fused_qkv
 from kvasir.kernels.rope import rotate
 from kvasir.kv.codec import LayerCache
@@ -90,7 +91,7 @@ class Mixer:
             q_THD = q_THD.mul_(angles.scale(spec.query_scale))
         out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
         if gate_THD is not None:
-            out_THD = out_THD * gate_THD.sigmoid()
+            out_THD = out_THD * sigmoid(gate_THD, self.exact)
         out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
         if wanted_M is not None:
             out_TE, batch = out_TE.index_select(0, wanted_M), batch.only(wanted_M)

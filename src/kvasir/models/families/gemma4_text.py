@@ -61,7 +61,7 @@ def stored(slot: str, spec: ModelSpec) -> str | View:
 
 
 def left_out(spec: ModelSpec) -> tuple[str, ...]:
-    """Keys and values of layers that read another layer's cache: published checkpoints hold some."""
+    """Keys and values of layers that read another layer's cache."""
     layers = [i for i, layer in enumerate(spec.layers) if layer.cache_of is not None]
     return tuple(f"model.layers.{i}.self_attn.{name}" for i in layers for name in ("k_proj.", "v_proj.", "k_norm."))
 

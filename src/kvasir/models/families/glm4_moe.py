@@ -1,6 +1,5 @@
 """GLM 4.5, 4.6 and 4.7. Quirks: half of a head rotates; optional QK norm; after the first layers come experts, chosen
-by sigmoids with a stored correction, and one that every row uses. The layers that predict further tokens, stored after
-the last one, are not read."""
+by sigmoids with a stored correction, and one that every row uses."""
 
 from __future__ import annotations
 
@@ -29,6 +28,7 @@ def stored(slot: str, spec: ModelSpec) -> str:
 
 
 def left_out(spec: ModelSpec) -> tuple[str, ...]:
+    """The layer after the last one, which predicts further tokens."""
     return (f"model.layers.{len(spec.layers)}.",)
 
 

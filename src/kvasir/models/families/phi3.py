@@ -1,5 +1,6 @@
-"""Phi 3, 3.5 and 4 (text). Quirks: q, k and v lie in one tensor, gate and up in another; heads may rotate partly, and
-by longrope; all layers slide when ``sliding_window`` is set."""
+"""Phi 3, 3.5 and 4 (text). Quirks: q, k and v lie in one tensor, gate and up in another; heads may rotate partly; all
+layers slide when ``sliding_window`` is set. With longrope, a context that may grow past the original length has the
+long factors from its start; ``--max-model-len`` up to the original length takes the short ones."""
 
 from __future__ import annotations
 
