@@ -46,6 +46,14 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 4.0, 8.0],
     "original_max_position_embeddings": 16,
 }
+MINISTRAL_ROPE = {**YARN, "factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7}
+GEMMA4 = dict(
+    head_dim=8,
+    global_head_dim=16,
+    sliding_window=8,
+    hidden_size_per_layer_input=12,
+    vocab_size_per_layer_input=VOCAB,
+)
 MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 
 # name: (config class, model class, what differs from SHAPE)
@@ -123,6 +131,159 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             intermediate_size=32,  # as hidden_size: no shape says which way the experts lie
         ),
     ),
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        dict(head_dim=16, rope_parameters=MINISTRAL_ROPE, tie_word_embeddings=True),
+    ),
+    "ministral3_window": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        dict(head_dim=8, rope_parameters={**MINISTRAL_ROPE, "llama_4_scaling_beta": 0.0}, sliding_window=9),
+    ),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(head_dim=16, sliding_window=8, num_hidden_layers=4)),
+    "gemma2_plain": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        dict(
+            head_dim=8,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            sliding_window=7,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "gemma2_caps": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        dict(head_dim=16, sliding_window=8, attn_logit_softcapping=1.5, final_logit_softcapping=4.0),
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "olmo2_bias": ("Olmo2Config", "Olmo2ForCausalLM", dict(attention_bias=True, num_key_value_heads=None)),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", dict(num_hidden_layers=4)),
+    "smollm3_window": (
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        dict(
+            no_rope_layers=[1, 0, 0, 1],
+            num_hidden_layers=4,
+            use_sliding_window=True,
+            sliding_window=9,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+            rope_parameters=YARN,
+        ),
+    ),
+    "smollm3_mixed": (
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        dict(
+            no_rope_layer_interval=2,
+            use_sliding_window=True,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        dict(attention_multiplier=0.2, residual_multiplier=0.4, embedding_multiplier=3.0, logits_scaling=2.5),
+    ),
+    "granite_bias": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, attention_multiplier=0.5),
+    ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", dict(num_local_experts=5, num_experts_per_tok=2)),
+    "mixtral_window": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        dict(num_local_experts=4, num_experts_per_tok=3, head_dim=16, sliding_window=9, intermediate_size=32),
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        dict(
+            num_hidden_layers=4,
+            first_k_dense_replace=2,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            use_qk_norm=True,
+            attention_bias=True,
+            head_dim=16,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    "glm4_moe_groups": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        dict(
+            first_k_dense_replace=0,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+        ),
+    ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        dict(
+            GEMMA4,
+            num_hidden_layers=6,
+            num_kv_shared_layers=3,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+            + ["sliding_attention", "full_attention"],
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            use_double_wide_mlp=True,
+        ),
+    ),
+    "gemma4_text_moe": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        dict(
+            GEMMA4,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=5,
+            top_k_experts=2,
+            moe_intermediate_size=32,  # as hidden_size: no shape says which way the experts lie
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            tie_word_embeddings=False,
+            final_logit_softcapping=4.0,
+            attention_bias=True,
+        ),
+    ),
+    "gemma4_text_plain": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        dict(
+            GEMMA4,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            num_kv_shared_layers=1,
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 100.0,
+                    "factor": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        ),
+    ),
     "gemma3_text": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
@@ -160,6 +321,26 @@ VISION = dict(
     patch_size=14,
     vision_use_head=False,
 )
+PIXTRAL = dict(
+    model_type="pixtral",
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    head_dim=8,
+    image_size=28,
+    patch_size=14,
+)
+GEMMA4_VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+    patch_size=4,
+    position_embedding_size=16,
+)
 # Models whose text is one part of several: name: (config class, class of the text's config, model class, what differs
 # in the text, the other parts).
 MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
@@ -176,6 +357,27 @@ MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
         "Gemma3ForConditionalGeneration",
         {**VARIANTS["gemma3_text_caps"][2], "final_logit_softcapping": None},
         dict(vision_config=VISION, mm_tokens_per_image=4, tie_word_embeddings=False, image_token_index=VOCAB - 1),
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        "MistralConfig",
+        "Mistral3ForConditionalGeneration",
+        dict(sliding_window=None, head_dim=16),
+        dict(vision_config=PIXTRAL, tie_word_embeddings=False, image_token_index=VOCAB - 1),
+    ),
+    "mistral3_ministral": (
+        "Mistral3Config",
+        "Ministral3Config",
+        "Mistral3ForConditionalGeneration",
+        dict(VARIANTS["ministral3"][2]),
+        dict(vision_config=PIXTRAL, tie_word_embeddings=True, image_token_index=VOCAB - 1),
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        "Gemma4TextConfig",
+        "Gemma4ForConditionalGeneration",
+        dict(VARIANTS["gemma4_text"][2], pad_token_id=0),
+        dict(vision_config=GEMMA4_VISION, image_token_id=VOCAB - 1, video_token_id=VOCAB - 1, audio_token_id=VOCAB - 1),
     ),
 }
 VARIANTS |= {name: (made[0], made[2], made[3]) for name, made in MULTIMODAL.items()}
@@ -210,6 +412,10 @@ def write(
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.5 * parameter.shape[-1] ** -0.5))
+        parameters = dict(model.named_parameters())
+        for name, buffer in model.state_dict().items():
+            if name not in parameters and buffer.is_floating_point():
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.3)
     model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
     if edit is not None:
         edit_json(folder / "config.json", edit)
@@ -238,6 +444,6 @@ def reference(folder: Path) -> Any:
     import torch
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model_class = getattr(transformers, name)
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

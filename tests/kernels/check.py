@@ -84,7 +84,7 @@ def check_paged_attention(case: paged.Case, dtype: torch.dtype, device: str) -> 
         batch.tables[0],
         batch.context,
         batch.row_start,
-        paged.plan_tiles(batch.starts, batch.lengths, case.heads, case.kv_heads, dtype, device),
+        paged.plan_tiles(batch.starts, batch.lengths, case.heads, case.kv_heads, dtype, device, dim=case.dim),
         spec.scale,
         out,
         window=spec.window,

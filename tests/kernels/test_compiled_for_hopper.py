@@ -19,7 +19,7 @@ from kvasir.kernels import decode_attention, hopper_gemv, lora, report
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.hopper_attention import HopperShape
 from kvasir.kernels.key_chunks import merged_at_once
-from kvasir.kernels.paged_attention import TogetherShape
+from kvasir.kernels.paged_attention import TogetherShape, _blocks, block_of
 from kvasir.kernels.quantized_attention import Shape as RowsShape
 from kvasir.kernels.quantized_decode import shape_of
 from kvasir.kernels.quantized_qkv import Shape as WriteShape
@@ -120,6 +120,68 @@ def test_paged_together(most):
         and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
         and found["shared"] >= 2 * BLOCK
     )
+
+
+WIDE = {**PAGED, "D": 512, "D_PAD": 512}
+
+
+@pytest.mark.parametrize("rows, share", [(4, 8), (64, 4)])
+def test_decode_of_wide_heads(rows, share):
+    shape = decode_attention.Shape.of(512, torch.bfloat16, rows, share, rows * 2 / 132)
+    found = compiled(
+        "decode_attention",
+        "_decode_attention",
+        {"num_warps": shape.warps, "num_stages": shape.stages},
+        {
+            **WIDE,
+            "R": share,
+            "BLOCK_N": shape.block_n,
+            "BLOCK_M": 16,
+            "COUNT_PAD": max(16, rows),
+            "MIN_KEYS": 128,
+            "SHORT_KEYS": 1024,
+            "R_PAD": share,
+            "MERGE": merged_at_once(share, 512, shape.warps),
+        },
+    )
+    assert found["copies"] and not found["spilled"] and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("length", [2, 4096])
+def test_paged_of_wide_heads(length):
+    block_m = block_of(length, 4, torch.bfloat16, 512)
+    block_n, warps, stages = _blocks(block_m, 512, torch.bfloat16)
+    found = compiled(
+        "paged_attention",
+        "_paged_attention",
+        {"num_warps": warps, "num_stages": stages},
+        {**WIDE, **SPANS, "BLOCK_M": block_m, "BLOCK_N": block_n, "TREE": False, "SPLIT": False, "CHUNKED": 0},
+    )
+    assert found["copies"] and not found["spilled"] and found["shared"] <= 227 * 1024
+
+
+@pytest.mark.parametrize("most", [2, 64])
+def test_paged_together_of_wide_heads(most):
+    shape = TogetherShape.of(most, 4, 512, torch.bfloat16)
+    found = compiled(
+        "paged_attention",
+        "_paged_attention",
+        {"num_warps": shape.warps, "num_stages": shape.stages},
+        {
+            **WIDE,
+            "BLOCK_N": shape.block_n,
+            "BLOCK_M": shape.block_m,
+            "TREE": True,
+            "SPLIT": False,
+            "CHUNKED": 0,
+            "ROWS": shape.block_m // 4,
+            "COUNT_PAD": 256,
+            "MIN_KEYS": 256,
+            "SHORT_KEYS": 1024,
+        },
+        TOGETHER,
+    )
+    assert found["copies"] and not found["spilled"] and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
 
 
 def test_reports():

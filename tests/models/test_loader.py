@@ -246,6 +246,18 @@ def test_what_a_family_leaves_out_is_logged_with_its_bytes(llama, monkeypatch, c
     assert caplog.text.count("mtp.* (2 tensors, 1.0 MiB)") == 1
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
+    """They are stored as the layers after the last one; any other layer is one too many."""
+    folder = checkpoints.write(tmp_path, "glm4_moe")
+    plain = load(folder)
+    rewrite(folder, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(32, 64)}))
+    with caplog.at_level("INFO", logger="kvasir"):
+        assert same(plain, load(folder))
+    assert "model.layers.4.* (1 tensors" in caplog.text
+    rewrite(folder, lambda t: t.update({"model.layers.5.eh_proj.weight": torch.ones(32, 64)}))
+    refused(folder, "unexpected tensors", "model.layers.5.eh_proj")
+
+
 def test_other_prefixes_of_a_family(llama, monkeypatch):
     plain = load(llama)
     rewrite(llama, lambda t: t.update({f"language_{n}": t.pop(n) for n in list(t) if n.startswith("model.")}))

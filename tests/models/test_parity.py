@@ -29,7 +29,8 @@ class Paged:
         self.pool = KVPool(groups, codec or PlainCodec(), [40] * len(groups), PAGE_SLOTS, "cpu", torch.float32)
         for g in range(len(groups)):
             self.pool.poison(g, list(range(1, 40)))
-        self.caches = [self.pool.layer(i) for i in range(len(self.model.spec.layers))]
+        spec = self.model.spec
+        self.caches = [self.pool.layer(spec.cache_layer(i)) for i in range(len(spec.layers))]
         self.backend = TorchBackend()
         specs = tuple(dict.fromkeys(layer.mixer.attention() for layer in self.model.spec.layers))
         self.backend.prepare(Site("cpu", torch.float32, "plain", PAGE_SLOTS, specs, exact))

@@ -1,11 +1,16 @@
 """Planted mistakes that the comparison with transformers must see. A comparison that they pass compares nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kvasir.layers.ffn.moe import FFN
+from kvasir.layers.layer_embedding import LayerEmbeddings
 from kvasir.layers.mixers.gqa import Mixer
 from kvasir.layers.spec import RopeSpec
-from kvasir.models.families import gpt_oss, phi3
+from kvasir.models.decoder import Block
+from kvasir.models.families import gemma2, gemma4_text, glm4_moe, gpt_oss, granite, ministral3, mixtral, phi3, smollm3
 from kvasir.models.stored import View
 from tests import checkpoints
 from tests.models.test_parity import assert_parity
@@ -57,7 +62,87 @@ def whole_heads(monkeypatch):
     monkeypatch.setattr(RopeSpec, "__init__", wrong)
 
 
+def corrected_weights(monkeypatch):
+    """The correction of the choice, added to the weights."""
+    real = FFN.route
+
+    def wrong(self, x_TE):
+        weights_TK, ids_TK = real(self, x_TE)
+        return weights_TK + self.correction_X[ids_TK], ids_TK
+
+    monkeypatch.setattr(FFN, "route", wrong)
+
+
+def unscaled(monkeypatch):
+    real = Block.forward
+
+    def wrong(self, *arguments, **options):
+        self.scale_1.fill_(1.0)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Block, "forward", wrong)
+
+
+def shifted(monkeypatch):
+    real = LayerEmbeddings.__call__
+    monkeypatch.setattr(LayerEmbeddings, "__call__", lambda self, *rest: real(self, *rest).roll(1, 1))
+
+
+def respecified(family, change):
+    """A family that reads its config wrong: ``change`` makes the wrong layer of the right one."""
+
+    def plant(monkeypatch):
+        real = family.build
+
+        def wrong(fields):
+            spec = real(fields)
+            return replace(spec, layers=tuple(change(layer, spec.layers[0]) for layer in spec.layers))
+
+        monkeypatch.setattr(family, "build", wrong)
+
+    return plant
+
+
 MISTAKES = {
+    "the correction is added to the weights": ("glm4_moe", corrected_weights),
+    "all experts are in one group": (
+        "glm4_moe_groups",
+        respecified(glm4_moe, lambda layer, _: replace(layer, ffn=replace(layer.ffn, groups=1, top_groups=1))),
+    ),
+    "w1 and w3 are exchanged": ("mixtral", exchanged(mixtral)),
+    "what sublayers add is not scaled": (
+        "granite",
+        respecified(granite, lambda layer, _: replace(layer, residual_scale=1.0)),
+    ),
+    "a layer reads the first cache of its kind and not the last": (
+        "gemma4_text",
+        respecified(
+            gemma4_text, lambda layer, _: replace(layer, cache_of=0 if layer.cache_of == 2 else layer.cache_of)
+        ),
+    ),
+    "values are not normalised": (
+        "gemma4_text_plain",
+        respecified(gemma4_text, lambda layer, _: replace(layer, mixer=replace(layer.mixer, value_norm=None))),
+    ),
+    "all pairs of a head rotate": (
+        "gemma4_text",
+        respecified(gemma4_text, lambda layer, _: replace(layer, rope=replace(layer.rope, kind="default"))),
+    ),
+    "the factor after a layer is left out": ("gemma4_text_moe", unscaled),
+    "gate and up of experts in one tensor are exchanged": ("gemma4_text_moe", exchanged(gemma4_text)),
+    "layers get the embeddings of the layer before": ("gemma4_text_plain", shifted),
+    "layers without RoPE rotate": (
+        "smollm3",
+        respecified(smollm3, lambda layer, first: replace(layer, rope=first.rope)),
+    ),
+    "scores are not capped": (
+        "gemma2_caps",
+        respecified(gemma2, lambda layer, _: replace(layer, mixer=replace(layer.mixer, softcap=None))),
+    ),
+    "queries are not scaled by their position": (
+        "ministral3",
+        respecified(ministral3, lambda layer, _: replace(layer, mixer=replace(layer.mixer, query_scale=None))),
+    ),
     "experts are read transposed": ("gpt_oss_plain", transposed),
     "gate and up of experts are exchanged": ("gpt_oss", exchanged(gpt_oss)),
     "gate and up of a fused tensor are exchanged": ("phi3", exchanged(phi3)),

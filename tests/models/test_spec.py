@@ -29,8 +29,9 @@ BASE = {
 }
 
 
+GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
 # Families whose config is made of parts, and the model_type of the text.
-PARTS = {"gemma3": "gemma3_text"}
+PARTS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
 
 
 def config(model_type="llama", **changes):
@@ -42,15 +43,25 @@ def config(model_type="llama", **changes):
 
 def test_the_served_families():
     assert technique.own(FAMILIES) == [
+        "gemma2",
         "gemma3",
         "gemma3_text",
+        "gemma4",
+        "gemma4_text",
+        "glm4_moe",
         "gpt_oss",
+        "granite",
         "llama",
+        "ministral3",
         "mistral",
+        "mistral3",
+        "mixtral",
+        "olmo2",
         "phi3",
         "qwen2",
         "qwen3",
         "qwen3_moe",
+        "smollm3",
     ]
 
 
@@ -296,6 +307,32 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_theta", "is 1"]),
         ({"rope_scaling": {"type": "linear", "factor": 1e308}}, ["max_position_embeddings", "1e+308"]),
         ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        ({"model_type": "ministral3", "layer_types": ["full_attention"] * 4}, ["layer_types", "ministral3"]),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            ["rope_parameters.original_max_position_embeddings", "missing"],
+        ),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"model_type": "gemma2", "sliding_window": None}, ["sliding_window", "null", "layer_types"]),
+        ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, ["attn_logit_softcapping", "-1.0"]),
+        ({"model_type": "olmo2", "clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, ["no_rope_layers", "2 entries", "4"]),
+        ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 4}, ["layer_types", "use_sliding_window"]),
+        ({"model_type": "granite", "logits_scaling": 0}, ["logits_scaling", "0"]),
+        ({"model_type": "mixtral", "num_local_experts": 1}, ["num_experts_per_tok", "2", "1 experts"]),
+        ({"model_type": "glm4_moe", "n_group": 3}, ["n_group", "3", "128 experts"]),
+        ({"model_type": "glm4_moe", "n_group": 64}, ["num_experts_per_tok", "8", "2 experts"]),
+        ({"model_type": "gemma4_text", "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 4}, ["num_kv_shared"]),
+        ({"model_type": "gemma4_text", "vocab_size_per_layer_input": 64}, ["vocab_size_per_layer_input", "96"]),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "all"]),
+        ({**GEMMA4, "sliding_window": None}, ["sliding_window", "null"]),
+        ({**GEMMA4, "per_layer_config": {"full_attention": {"head_dim": 8}}}, ["per_layer_config.full_attention"]),
+        ({**GEMMA4, "per_layer_config": {"03": {"sliding_window": 8}}}, ["per_layer_config.03.sliding_window"]),
+        ({**GEMMA4, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters.sliding"]),
+        (
+            {**GEMMA4, "enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 8},
+            ["top_k_experts", "3", "2 experts"],
+        ),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, ["swiglu_limit", "5.0"]),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, ["swiglu_alpha", "1.0"]),
         ({"model_type": "gpt_oss", "num_local_experts": 3}, ["num_experts_per_tok", "4", "3 experts"]),
@@ -322,6 +359,13 @@ def test_bad_configs_are_refused_by_field(changes, words):
         build_spec(config(**changes))
     for word in ["config.json", *words]:
         assert word in str(e.value), str(e.value)
+
+
+def test_the_text_of_mistral3_is_of_a_served_type():
+    other = config("mistral3")
+    other["text_config"]["model_type"] = "mistral4"
+    with pytest.raises(ConfigError, match="text_config.model_type is 'mistral4'.*ministral3"):
+        build_spec(other)
 
 
 def test_a_layer_that_reads_another_layers_cache_has_no_pages():
@@ -394,10 +438,12 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tm
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
-        vocab_size=65536,
+        vocab_size=262144,
     )
     for given in (bare, changed(use_sliding_window=True)):
-        whole = CONFIG_MAPPING[family](**given).to_dict()
+        whole = json.loads(CONFIG_MAPPING[family](**given).to_json_string(use_diff=False))
+        if family == "mistral3":  # transformers looks whether the weights are tied
+            whole["tie_word_embeddings"] = False
         assert build_spec(given) == build_spec(whole)
         end = text_of(whole)["eos_token_id"]
         assert ends(given) == ends(whole) == (() if end is None else (end,))

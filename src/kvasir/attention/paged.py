@@ -82,15 +82,19 @@ class PagedBackend(AttentionBackend):
             reasons.append(f"computes in float32, bfloat16 or float16, not {site.dtype}")
         if size < 16 or size & (size - 1):
             reasons.append(f"needs pages of 16, 32, 64, ... slots, not {size}")
-        wide = max((s.head_dim for s in site.specs), default=0)
-        if wide > 256:
-            reasons.append(f"takes head dims up to 256, not {wide}")
+        wide, widest = max((s.head_dim for s in site.specs), default=0), self.widest(site)
+        if wide > widest:
+            reasons.append(f"takes head dims up to {widest}, not {wide}")
         return reasons
+
+    def widest(self, site: Site) -> int:
+        """The largest head dim."""
+        return 256
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)
         self._rows: dict[tuple[int, int], Rows] = {}
-        self._tiles: dict[tuple[int, int, int], list[Tiles]] = {}
+        self._tiles: dict[tuple[int, ...], list[Tiles]] = {}
 
     def scratch_bytes(self, length: int) -> int:
         """Bytes of dense keys and values for as many KV heads as fit into the scratch, at least one."""
@@ -117,7 +121,8 @@ class PagedBackend(AttentionBackend):
         then counts of single rows."""
         share = spec.num_heads // spec.num_kv_heads
         short = list(itertools.takewhile(lambda n: not worth_it(n, share), itertools.count(2)))
-        first = {(self.takes_short(spec, n), block_of(n, share, self.site.dtype)): n for n in reversed(short)}
+        dtype, dim = self.site.dtype, spec.head_dim
+        first = {(self.takes_short(spec, n), block_of(n, share, dtype, dim)): n for n in reversed(short)}
         spans = [[(start, length)] for start in self.depths for length in (*sorted(first.values()), 2 + len(short))]
         load = spec.num_kv_heads / multiprocessors(torch.device(self.site.device))
         return spans + [[(0, 1)] * count for count in kinds_of(spec.head_dim, self.site.dtype, max_seqs, share, load)]
@@ -143,7 +148,8 @@ class PagedBackend(AttentionBackend):
         if single:
             rows = self._single_rows(len(single), spec.num_kv_heads, device)
             rows = Rows(send(torch.tensor(single, dtype=torch.int32), device), rows.arrived)
-        tiles = plan_tiles(starts, lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device, rest)
+        heads = spec.num_heads, spec.num_kv_heads
+        tiles = plan_tiles(starts, lengths, *heads, self.site.dtype, device, rest, spec.head_dim)
         few = plan_rows(starts, lengths, short, spec.num_heads // spec.num_kv_heads, device) if short else None
         return Step(
             rows, self.plan_long(batch, spec, long) if long else None, tiles, [s for s in rest if lengths[s]], few
@@ -181,11 +187,12 @@ class PagedBackend(AttentionBackend):
         dense_attention_triton(*common, plan, spec.scale, out_THD, softcap=softcap, sinks_H=sinks_H, lse_TH=lse_TH)
 
     def _exact_tiles(self, lengths: list[int], spec: AttentionSpec, device: torch.device) -> list[Tiles]:
+        what = spec.num_heads, spec.num_kv_heads, self.site.dtype, device, spec.head_dim
         if any(length != 1 for length in lengths):
-            return exact_tiles(lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device)
-        key = len(lengths), spec.num_heads, spec.num_kv_heads
+            return exact_tiles(lengths, *what)
+        key = len(lengths), spec.num_heads, spec.num_kv_heads, spec.head_dim
         if key not in self._tiles:
-            self._tiles[key] = exact_tiles(lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device)
+            self._tiles[key] = exact_tiles(lengths, *what)
         return self._tiles[key]
 
     def _single_rows(self, count: int, kv_heads: int, device: torch.device) -> Rows:

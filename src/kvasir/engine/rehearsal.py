@@ -24,7 +24,6 @@ from kvasir.kernels.mask_rows import mask_rows
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
-from kvasir.layers.norm import Stream
 from kvasir.logs import log
 from kvasir.types import StepBatch
 
@@ -74,7 +73,7 @@ def _forward(parts: StepParts, rows: int) -> None:
     still to be added."""
     model, batch = parts.model, _batch(parts, [(0, 1)] * rows)
     parts.backend.plan(batch)
-    stream, angles = Stream(model.embed(batch.input_ids)), model.angles(batch.positions)
+    stream, angles = model.stream(batch.input_ids, model.embed(batch.input_ids)), model.angles(batch.positions)
     for i in {layer: i for i, layer in enumerate(model.spec.layers)}.values():
         for _ in range(2):
             model.blocks[i].forward(stream, angles[i], parts.caches[i], parts.backend, batch)

@@ -30,6 +30,8 @@ from kvasir.kernels.hardware import multiprocessors, name_of
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
+MAX_DIM = 512  # of a head
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -174,7 +176,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     _, heads, dim = q_THD.shape
     groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
     count = rows.spans.shape[0]
-    assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
+    assert heads % groups == 0 and dim <= MAX_DIM and size & (size - 1) == 0, "unsupported shape"
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \
         "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, \
@@ -231,7 +233,7 @@ def grid() -> Iterator[Case]:
     yield Case(contexts=(1500,), sinks=True, softcap=4.0)  # more chunks than are merged at a time
     yield Case(contexts=tuple(range(20)) + (400,))
     yield Case(contexts=tuple(range(250, 261)))  # of nearly one length: none is cut
-    for dim in (8, 80, 128, 256):
+    for dim in (8, 80, 128, 256, 512):
         yield Case(contexts=(333, 5), dim=dim)
     for heads, kv_heads in ((1, 1), (3, 3), (7, 1), (12, 2), (16, 1), (20, 1)):
         yield Case(contexts=(290, 30), heads=heads, kv_heads=kv_heads)

@@ -167,7 +167,7 @@ class Case:
 def grid() -> Iterator[Case]:
     for rows in (0, 1, 5, 33):
         yield Case(rows, 4, 2, 64, norm=True, skip=rows // 3)
-    for heads, groups, dim in ((1, 1, 8), (3, 1, 80), (32, 8, 128), (4, 4, 256), (7, 1, 96)):
+    for heads, groups, dim in ((1, 1, 8), (3, 1, 80), (32, 8, 128), (4, 4, 256), (2, 1, 512), (7, 1, 96)):
         for norm in (False, True):
             yield Case(3, heads, groups, dim, norm, page_slots=32)
     for norm in (False, True):

@@ -40,6 +40,7 @@ from kvasir.kernels.softmax_block import attend_block, sink_logits
 INF = float("inf")
 SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
 TREE_ROWS = 64  # of a span, where a row's ancestors are one word
+MAX_DIM = 512  # of a head
 MAX_SPLITS = 32  # splits of a tile's keys
 SPLIT_KEYS = tuned.SPLIT_KEYS.value  # fewer keys than this are not worth a program of their own
 CHUNK = 1024  # keys that exact mode computes apart
@@ -368,19 +369,25 @@ def rows_of_small(share: int) -> int:
     return max(SMALL_TILE, next_power_of_2(share)) // share
 
 
-def block_of(length: int, share: int, dtype: torch.dtype) -> int:
+def block_of(length: int, share: int, dtype: torch.dtype, dim: int) -> int:
     """Rows x heads of the tiles of a launch whose longest span has ``length`` rows.
 
-    fp32 has no tensor core of its own precision: its products live in registers, which hold small tiles only.
+    fp32 has no tensor core of its own precision: its products live in registers, which hold small tiles only. The same
+    holds for the sums of heads wider than 256.
     """
     small = max(SMALL_TILE, next_power_of_2(share))
     if length <= rows_of_small(share):
         return small
-    return max(small, 32 if dtype == torch.float32 else 128 if length * share >= 128 else 64)
+    return max(small, 32 if _narrow(dtype, dim) else 128 if length * share >= 128 else 64)
+
+
+def _narrow(dtype: torch.dtype, dim: int) -> bool:
+    """Whether registers hold small tiles only."""
+    return dtype == torch.float32 or dim > 256
 
 
 def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
-               device: torch.device | str, spans: list[int] | None = None) -> list[Tiles]:
+               device: torch.device | str, spans: list[int] | None = None, dim: int = 128) -> list[Tiles]:
     """Cut ``spans`` of a step (None: all) into tiles, on the host: those that fit a small tile separately from those
     that fill large ones."""
     share = heads // kv_heads
@@ -390,9 +397,9 @@ def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int,
     large = [s for s in spans if lengths[s] > small_rows]
     plans = []
     if small:
-        plans.append((block_of(1, share, dtype), [(s, 0) for s in small], small))
+        plans.append((block_of(1, share, dtype, dim), [(s, 0) for s in small], small))
     if large:
-        large_m = block_of(max(lengths[s] for s in large), share, dtype)
+        large_m = block_of(max(lengths[s] for s in large), share, dtype, dim)
         rows = large_m // share
         # The last rows of a span see the most keys: they start first, so that the launch ends together.
         items = [(s, row) for s in large for row in reversed(range(0, lengths[s], rows))]
@@ -402,11 +409,11 @@ def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int,
                   max(lengths[s] for s in chosen)) for block_m, items, chosen in plans]
 
 
-def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype,
-                device: torch.device | str) -> list[Tiles]:
+def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str,
+                dim: int = 128) -> list[Tiles]:
     """Tiles of one shape for every span, in the order of the rows. They do not depend on ``starts``: see ``graphs`` of
     the backend."""
-    block_m = max(32 if dtype == torch.float32 else 64, next_power_of_2(heads // kv_heads))
+    block_m = max(32 if _narrow(dtype, dim) else 64, next_power_of_2(heads // kv_heads))
     rows = block_m // (heads // kv_heads)
     items = [(s, row) for s, length in enumerate(lengths) for row in range(0, length, rows)]
     if not items:
@@ -434,11 +441,11 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
                            num_splits: int | None = None, launches: Launches | None = None) -> None:
     """Compute ``paged_attention_ref`` for the tiles of ``plan_tiles`` into their rows of ``out`` and ``lse`` (fp32).
 
-    ``k_NGPD``/``v_NGPD``: pages with a power of two of slots, strided by page and head. Head dims up to 256.
+    ``k_NGPD``/``v_NGPD``: pages with a power of two of slots, strided by page and head. Head dims up to ``MAX_DIM``.
     """
     _, heads, dim = q_THD.shape
     _, groups, size, _ = k_NGPD.shape
-    assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
+    assert heads % groups == 0 and dim <= MAX_DIM and size & (size - 1) == 0, "unsupported shape"
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \
         "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, \
@@ -503,7 +510,7 @@ class TogetherShape:
         """Shape for spans of at most ``most`` rows, with tiles as ``plan_tiles`` chooses them. ``dim``: a power of
         two."""
         small = max(SMALL_TILE, next_power_of_2(share))
-        block_m = small if most <= rows_of_small(share) else max(small, 32 if dtype == torch.float32 else 64)
+        block_m = small if most <= rows_of_small(share) else max(small, 32 if _narrow(dtype, dim) else 64)
         work = tuned.look_up(tuned.DRAFT_TILES.value, block_m=block_m)
         return TogetherShape(block_m, *_blocks(block_m, dim, dtype), *work)
 
@@ -562,7 +569,7 @@ def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: tor
     """
     count, heads, dim = q_THD.shape
     groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
-    assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
+    assert heads % groups == 0 and dim <= MAX_DIM and size & (size - 1) == 0, "unsupported shape"
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), \
         "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_TW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, \
@@ -619,7 +626,7 @@ def grid() -> Iterator[Case]:
     for splits in (1, 2, 5):
         yield Case(spans=((70, 1), (16, 23)), splits=splits, heads=4, kv_heads=2)
         yield Case(spans=((300, 1), (5, 1)), splits=splits, sinks=True, softcap=4.0)
-    for dim in (8, 80, 96, 128, 256):
+    for dim in (8, 80, 96, 128, 256, 512):
         yield Case(spans=((33, 1), (5, 19)), dim=dim)
     for heads, kv_heads in ((1, 1), (3, 3), (7, 1), (12, 2), (16, 1)):
         yield Case(spans=((20, 1), (30, 3), (2, 18)), heads=heads, kv_heads=kv_heads)
@@ -646,7 +653,8 @@ def together_grid() -> Iterator[Case]:
     yield Case(spans=((300, 3), (5, 2)), heads=4, sinks=True, softcap=4.0, splits=2)  # small tiles, several chunks
     yield Case(spans=((170, 1), (260, 9), (0, 1), (61, 7)), heads=8, kv_heads=2, trees=((3, small),))
     yield Case(spans=((70, 64), (3, 2)), heads=1, trees=((0, (-1, *((i - 1) // 2 for i in range(1, 64)))),))
-    yield Case(spans=((33, 4), (5, 7)), dim=80, trees=((1, small),))
+    for dim in (80, 512):
+        yield Case(spans=((33, 4), (5, 7)), dim=dim, trees=((1, small),))
     yield Case(spans=((120, 2), (30, 3)), heads=7)
     yield Case(spans=((20, 2), (30, 9)), heads=3, kv_heads=3, dim=8)
     for window in (1, 100):

@@ -103,7 +103,7 @@ class Case:
 def grid() -> Iterator[Case]:
     for rows in (0, 1, 7, 33):
         yield Case(rows, 2, 64, 16, skip=rows // 3)
-    for heads, dim in ((1, 8), (3, 80), (8, 128), (4, 256), (16, 256)):
+    for heads, dim in ((1, 8), (3, 80), (8, 128), (4, 256), (16, 256), (2, 512)):
         yield Case(5, heads, dim, 16)
     for page_slots in (32, 64):
         yield Case(9, 2, 96, page_slots, skip=4)

@@ -46,10 +46,12 @@ class Stream:
     it.
     """
 
-    __slots__ = ("_post", "_x_TE", "h_TE")
+    __slots__ = ("_post", "_x_TE", "h_TE", "inputs_TLP")
 
-    def __init__(self, h_TE: torch.Tensor) -> None:
+    def __init__(self, h_TE: torch.Tensor, inputs_TLP: torch.Tensor | None = None) -> None:
+        """``inputs_TLP``: each layer's own embedding of the rows' tokens; None: the model has none."""
         self.h_TE = h_TE
+        self.inputs_TLP = inputs_TLP
         self._x_TE: torch.Tensor | None = None
         self._post: RMSNorm | None = None
 
@@ -58,12 +60,12 @@ class Stream:
         assert self._x_TE is None, "one result at a time"
         self._x_TE, self._post = x_TE, post
 
-    def enter(self, norm: RMSNorm) -> tuple[torch.Tensor, RMSNorm | None]:
+    def enter(self, norm: RMSNorm | None) -> tuple[torch.Tensor, RMSNorm | None]:
         """The input of the sublayer that begins with ``norm``, and the norm that is left to its first product (None:
-        already applied)."""
+        already applied, or there is none)."""
         if self._x_TE is None:
             return self.h_TE, norm
-        if not norm.fits(self._x_TE):
+        if norm is None or not norm.fits(self._x_TE):
             return self.value(), norm
         x, post = self._x_TE, None if self._post is None else self._post.parameters
         self._x_TE = None

@@ -113,7 +113,8 @@ class QueryScale:
 class GQASpec:
     """Grouped-query attention.
 
-    ``qk_norm``: norm of every query and key head before RoPE. ``value_norm``: norm of every value head, without a
+    ``qk_norm``: norm of every query and key head before RoPE; ``flat_norm``: it is one norm over all query heads and
+    one over all key heads. ``value_norm``: norm of every value head, without a
     weight. ``keys_are_values``: one projection gives both, the values before norm and RoPE of the keys. ``gated``: the
     projection of a query head also gives a gate, the head's second half there, and the head's result is multiplied by
     its sigmoid. ``query_scale``: see `QueryScale`; it follows RoPE.
@@ -134,6 +135,7 @@ class GQASpec:
     keys_are_values: bool = False
     gated: bool = False
     query_scale: QueryScale | None = None
+    flat_norm: bool = False
 
     def widths(self, writes: bool = True) -> dict[str, int]:
         """Outputs of the projections; ``writes`` False: those of a layer that reads another layer's cache."""
@@ -157,7 +159,10 @@ class GQASpec:
 
     def vectors(self, hidden: int, writes: bool = True) -> int:
         biases = sum(self.widths(writes).values()) if self.qkv_bias else 0
-        norms = self.head_dim * (2 if writes else 1) if self.qk_norm is not None else 0
+        norms = 0
+        if self.qk_norm is not None:
+            counts = (self.num_heads, self.num_kv_heads) if self.flat_norm else (1, 1)
+            norms = self.head_dim * sum(counts if writes else counts[:1])
         return biases + (hidden if self.o_bias else 0) + norms + (self.num_heads if self.sinks else 0)
 
     def pair_flops(self) -> int:
@@ -199,6 +204,7 @@ class MoESpec:
 
     ``router_bias``, ``bias``: the products of router and experts have biases. ``shared_size``: width of an expert that
     every row uses (0: none); ``shared_gate``: its result is multiplied by the sigmoid of a product of the row.
+    ``expert_scale``: a stored factor of each expert's weight, after all others.
     """
 
     kind: ClassVar[str] = "moe"
@@ -216,6 +222,7 @@ class MoESpec:
     bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+    expert_scale: bool = False
 
     def matrices(self, hidden: int) -> int:
         router = self.num_experts + (1 if self.shared_gate else 0)
@@ -223,7 +230,7 @@ class MoESpec:
 
     def vectors(self, hidden: int) -> int:
         experts = self.num_experts * (2 * self.intermediate_size + hidden) if self.bias else 0
-        return experts + self.num_experts * (self.router_bias + self.correction)
+        return experts + self.num_experts * (self.router_bias + self.correction + self.expert_scale)
 
     def routed(self, hidden: int) -> tuple[int, int, int]:
         return self.num_experts, self.top_k, 3 * hidden * self.intermediate_size
@@ -231,3 +238,39 @@ class MoESpec:
     def summary(self) -> str:
         shared = f" and one of {self.shared_size}" if self.shared_size else ""
         return f"{self.top_k} of {self.num_experts} experts of {self.intermediate_size}{shared}"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAndExpertsSpec:
+    """norm(dense(norm(h))) + norm(experts(norm(h))), in layers with sandwiched norms. The router reads norm(h) /
+    sqrt(model dim); ``norm`` is the kind of these norms, which stand beside those of the layer."""
+
+    kind: ClassVar[str] = "dense_and_experts"
+    dense: DenseSpec
+    experts: MoESpec
+    norm: NormSpec
+
+    def matrices(self, hidden: int) -> int:
+        return self.dense.matrices(hidden) + self.experts.matrices(hidden)
+
+    def vectors(self, hidden: int) -> int:
+        return self.dense.vectors(hidden) + self.experts.vectors(hidden) + 4 * hidden
+
+    def routed(self, hidden: int) -> tuple[int, int, int]:
+        return self.experts.routed(hidden)
+
+    def summary(self) -> str:
+        return f"{self.dense.summary()} and {self.experts.summary()}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEmbeddingSpec:
+    """Embeddings of a token for each layer, ``size`` numbers a layer (`kvasir.layers.layer_embedding`)."""
+
+    size: int
+    activation: Activation
+    norm: NormSpec
+
+    def matrices(self, hidden: int) -> int:
+        """Number of weights in a layer's matrices and in its share of the projection that all layers have."""
+        return 3 * hidden * self.size

@@ -13,11 +13,11 @@ from kvasir.models.spec import ModelSpec
 def num_params(spec: ModelSpec) -> int:
     """Number of stored weights; a tied head counts once."""
     total = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
+    if spec.layer_embedding is not None:
+        total += (spec.vocab_size * len(spec.layers) + 1) * spec.layer_embedding.size
     for layer in spec.layers:
         experts, _, size = layer.ffn.routed(spec.hidden_size)
-        total += layer.matrices(spec.hidden_size) + layer.mixer.vectors(spec.hidden_size, layer.cache_of is None)
-        total += layer.ffn.vectors(spec.hidden_size) + experts * size
-        total += spec.hidden_size * (4 if layer.norms == "sandwich" else 2)
+        total += layer.matrices(spec.hidden_size) + layer.vectors(spec.hidden_size) + experts * size
     return total
 
 

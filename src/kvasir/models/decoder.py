@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels.gemv import choose, gemv
 from kvasir.kv.codec import LayerCache
+from kvasir.layers.layer_embedding import LayerEmbeddings, LayerInput
 from kvasir.layers.linear import Linear, linear, matrix, streams
 from kvasir.layers.norm import RMSNorm, Stream
 from kvasir.layers.rope import Angles, RopeTable
@@ -23,19 +24,33 @@ from kvasir.types import StepBatch
 
 
 class Block:
-    """One layer: a mixer and a feed-forward block on the residual stream, with norms before each and, if sandwiched,
-    after each."""
+    """One layer: a mixer and a feed-forward block on the residual stream, with norms before each, after each, or
+    both. ``index``: its place among the layers."""
 
-    def __init__(self, spec: LayerSpec, hidden_size: int, place: Placement) -> None:
+    def __init__(self, spec: LayerSpec, index: int, hidden_size: int, place: Placement) -> None:
+        self.index = index
         mixer = importlib.import_module(f"kvasir.layers.mixers.{spec.mixer.kind}")
         ffn = importlib.import_module(f"kvasir.layers.ffn.{spec.ffn.kind}")
-        self.mixer_norm, self.ffn_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
+        self.mixer_norm = self.ffn_norm = self.mixer_post_norm = self.ffn_post_norm = None
+        if spec.norms != "post":
+            self.mixer_norm, self.ffn_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
+        if spec.norms != "pre":
+            self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
         self.mixer = mixer.Mixer(spec.mixer, hidden_size, place, writes=spec.cache_of is None)
         self.ffn = ffn.FFN(spec.ffn, hidden_size, place)
         self.ffn_fuses = getattr(self.ffn, "fuses", False)
-        self.mixer_post_norm = self.ffn_post_norm = None
-        if spec.norms == "sandwich":
-            self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
+        self.residual_scale = spec.residual_scale
+        # Whether a sublayer's last product may add to the stream.
+        self.adds = spec.norms == "pre" and spec.residual_scale == 1
+        # Whether the C kernels run it (``models/native_decoder.py``).
+        plain = spec.norms != "post" and spec.residual_scale == 1 and spec.embedding is None and not spec.scaled
+        self.native = self.mixer.native and self.ffn.native and plain
+        self.ffn_reads_stream = getattr(self.ffn, "reads_stream", False)
+        self.embedding = self.scale_1 = None
+        if spec.embedding is not None:
+            self.embedding = LayerInput(spec.embedding, hidden_size, place)
+        if spec.scaled:
+            self.scale_1 = torch.empty(1, device=place.device, dtype=place.dtype)
 
     def forward(
         self,
@@ -51,21 +66,32 @@ class Block:
         x_TE, norm = stream.enter(self.mixer_norm)
         if wanted_M is not None:
             stream.h_TE = stream.h_TE.index_select(0, wanted_M)
-        if self.mixer_post_norm is None:
+        if self.adds:
             stream.h_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, stream.h_TE, wanted_M)
         else:
-            stream.add(
-                self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M), self.mixer_post_norm
-            )
-        x_TE, norm = stream.enter(self.ffn_norm)
+            out_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M)
+            self._add(stream, out_TE, self.mixer_post_norm)
+        x_TE, norm = (stream.value(), self.ffn_norm) if self.ffn_reads_stream else stream.enter(self.ffn_norm)
         if wanted_M is not None:
             batch = batch.only(wanted_M)
         if not self.ffn_fuses:
-            stream.add(self.ffn.forward(x_TE if norm is None else norm(x_TE), batch=batch), self.ffn_post_norm)
-        elif self.ffn_post_norm is None:
+            out_TE = self.ffn.forward(x_TE if norm is None else norm(x_TE), batch=batch)
+            self._add(stream, out_TE, self.ffn_post_norm)
+        elif self.adds:
             stream.h_TE = self.ffn.forward(x_TE, norm, stream.h_TE, batch)
         else:
-            stream.add(self.ffn.forward(x_TE, norm, batch=batch), self.ffn_post_norm)
+            self._add(stream, self.ffn.forward(x_TE, norm, batch=batch), self.ffn_post_norm)
+        if self.embedding is not None:
+            input_TP = stream.inputs_TLP[:, self.index]
+            if wanted_M is not None:
+                input_TP = input_TP.index_select(0, wanted_M)
+            stream.add(self.embedding.forward(stream.value(), input_TP), self.embedding.norm)
+        if self.scale_1 is not None:
+            stream.h_TE = stream.value().mul_(self.scale_1)
+
+    def _add(self, stream: Stream, out_TE: torch.Tensor, post: RMSNorm | None) -> None:
+        """Let a sublayer's result join the stream."""
+        stream.add(out_TE if self.residual_scale == 1 else out_TE.mul_(self.residual_scale), post)
 
     def slots(self) -> dict[str, Slot]:
         parts = {
@@ -75,13 +101,15 @@ class Block:
             "ffn_norm": self.ffn_norm,
             "ffn": self.ffn,
             "ffn_post_norm": self.ffn_post_norm,
+            "embedding": self.embedding,
         }
-        return {
+        found = {
             f"{part}.{name}": slot
             for part, module in parts.items()
             if module is not None
             for name, slot in module.slots().items()
         }
+        return found if self.scale_1 is None else found | {"scale": Slot(self.scale_1)}
 
 
 class Decoder:
@@ -95,7 +123,10 @@ class Decoder:
         self.embed_VE = torch.empty(spec.vocab_size, spec.hidden_size, device=place.device, dtype=place.dtype)
         # The scale is rounded to the model's dtype, as the models were trained.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=place.dtype).item()
-        self.blocks = [Block(layer, spec.hidden_size, place) for layer in spec.layers]
+        self.layer_embeddings = None
+        if (own := spec.layer_embedding) is not None:
+            self.layer_embeddings = LayerEmbeddings(own, len(spec.layers), spec.vocab_size, spec.hidden_size, place)
+        self.blocks = [Block(layer, i, spec.hidden_size, place) for i, layer in enumerate(spec.layers)]
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, place)
         headless = spec.tied or spec.labels is not None
         self.head_VE = self.embed_VE if headless else matrix(spec.vocab_size, spec.hidden_size, place=place)
@@ -123,7 +154,7 @@ class Decoder:
         if batch.inputs is not None:
             h_TE.index_copy_(0, batch.guests[0], batch.inputs)
         angles = self.angles(batch.positions)
-        stream = Stream(h_TE)
+        stream = self.stream(batch.input_ids, h_TE)
         last = len(self.blocks) - 1
         early = wanted_M if taps is None or last not in taps else None
         for i, block in enumerate(self.blocks):
@@ -131,6 +162,11 @@ class Decoder:
             if taps is not None and i in taps:
                 stream.peek(taps[i][: len(h_TE)])
         return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
+
+    def stream(self, ids_T: torch.Tensor, h_TE: torch.Tensor) -> Stream:
+        """The residual stream of a step, which begins with the embeddings ``h_TE`` of its rows."""
+        own = self.layer_embeddings
+        return Stream(h_TE, None if own is None else own(ids_T, h_TE))
 
     def angles(self, positions_T: torch.Tensor) -> list[Angles]:
         """The angles of rows at these positions, for every layer."""
@@ -186,6 +222,8 @@ class Decoder:
             found["head.weight"] = Slot(self.head_VE)
         if self.labels_LE is not None:
             found["labels.weight"] = Slot(self.labels_LE)
+        if self.layer_embeddings is not None:
+            found |= {f"layer_embeddings.{name}": slot for name, slot in self.layer_embeddings.slots().items()}
         for i, block in enumerate(self.blocks):
             found |= {f"layers.{i}.{name}": slot for name, slot in block.slots().items()}
         return found

@@ -252,9 +252,12 @@ def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
     tied_head = view(HEAD) if spec.tied and spec.labels is None else None
     left_out: dict[str, list[Stored]] = {}
     found: dict[str, Stored] = {}
+    prefixes = getattr(family, "LEFT_OUT", ())
+    if hasattr(family, "left_out"):
+        prefixes += family.left_out(spec)
     for tensor in stored:
         name = renamed(tensor.name, getattr(family, "RENAMED", {}))
-        prefix = next((p for p in getattr(family, "LEFT_OUT", ()) if name.startswith(p)), None)
+        prefix = next((p for p in prefixes if name.startswith(p)), None)
         if spec.labels is not None and name == view(HEAD).name:
             prefix = name  # a head for tokens is not read where labels are scored
         if prefix is not None:
@@ -350,4 +353,4 @@ def fill_random(decoder: Decoder, seed: int, narrow: bool = False) -> None:
             if narrow and slot.target.dtype == torch.float32:
                 slot.target.copy_(slot.target.bfloat16())
         else:
-            slot.target.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            slot.target.fill_(1.0 if name.endswith(("norm.weight", "scale")) else 0.0)

@@ -62,7 +62,7 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
         return f"attention is by {backend.name}"
     if (other := next((cache.codec.name for cache in caches if not _is_known(cache)), None)) is not None:
         return f"no native kernel knows the cache's layout: '{other}'"
-    if not all(part.native for block in model.blocks for part in (block.mixer, block.ffn)):
+    if not all(block.native for block in model.blocks):
         return "some layers are not plain grouped-query attention and a dense block"
     if any(rope is None or rope.shape[1] != dim for rope, dim in _turned(model)):
         return "some layers rotate a part of a head, or nothing"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvasir.attention.backend import AttentionSpec
-from kvasir.layers.spec import FFNSpec, MixerSpec, NormSpec, RopeSpec
+from kvasir.layers.spec import FFNSpec, LayerEmbeddingSpec, MixerSpec, NormSpec, RopeSpec
 from kvasir.types import CacheGroup
 
 
@@ -14,23 +14,29 @@ from kvasir.types import CacheGroup
 class LayerSpec:
     """One block of the residual stream.
 
-    ``rope`` None: queries and keys are not rotated. ``norms``: ``pre`` (a norm before mixer and ffn) or ``sandwich``
-    (also one after each, as in Gemma). ``cache_of``: the earlier layer whose keys and values this one reads instead of
-    writing its own.
+    ``rope`` None: queries and keys are not rotated. ``norms``: ``pre`` (a norm before mixer and ffn), ``post`` (one
+    after each, as in OLMo 2) or ``sandwich`` (both, as in Gemma). ``cache_of``: the earlier layer whose keys and values
+    this one reads instead of writing its own. ``residual_scale``: a factor of what mixer and ffn add to the stream.
+    ``embedding``: the layer also adds what it makes of its own embedding of the token. ``scaled``: a stored factor
+    multiplies the stream after the layer.
     """
 
     mixer: MixerSpec
     ffn: FFNSpec
     rope: RopeSpec | None
     norm: NormSpec
-    norms: Literal["pre", "sandwich"] = "pre"
+    norms: Literal["pre", "post", "sandwich"] = "pre"
     cache_of: int | None = None
+    residual_scale: float = 1.0
+    embedding: LayerEmbeddingSpec | None = None
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         heads = self.mixer.attention()
         assert self.rope is None or heads is None or self.rope.head_dim <= heads.head_dim, (
             f"RoPE of {self.rope.head_dim} for heads of {heads.head_dim}"
         )
+        assert self.residual_scale == 1 or self.norms == "pre", "a norm after a sublayer would undo the factor"
 
     @property
     def cache_group(self) -> str:
@@ -39,7 +45,13 @@ class LayerSpec:
 
     def matrices(self, hidden: int) -> int:
         """Number of weights in matrices that every row is multiplied with; experts are counted apart."""
-        return self.mixer.matrices(hidden, self.cache_of is None) + self.ffn.matrices(hidden)
+        own = self.mixer.matrices(hidden, self.cache_of is None) + self.ffn.matrices(hidden)
+        return own if self.embedding is None else own + self.embedding.matrices(hidden)
+
+    def vectors(self, hidden: int) -> int:
+        """Number of other weights: norms, biases and scales; those of experts are among them."""
+        norms = hidden * ((4 if self.norms == "sandwich" else 2) + (self.embedding is not None))
+        return norms + self.scaled + self.mixer.vectors(hidden, self.cache_of is None) + self.ffn.vectors(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +74,11 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     labels: int | None = None
+
+    @property
+    def layer_embedding(self) -> LayerEmbeddingSpec | None:
+        """The embeddings of a token for each layer; all layers have them or none."""
+        return self.layers[0].embedding
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers that share a page pool, in order of appearance: all layers with full attention, and all

@@ -16,7 +16,16 @@ from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers import linear
 from kvasir.layers.mixers import gqa
-from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec, NormSpec, QueryScale, RopeSpec
+from kvasir.layers.spec import (
+    DenseAndExpertsSpec,
+    DenseSpec,
+    GQASpec,
+    LayerEmbeddingSpec,
+    MoESpec,
+    NormSpec,
+    QueryScale,
+    RopeSpec,
+)
 from kvasir.layers.weights import Placement
 from kvasir.models import decoder
 from kvasir.models.decoder import Decoder
@@ -62,6 +71,20 @@ MODELS = {
         replace(GEMMA, ffn=replace(EXPERTS.ffn, groups=2, shared_size=24, shared_gate=True, bias=True)),
     ),
     "shared cache": (LAYER, LAYER, replace(LAYER, cache_of=1)),
+    "norms after": (
+        replace(LAYER, norms="post"),
+        replace(LAYER, norms="post", mixer=replace(LAYER.mixer, qk_norm=NormSpec(), flat_norm=True)),
+    ),
+    "scaled": (replace(LAYER, residual_scale=0.5), replace(EXPERTS, residual_scale=0.5)),
+    "gemma 4": (
+        replace(GEMMA, embedding=LayerEmbeddingSpec(12, "gelu_tanh", NormSpec()), scaled=True),
+        replace(
+            GEMMA,
+            ffn=DenseAndExpertsSpec(DenseSpec(56), replace(EXPERTS.ffn, expert_scale=True), NormSpec()),
+            embedding=LayerEmbeddingSpec(12, "gelu_tanh", NormSpec()),
+            scaled=True,
+        ),
+    ),
 }
 
 
@@ -135,13 +158,16 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
     few = sum(size <= 16 for size in sizes)
     assert len(calls) == few * (1 + len(products)), "every product of a few rows, and the head"
     mixtures = [
-        layer.norms == "sandwich" for layer in layers if layer.ffn.kind == "moe" and layers != MODELS["sigmoid, shared"]
+        layer.norms == "sandwich" or layer.residual_scale != 1
+        for layer in layers
+        if layer.ffn.kind == "moe" and layers != MODELS["sigmoid, shared"]
     ]
     assert (len(experts), sum(experts)) == (2 * len(mixtures), 2 * mixtures.count(False)), (
         "of both single rows; the norm and the add within"
     )
     assert any(c.get("norm") for c in calls) and (
-        layers == MODELS["sandwich"] or any(c.get("residual_TO") is not None for c in calls)
+        any(c.get("residual_TO") is not None for c in calls)
+        or all(layer.norms != "pre" or layer.residual_scale != 1 for layer in layers)
     )
 
 

@@ -12,6 +12,7 @@ from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.attention.paged import DEEP, PagedBackend, Step, key_of
 from kvasir.kernels.dense_attention import dense_attention_triton
 from kvasir.kernels.gathered import gathered_attention, plan_gathered
+from kvasir.kernels.paged_attention import MAX_DIM
 from kvasir.kernels.quantized_attention import (
     most_rows,
     quantized_attention_triton,
@@ -44,6 +45,9 @@ class TritonBackend(PagedBackend):
                 "makes fp8 codes on GPUs of compute capability 8.9 and up (--kv-codec int8 takes as many bytes)"
             )
         return reasons
+
+    def widest(self, site: Site) -> int:
+        return MAX_DIM if site.codec_kernel == "plain" else super().widest(site)
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)

@@ -38,12 +38,16 @@ class FFN:
         self.fuses = place.fused and not place.exact
         self.activation = ACTIVATIONS[spec.activation]
         # Whether the kernels route. Sigmoids are close to each other where many are near 0 or 1: they need fp32.
-        self.softmax = spec.scoring == "softmax" and not spec.correction and spec.groups == 1 and spec.weight_scale == 1
+        plain = not spec.correction and not spec.expert_scale and spec.groups == 1 and spec.weight_scale == 1
+        self.softmax = spec.scoring == "softmax" and plain
         exact_scores = place if spec.scoring == "softmax" else replace(place, dtype=torch.float32)
         self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=spec.router_bias, place=exact_scores)
         self.correction_X = None
         if spec.correction:
             self.correction_X = torch.empty(spec.num_experts, device=place.device, dtype=torch.float32)
+        self.scale_X = None
+        if spec.expert_scale:
+            self.scale_X = torch.empty(spec.num_experts, device=place.device, dtype=torch.float32)
         self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
         self.arrived = torch.zeros(1, dtype=torch.int32, device=place.device)
         self.down_XEF = matrix(spec.num_experts, hidden_size, spec.intermediate_size, place=place)
@@ -65,7 +69,7 @@ class FFN:
             scores_TX = sigmoid(logits_TX.float(), self.exact)
         else:
             scores_TX = logits_TX.softmax(-1, dtype=torch.float32)
-        return choose_reference(
+        weights_TK, ids_TK = choose_reference(
             scores_TX,
             self.correction_X,
             spec.top_k,
@@ -74,6 +78,7 @@ class FFN:
             spec.groups,
             spec.top_groups,
         )
+        return (weights_TK if self.scale_X is None else weights_TK * self.scale_X[ids_TK]), ids_TK
 
     def forward(
         self,
@@ -81,11 +86,14 @@ class FFN:
         norm: RMSNorm | None = None,
         residual_TE: torch.Tensor | None = None,
         batch: StepBatch | None = None,
+        routed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The block of x, or of ``norm``(x): [T, E]. ``residual_TE`` is added, and its memory may be used for the
-        result. Experts have no variants: adapters of them are refused when they are read."""
+        result. Experts have no variants: adapters of them are refused when they are read. ``routed``: what ``route``
+        returned for other rows than x; None: x is routed."""
         spec, kernels = self.spec, use_triton(x_TE)
-        if kernels and x_TE.shape[0] == 1 and not self.exact and self.softmax and self.shared is None:
+        alone = x_TE.shape[0] == 1 and self.shared is None and routed is None
+        if kernels and alone and not self.exact and self.softmax:
             return moe_row_triton(
                 x_TE,
                 self.router.weight_NK,
@@ -105,10 +113,11 @@ class FFN:
         if self.shared is not None:
             residual_TE = self._shared(x_TE, residual_TE)
         if kernels:
-            if self.softmax:
-                logits_TX, routed = self.router(x_TE), None
+            if self.softmax and routed is None:
+                logits_TX, chosen = self.router(x_TE), None
             else:
-                logits_TX, routed = x_TE.new_empty(len(x_TE), spec.num_experts), self._choose(x_TE)
+                weights_TK, ids_TK = self._choose(x_TE) if routed is None else routed
+                logits_TX, chosen = x_TE.new_empty(len(x_TE), spec.num_experts), (weights_TK, ids_TK.int())
             return moe_triton(
                 x_TE,
                 logits_TX,
@@ -120,15 +129,15 @@ class FFN:
                 fixed=self.exact,
                 residual_TE=residual_TE,
                 biases=self.biases,
-                routed=routed,
+                routed=chosen,
             )
-        out_TE = self._forward_plain(x_TE)
+        out_TE = self._forward_plain(x_TE, *(self.route(x_TE) if routed is None else routed))
         return out_TE if residual_TE is None else out_TE.add_(residual_TE)
 
     def _choose(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route as ``route`` does, with ids int32: by a kernel where one group of experts is scored by sigmoids."""
         spec = self.spec
-        if spec.scoring == "sigmoid" and spec.groups == 1:
+        if spec.scoring == "sigmoid" and spec.groups == 1 and self.scale_X is None:
             logits_TX = self.router(x_TE.to(self.router.weight_NK.dtype))
             return choose_sigmoid_triton(logits_TX, self.correction_X, spec.top_k, spec.renormalize, spec.weight_scale)
         weights_TK, ids_TK = self.route(x_TE)
@@ -141,10 +150,9 @@ class FFN:
         out_TE = self.shared.forward(x_TE) * sigmoid(self.shared_gate(x_TE), self.exact)
         return out_TE if residual_TE is None else residual_TE.add_(out_TE)
 
-    def _forward_plain(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def _forward_plain(self, x_TE: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         """One expert after the other, in plain torch. The host reads back how many rows each expert has."""
         top_k = self.spec.top_k
-        weights_TK, ids_TK = self.route(x_TE)
         weights_TK = weights_TK.to(x_TE.dtype)
         order = ids_TK.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert
         counts = ids_TK.flatten().bincount(minlength=self.spec.num_experts).tolist()
@@ -169,6 +177,8 @@ class FFN:
         found = self.router.slots()
         if self.correction_X is not None:
             found["correction"] = Slot(self.correction_X)
+        if self.scale_X is not None:
+            found["expert_scale"] = Slot(self.scale_X)
         if self.shared is not None:
             found |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
         if self.shared_gate is not None:

@@ -34,14 +34,19 @@ class Mixer:
         self.split = self.num_rotated, kv_heads  # what is rotated, and the values
         self.qkv = Linear(hidden_size, spec.widths(writes), bias=spec.qkv_bias, place=place)
         self.o = Linear(heads * dim, {"o": hidden_size}, bias=spec.o_bias, place=place)
-        self.qk_norm = None
-        if spec.qk_norm is not None:
+        self.qk_norm: RMSNorm | None = None
+        self.flat_norms: list[RMSNorm] = []  # of all query heads, and of all key heads where the layer has keys
+        if spec.qk_norm is not None and spec.flat_norm:
+            counts = (heads, kv_heads) if writes else (heads,)
+            self.flat_norms = [RMSNorm(count * dim, spec.qk_norm, place) for count in counts]
+        elif spec.qk_norm is not None:
             self.qk_norm = RMSNorm((self.num_rotated, dim), spec.qk_norm, place)
+        self.unflat = [kv_heads * dim] if writes else []  # outputs without a flat norm: the values
         self.value_norm = None
         if spec.value_norm is not None and writes:
             self.value_norm = RMSNorm((kv_heads, dim), spec.value_norm, place)
             self.value_norm.weight.fill_(1.0)
-        self.plain = not spec.gated and not spec.keys_are_values and spec.value_norm is None
+        self.plain = not (spec.gated or spec.keys_are_values or spec.value_norm or self.flat_norms)
         # Whether the C kernels run it (``models/native_decoder.py``).
         self.native = self.plain and spec.query_scale is None
         self.sinks_H = torch.empty(heads, device=place.device, dtype=torch.float32) if spec.sinks else None
@@ -101,6 +106,10 @@ class Mixer:
         if self.writes and (self.spec.keys_are_values or self.value_norm is not None):
             qk, v_TGD = heads_TXD[:, : self.num_rotated], heads_TXD[:, -self.spec.num_kv_heads :]
             heads_TXD = torch.cat((qk, v_TGD if self.value_norm is None else self.value_norm(v_TGD.contiguous())), 1)
+        if self.flat_norms:
+            parts = heads_TXD.flatten(1).split([norm.weight.shape[0] for norm in self.flat_norms] + self.unflat, 1)
+            normed = [norm(part) for norm, part in zip(self.flat_norms, parts)]
+            heads_TXD = torch.cat((*normed, *parts[len(normed) :]), 1).view(heads_TXD.shape)
         return heads_TXD, gate_THD
 
     def _write(self, heads_TXD: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch) -> torch.Tensor:
@@ -123,6 +132,8 @@ class Mixer:
             found["q_norm.weight"] = Slot(self.qk_norm.weight[:heads], offset, repeat=True)
             if self.writes:
                 found["k_norm.weight"] = Slot(self.qk_norm.weight[heads:], offset, repeat=True)
+        for name, norm in zip(("q_norm.weight", "k_norm.weight"), self.flat_norms):
+            found[name] = Slot(norm.weight, self.spec.qk_norm.offset)
         if self.sinks_H is not None:
             found["sinks"] = Slot(self.sinks_H)
         return found

@@ -7,6 +7,7 @@ config leaves out means what it means to transformers. Optional are
 
 - ``EOS_ID``: ends a reply when the checkpoint names no end token;
 - ``LEFT_OUT``: prefixes of tensors that are not read, such as those of a vision tower;
+- ``left_out(spec)``: the same, where they depend on the config;
 - ``RENAMED``: other prefixes of tensors' names in some checkpoints, and what they stand for;
 - ``TEXT_OF_PARTS = True``: the config is made of parts, and its ``text_config`` is what is served;
 - ``RERANKER``: how a checkpoint of the family judges a document for a query (`kvasir.models.reranker`).
@@ -42,6 +43,9 @@ OF_THE_WHOLE = (
 # Ends of the class names of the same layers without a head, and with one for classes (`kvasir.models.pooling`).
 POOLING_ENDS = ("Model", "TextModel", "ForSequenceClassification", "TextForSequenceClassification")
 
+# Fields whose names end as those of parts do.
+OF_THE_TEXT = ("per_layer_config",)
+
 
 def find_family(model_type: str) -> ModuleType:
     """Find the family's module. Raises ConfigError that lists the families."""
@@ -71,7 +75,9 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
     says about ties, token ids, types and quantisation. ``model_type`` and ``architectures`` stay those of the whole,
     and ``text_model_type`` is that of the part. Raises ConfigError where parts other than the text are needed.
     """
-    parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
+    parts = sorted(
+        k for k, v in config.items() if k.endswith("_config") and k not in OF_THE_TEXT and isinstance(v, dict) and v
+    )
     if not parts:
         return config
     model_type = config.get("model_type")
