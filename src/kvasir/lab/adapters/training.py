@@ -27,7 +27,7 @@ CALIBRATION = 8  # batches whose inputs a calibrated method sees
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained. ``rank``: of plain LoRA; other methods take as many numbers. ``rows``, ``length``: of a batch in
+    """A training run. ``rank``: of plain LoRA; other methods take as many numbers. ``rows``, ``length``: of a batch in
     tokens; ``lr``: None for the method's own."""
 
     method: str
