@@ -12,6 +12,7 @@ from kvasir.engine.mixed_steps import MixedSteps
 from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.kernels import lora
 from kvasir.layers import adapters as slots
+from kvasir.models import checkpoint
 from kvasir.models.peft import PeftFolder
 from kvasir.types import Sequence, Variant
 from tests.adapters import merge, write_adapter
@@ -278,6 +279,17 @@ def test_an_adapter_is_loaded_in_mid_answer(folders, alone):
     assert d.outputs["1", 0].tokens == alone["1", 0] and d.outputs["4", 0].tokens == alone["4", 0]
     d.engine.adapters.unload("d")
     assert "d" not in d.engine.info.adapters
+    d.close()
+
+
+def test_other_weights_leave_adapters(folders, alone):
+    d = serving(folders, names=("a", "c"))
+    d.run([fleet_of(d, 1)])
+    d.engine.update_weights(str(checkpoint.resolve("nano")))
+    d.outputs.clear()
+    d.run([fleet_of(d, 1), fleet_of(d, 3)])
+    assert d.outputs["1", 0].num_cached == 0, "prefixes of the old weights are forgotten"
+    assert d.outputs["1", 0].tokens == alone["1", 0] and d.outputs["3", 0].tokens == alone["3", 0]
     d.close()
 
 
