@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvasir.engine.capture import call_through
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.mixed_steps import MixedSteps
 from kvasir.engine.native_decodes import NativeDecodes
+from kvasir.errors import ConfigError
 from kvasir.kernels import lora
 from kvasir.layers import adapters as slots
 from kvasir.models import checkpoint
@@ -340,6 +342,42 @@ def test_on_a_cpu_decodes_of_adapters_run_from_tapes_and_others_natively(folders
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    "config, tensors, why",
+    [
+        ({"use_dora": True}, {}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+        ({"bias": "all"}, {}, "biases"),
+        ({"trainable_token_indices": [3]}, {}, "new tokens"),
+        ({"target_parameters": ["experts"]}, {}, "experts"),
+        ({"init_lora_weights": "corda"}, {}, "changed base"),
+        ({"peft_type": "IA3"}, {}, "LORA is served"),
+        ({"r": 0}, {}, "positive number"),
+        ({}, {"lm_head.lora_A.weight": (4, 192), "lm_head.lora_B.weight": (99, 4)}, "the head"),
+        ({}, {"model.embed_tokens.lora_embedding_A": (4, 9)}, "the embedding"),
+        ({}, {"model.layers.0.mlp.experts.3.up_proj.lora_A.weight": (2, 3)}, "lora_B"),
+        ({}, {f"model.layers.9.mlp.up_proj.lora_{ab}.weight": s for ab, s in (("A", (2, 9)), ("B", (9, 2)))}, "has no"),
+        ({}, {"model.layers.0.self_attn.q_norm.weight": (64,)}, "no low-rank matrix"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path, config, tensors, why):
+    folder = write_adapter(tmp_path / "x", targets=("q_proj",), **config)
+    file = folder / "adapter_model.safetensors"
+    extra = {f"base_model.model.{name}": torch.ones(shape) for name, shape in tensors.items()}
+    save_file(load_file(file) | extra, file)
+    with pytest.raises(ConfigError, match=why) as refused:
+        Driver(enable_lora=True, lora_modules=(f"x={folder}",))
+    fixes = ("merge_lora:adapter=", "path_initial_model", "to_lora", "lora_B", "positive")
+    assert any(fix in str(refused.value) for fix in fixes), "the error names no way out"
+
+
+def test_an_adapter_of_another_shape_or_rank_is_refused(tmp_path, folders):
+    for options, why in (({"max_lora_rank": 8}, "--max-lora-rank 8"), ({"model": "base"}, "another base model")):
+        with pytest.raises(ConfigError, match=why):
+            Driver(enable_lora=True, lora_modules=(f"d={folders / 'd'}",), **{"max_lora_rank": 64} | options)
 
 
 def test_unknown_names_and_changed_bytes(folders, tmp_path):

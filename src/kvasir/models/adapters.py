@@ -55,8 +55,10 @@ class AdapterSlots:
         stored_name = find_family(decoder.spec.family).stored_name
         for i, block in enumerate(decoder.blocks):
             for room, layer in (("mixer", block.mixer), ("ffn", block.ffn)):
+                if not getattr(layer, "varies", False):
+                    continue
                 for attribute, product in vars(layer).items():
-                    if not isinstance(product, Linear) or attribute == "router":
+                    if not isinstance(product, Linear):
                         continue
                     name = f"layers.{i}.{room}.{attribute}"
                     product.use_adapters(num_slots, bucket(max_rank))

@@ -24,6 +24,7 @@ class Mixer:
     queries only."""
 
     native = True  # the C kernels run it (``models/native_decoder.py``)
+    varies = True  # its products are given the batch, so that adapters may change them
 
     def __init__(self, spec: GQASpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
