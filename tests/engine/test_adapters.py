@@ -17,7 +17,8 @@ from kvasir.layers import adapters as slots
 from kvasir.models import checkpoint
 from kvasir.models.peft import PeftFolder
 from kvasir.types import Sequence, Variant
-from tests.adapters import merge, write_adapter
+from tests.adapters import NAMES, merge, write_adapter
+from tests.checkpoints import write
 from tests.engine.driver import Driver, use_ways
 
 TEXT = [3 + 7 * i % 500 for i in range(60)]
@@ -418,3 +419,17 @@ def test_slots_hold_nothing_of_who_was_there(folders):
     pairs: lora.Pairs = d.engine.adapters.slots.products[name].low_rank.pairs
     assert not pairs.a_SCK.any() and pairs.ranks_S.tolist() == [0], "b leaves this product alone"
     d.close()
+
+
+@pytest.mark.parametrize("family", ["llama_bias", "qwen2", "qwen3_window", "gemma3_text", "qwen3_moe"])
+def test_every_family_equals_its_merged_model(family, tmp_path):
+    """Biases, windows, sandwich norms, another activation; of a mixture of experts, the attention."""
+    base = str(write(tmp_path / "base", family))
+    write_adapter(tmp_path / "x", rank=4, seed=3, model=base, targets=NAMES[:4] if family == "qwen3_moe" else NAMES)
+    merged, ids = str(merge(tmp_path / "x", tmp_path / "merged", model=base)), [i % 50 for i in TEXT]
+    options = {"max_model_len": 128, "dtype": "float32", "skip_tokenizer_init": True}
+    lora = {"enable_lora": True, "lora_modules": (f"x={tmp_path / 'x'}",)}
+    for exact in (True, False):
+        want = scored(Driver(model=merged, batch_invariant=exact, **options), [("", ids)])[0]
+        plain, found = scored(Driver(model=base, batch_invariant=exact, **options, **lora), [("", ids), ("x", ids)])
+        assert (found - want).abs().max() < TOLERANCE < 1e-3 < (found - plain).abs().max()
