@@ -114,8 +114,8 @@ def case(folder: Path, shape: str) -> str:
     lora = f"enable_lora = true, max_lora_rank = {RANK}, max_cpu_loras = {COUNT}"
     peer = f"options = {{ {settings}, {lora}, max_loras = 8, lora_modules = {modules(8)} }}\n"
     return (
-        f'title = "{shape} shape: LoRA adapters of rank {RANK} in all matrices"\nshape = "{shape}"\nrepeats = 2\n'
-        f"rounds = 2\nsettings = {{ {settings} }}\n\n[arms.none]\n"
+        f'title = "{shape} shape: LoRA adapters of rank {RANK} in all matrices"\nshape = "{shape}"\nrepeats = 1\n'
+        f"rounds = 3\nsettings = {{ {settings} }}\n\n[arms.none]\n"
         + arm_of("unused", 8, 0)
         + arm_of("adapters8", 8, 8)
         + arm_of("adapters64", 64, 64)
