@@ -67,7 +67,7 @@ def matrices(shape: str) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of the matrices that adapters change, by stored module name."""
     config = SHAPES[shape]
     decoder = Decoder(build_spec(config), Placement(torch.device("meta"), torch.float32), num_positions=1)
-    stored_name, found = find_family(config["model_type"]).stored_name, {}
+    family, found = find_family(config["model_type"]), {}
     for i, block in enumerate(decoder.blocks):
         for room, layer in (("mixer", block.mixer), ("ffn", block.ffn)):
             for product in vars(layer).values():
@@ -114,8 +114,8 @@ def case(folder: Path, shape: str) -> str:
     lora = f"enable_lora = true, max_lora_rank = {RANK}, max_cpu_loras = {COUNT}"
     peer = f"options = {{ {settings}, {lora}, max_loras = 8, lora_modules = {modules(8)} }}\n"
     return (
-        f'title = "{shape} shape: LoRA adapters of rank {RANK} in all matrices"\nshape = "{shape}"\nrepeats = 2\n'
-        f"rounds = 2\nsettings = {{ {settings} }}\n\n[arms.none]\n"
+        f'title = "{shape} shape: LoRA adapters of rank {RANK} in all matrices"\nshape = "{shape}"\nrepeats = 1\n'
+        f"rounds = 3\nsettings = {{ {settings} }}\n\n[arms.none]\n"
         + arm_of("unused", 8, 0)
         + arm_of("adapters8", 8, 8)
         + arm_of("adapters64", 64, 64)

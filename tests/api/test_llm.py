@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvasir import LLM, SamplingParams
+from kvasir import LLM, LoRARequest, SamplingParams
 from kvasir.api.vllm_flags import settled
 from kvasir.decoding.confidence import summed_up
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models.checkpoint import embedded
 from kvasir.types import Grammar
+from tests.adapters import write_adapter
 
 OPTIONS = dict(
     model="nano", batch_invariant=True, num_threads=1, max_model_len=512, cpu_cache_bytes=1 << 25, page_slots=16
@@ -461,7 +462,7 @@ def test_a_conversation_without_messages(llm):
 
 
 def test_a_keyword_that_nobody_reads_is_refused(llm):
-    for name in ("temperature", "lora_request", "mm_processor_kwargs"):
+    for name in ("temperature", "mm_processor_kwargs"):
         with pytest.raises(RequestError, match=f"chat\\(\\) takes no '{name}'"):
             llm.chat([{"role": "user", "content": "x"}], GREEDY, **{name: 1})
     assert llm.chat(
@@ -487,6 +488,34 @@ def test_what_a_template_reads_may_be_said_as_for_vllm(llm):
     ]
 
 
+def test_an_adapter_for_all_or_for_each_prompt(tmp_path):
+    for seed, name in enumerate("ab"):
+        write_adapter(tmp_path / name, seed=seed)
+    with LLM(**OPTIONS, device="cpu", enable_lora=True, max_loras=2, max_lora_rank=8) as llm:
+        a, b = (LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate("ab", 1))
+        texts = [
+            [out.outputs[0].text for out in llm.generate([PROMPT] * 3, GREEDY, lora_request=lora)]
+            for lora in (None, a, [None, a, b])
+        ]
+        assert texts[2] == [texts[0][0], texts[1][0], texts[2][2]] and len(set(texts[2])) == 3
+        assert set(llm.info.adapters) == {"a", "b"}
+        assert "".join(llm.stream(PROMPT, GREEDY, lora_request=a)) == texts[1][0]
+        for wrong, why in (("a", "expected"), ([a, 3, b], "expected LoRARequest"), (LoRARequest("a", 1, "z"), "from")):
+            with pytest.raises(RequestError, match=why):
+                llm.generate([PROMPT] * 3, GREEDY, lora_request=wrong)
+        with pytest.raises(ValueError, match="3 prompts, but 2 adapters"):
+            llm.generate([PROMPT] * 3, GREEDY, lora_request=[a, b])
+        with pytest.raises(ConfigError, match="adapter_config"):
+            llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("c", 3, str(tmp_path)))
+
+
+def test_adapters_are_switched_on(llm):
+    with pytest.raises(ConfigError, match="enable_lora=True"):
+        llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("a", 1, "a"))
+    with pytest.raises(ConfigError, match="--enable-lora"):
+        LLM(**OPTIONS, lora_modules=("a=b",))
+
+
 def test_without_a_tokenizer_and_with_dummy_weights():
     with LLM(**OPTIONS, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", device="cpu") as llm:
         assert llm.tokenizer is None
@@ -509,7 +538,6 @@ def test_vllms_keywords_hold_or_are_refused_by_name():
         "tensor_parallel_size": 1,
         "trust_remote_code": False,
         "quantization": None,
-        "enable_lora": False,
         "disable_log_stats": True,
         "cpu_offload_gb": 0,
         "swap_space": 0.0,

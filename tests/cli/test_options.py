@@ -213,6 +213,21 @@ def test_the_tables_of_vllm_flags_agree():
     assert all(flag.startswith("-") and reason and not reason.endswith(".") for flag, reason in UNSERVED.items())
 
 
+def test_adapters_are_named_as_for_vllm(settings, kvasir):
+    many = '{"name": "c", "path": "z", "base_model_name": "m"}'
+    for given in (["a=x", "b=y", many], ["a=x", "--lora-modules", "b=y", "--lora-modules", many]):
+        found = settings("m", "--enable-lora", "--lora-modules", *given, "--max-loras", "4").adapters
+        assert found.modules() == {"a": "x", "b": "y", "c": "z"} and found.max_loras == 4
+    done = kvasir("serve", "--enable-lora", "--max-loras", "40")
+    assert done.code == 2 and "--max-cpu-loras" in done.err
+    for wrong, why in (("a", "neither NAME=FOLDER"), ("{", "not valid JSON")):
+        adapters = settings("m", "--enable-lora", "--lora-modules", wrong).adapters
+        with pytest.raises(ConfigError, match=why):
+            adapters.modules()
+    with pytest.raises(ConfigError, match="two adapters"):
+        settings("m", "--enable-lora", "--lora-modules", "a=x", "a=y").adapters.modules()
+
+
 def test_vllms_eager_mode_turns_the_graphs_off(settings):
     assert settings().runner.cuda_graphs and settings("--cuda-graphs") == settings()
     assert not settings("--enforce-eager").runner.cuda_graphs and settings("--no-cuda-graphs") == settings(

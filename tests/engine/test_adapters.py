@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvasir.engine.capture import call_through
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.mixed_steps import MixedSteps
 from kvasir.engine.native_decodes import NativeDecodes
+from kvasir.errors import ConfigError
 from kvasir.kernels import lora
 from kvasir.layers import adapters as slots
+from kvasir.models import checkpoint
 from kvasir.models.peft import PeftFolder
 from kvasir.types import Sequence, Variant
-from tests.adapters import merge, write_adapter
+from tests.adapters import NAMES, merge, write_adapter
+from tests.checkpoints import write
 from tests.engine.driver import Driver, use_ways
 
 TEXT = [3 + 7 * i % 500 for i in range(60)]
@@ -281,6 +285,17 @@ def test_an_adapter_is_loaded_in_mid_answer(folders, alone):
     d.close()
 
 
+def test_other_weights_leave_adapters(folders, alone):
+    d = serving(folders, names=("a", "c"))
+    d.run([fleet_of(d, 1)])
+    d.engine.update_weights(str(checkpoint.resolve("nano")))
+    d.outputs.clear()
+    d.run([fleet_of(d, 1), fleet_of(d, 3)])
+    assert d.outputs["1", 0].num_cached == 0, "prefixes of the old weights are forgotten"
+    assert d.outputs["1", 0].tokens == alone["1", 0] and d.outputs["3", 0].tokens == alone["3", 0]
+    d.close()
+
+
 def test_no_adapter_starves(folders):
     """One slot. Requests of one adapter keep coming; an older one of another still gets its turn."""
     d = serving(folders, names=("a", "b"), max_loras=1, max_num_seqs=4)
@@ -330,6 +345,42 @@ def test_on_a_cpu_decodes_of_adapters_run_from_tapes_and_others_natively(folders
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
+@pytest.mark.parametrize(
+    "config, tensors, why",
+    [
+        ({"use_dora": True}, {}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+        ({"bias": "all"}, {}, "biases"),
+        ({"trainable_token_indices": [3]}, {}, "new tokens"),
+        ({"target_parameters": ["experts"]}, {}, "experts"),
+        ({"init_lora_weights": "corda"}, {}, "changed base"),
+        ({"peft_type": "IA3"}, {}, "LORA is served"),
+        ({"r": 0}, {}, "positive number"),
+        ({}, {"lm_head.lora_A.weight": (4, 192), "lm_head.lora_B.weight": (99, 4)}, "the head"),
+        ({}, {"model.embed_tokens.lora_embedding_A": (4, 9)}, "the embedding"),
+        ({}, {"model.layers.0.mlp.experts.3.up_proj.lora_A.weight": (2, 3)}, "lora_B"),
+        ({}, {f"model.layers.9.mlp.up_proj.lora_{ab}.weight": s for ab, s in (("A", (2, 9)), ("B", (9, 2)))}, "has no"),
+        ({}, {"model.layers.0.self_attn.q_norm.weight": (64,)}, "no low-rank matrix"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path, config, tensors, why):
+    folder = write_adapter(tmp_path / "x", targets=("q_proj",), **config)
+    file = folder / "adapter_model.safetensors"
+    extra = {f"base_model.model.{name}": torch.ones(shape) for name, shape in tensors.items()}
+    save_file(load_file(file) | extra, file)
+    with pytest.raises(ConfigError, match=why) as refused:
+        Driver(enable_lora=True, lora_modules=(f"x={folder}",))
+    fixes = ("merge_lora:adapter=", "path_initial_model", "to_lora", "lora_B", "positive")
+    assert any(fix in str(refused.value) for fix in fixes), "the error names no way out"
+
+
+def test_an_adapter_of_another_shape_or_rank_is_refused(tmp_path, folders):
+    for options, why in (({"max_lora_rank": 8}, "--max-lora-rank 8"), ({"model": "base"}, "another base model")):
+        with pytest.raises(ConfigError, match=why):
+            Driver(enable_lora=True, lora_modules=(f"d={folders / 'd'}",), **{"max_lora_rank": 64} | options)
+
+
 def test_unknown_names_and_changed_bytes(folders, tmp_path):
     d = serving(folders, names=("a",))
     made = request(d, "x", "a")
@@ -368,3 +419,17 @@ def test_slots_hold_nothing_of_who_was_there(folders):
     pairs: lora.Pairs = d.engine.adapters.slots.products[name].low_rank.pairs
     assert not pairs.a_SCK.any() and pairs.ranks_S.tolist() == [0], "b leaves this product alone"
     d.close()
+
+
+@pytest.mark.parametrize("family", ["llama_bias", "qwen2", "qwen3_window", "gemma3_text", "qwen3_moe"])
+def test_every_family_equals_its_merged_model(family, tmp_path):
+    """Biases, windows, sandwich norms, another activation; of a mixture of experts, the attention."""
+    base = str(write(tmp_path / "base", family))
+    write_adapter(tmp_path / "x", rank=4, seed=3, model=base, targets=NAMES[:4] if family == "qwen3_moe" else NAMES)
+    merged, ids = str(merge(tmp_path / "x", tmp_path / "merged", model=base)), [i % 50 for i in TEXT]
+    options = {"max_model_len": 128, "dtype": "float32", "skip_tokenizer_init": True}
+    lora = {"enable_lora": True, "lora_modules": (f"x={tmp_path / 'x'}",)}
+    for exact in (True, False):
+        want = scored(Driver(model=merged, batch_invariant=exact, **options), [("", ids)])[0]
+        plain, found = scored(Driver(model=base, batch_invariant=exact, **options, **lora), [("", ids), ("x", ids)])
+        assert (found - want).abs().max() < TOLERANCE < 1e-3 < (found - plain).abs().max()

@@ -125,6 +125,10 @@ class LLM:
                 f"expected SamplingParams(...) or a list of them, got {type(sampling_params).__name__}",
                 param="sampling_params",
             )
+        if lora_request is not None and not isinstance(lora_request, (LoRARequest, list, tuple)):
+            raise RequestError(
+                f"expected LoRARequest(...) or a list of them, got {type(lora_request).__name__}", param="lora_request"
+            )
         with self._turn(), _short_collections():
             params = [
                 p or self.default_sampling_params()

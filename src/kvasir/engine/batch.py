@@ -207,12 +207,14 @@ def guest_rows(spans: list[Span], row_start: list[int]) -> list[tuple[int, int]]
 def row_variants(span: Span, out: np.ndarray) -> None:
     """Write each row's variant into ``out`` [length]: the sequence's from its first position on; that of the drafter
     for guests."""
-    seq, guests = span.seq, len(span.guests)
-    out[:] = 0
-    if seq.variant:
-        out[tree_positions(span) >= seq.variant_from] = seq.variant
-    if guests:
-        out[len(out) - guests :] = seq.guest_variant
+    seq = span.seq
+    if not span.parents:
+        first = min(max(0, seq.variant_from - span.start), span.length)
+        out[:first], out[first:] = 0, seq.variant
+        return
+    out[:] = np.where(tree_positions(span) >= seq.variant_from, seq.variant, 0)
+    if span.guests:
+        out[len(out) - len(span.guests) :] = seq.guest_variant
 
 
 def tree_positions(span: Span) -> np.ndarray:

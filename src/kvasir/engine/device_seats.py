@@ -108,6 +108,7 @@ class DeviceSeats:
         self._position = np.full(count, UNKNOWN, np.int64)  # by seat: of the token that the device has
         # By seat: the sequence, and the places and content of its numbers in ``words``.
         self._open: dict[int, tuple[Sequence, list[int], list[int]]] = {}
+        self.varied: set[int] = set()  # open seats of sequences that have a variant
         self._unsent: set[int] = set()  # open seats whose numbers the device does not have
 
     def open(self, seq: Sequence, temperature: float, top_k: int, top_p: float, min_p: float, sure: int) -> None:
@@ -121,6 +122,8 @@ class DeviceSeats:
         at += [self.count * part + seat for part in (VARIANT, VARIANT_FROM)]
         self._open[seat] = seq, at, [*numbers, top_k, sure, *stream, seq.variant, seq.variant_from]
         self._unsent.add(seat)
+        if seq.variant:
+            self.varied.add(seat)
         self._position[seat] = UNKNOWN
         seq.num_sent = 0
 
@@ -132,6 +135,7 @@ class DeviceSeats:
     def close(self, seat: int) -> None:
         """Free a seat for another sequence."""
         del self._open[seat]
+        self.varied.discard(seat)
         self._unsent.discard(seat)
 
     def drawn(self, seats: Many[int] | np.ndarray, positions: Many[int] | np.ndarray | int) -> None:

@@ -329,7 +329,12 @@ class Engine:
             at_work.update(i for i, live in self._live.items() if live.compiling is not None)
         # What a step's kernels depend on, roughly. One of a kind that was not seen before may compile some.
         rows = plan.num_rows
-        kind = rows.bit_length(), rows == len(plan.spans), bool(self.runner.sampler.num_bound)
+        kind = (
+            rows.bit_length(),
+            rows == len(plan.spans),
+            bool(self.runner.sampler.num_bound),
+            bool(self.runner.seats.varied),
+        )
         slow = kind not in self._seen_kinds
         self.on_launch(at_work, slow, plan)
         self._seen_kinds.add(kind)

@@ -47,6 +47,8 @@ def rehearse(parts: StepParts) -> None:
         for spans in parts.backend.kinds(spec, parts.sampler.max_seqs)
     ]
     calls += [partial(_forward, parts, rows) for rows in ROWS]
+    if parts.num_variants:  # the first request of an adapter would hold up all others
+        calls += [partial(_forward, parts, rows, True) for rows in (*ROWS, 2 * ROWS[-1])]
     with rehearsing():
         for call in calls:
             try:
@@ -68,10 +70,12 @@ def _attend(parts: StepParts, layer: int, spans: list[tuple[int, int]]) -> None:
     parts.backend.run(q_THD, parts.caches[layer], spec, batch, sinks_H=parts.model.blocks[layer].mixer.sinks_H)
 
 
-def _forward(parts: StepParts, rows: int) -> None:
+def _forward(parts: StepParts, rows: int, varied: bool = False) -> None:
     """Run a step of single rows, with every kind of layer twice: the first layer of a step finds no result that is
-    still to be added."""
+    still to be added. ``varied``: as if rows had variants."""
     model, batch = parts.model, _batch(parts, [(0, 1)] * rows)
+    if varied:
+        batch.variants = torch.zeros(rows, dtype=torch.int32, device=parts.device)
     parts.backend.plan(batch)
     stream, angles = model.stream(batch.input_ids, model.embed(batch.input_ids)), model.angles(batch.positions)
     for i in {layer: i for i, layer in enumerate(model.spec.layers)}.values():

@@ -140,7 +140,8 @@ class StepParts:
 
     def varied(self, spans: list[Span]) -> bool:
         """Whether rows of these spans may have a variant."""
-        return self.num_variants > 0 and any(span.varied for span in spans)
+        may = self.num_variants > 0 and (self.seats.varied or self.guest_inputs is not None)
+        return bool(may) and any(span.varied for span in spans)
 
     def pack(self, spans: list[Span], frame: Frame | None = None) -> StepBatch:
         """The spans as tensors on the device. Tokens that are still being drawn are taken from their seats."""

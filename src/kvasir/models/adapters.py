@@ -56,8 +56,10 @@ class AdapterSlots:
         family = find_family(decoder.spec.family)
         for i, block in enumerate(decoder.blocks):
             for room, layer in (("mixer", block.mixer), ("ffn", block.ffn)):
+                if not getattr(layer, "varies", False):
+                    continue
                 for attribute, product in vars(layer).items():
-                    if not isinstance(product, Linear) or attribute == "router":
+                    if not isinstance(product, Linear):
                         continue
                     name = f"layers.{i}.{room}.{attribute}"
                     product.use_adapters(num_slots, bucket(max_rank))

@@ -18,6 +18,7 @@ class FFN:
     """down(activation(gate(x)) * up(x))."""
 
     native = True  # the C kernels run it (``models/native_decoder.py``)
+    varies = True  # its products are given the batch, so that adapters may change them
     static = True  # its torch calls depend on shapes alone, so a tape may repeat them
     fuses = True  # ``forward`` takes the norm before it and the residual add after it
 

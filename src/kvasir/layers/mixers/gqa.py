@@ -24,6 +24,8 @@ class Mixer:
     """Grouped-query attention of one layer. ``writes`` False: the layer attends to another layer's cache and has
     queries only."""
 
+    varies = True  # its products are given the batch, so that adapters may change them
+
     def __init__(self, spec: GQASpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.spec = spec

@@ -1,0 +1,100 @@
+"""Train adapters by several methods at equal parameters, and measure them mixed in one batch.
+
+    python -m tools.adapter_study OUT.json [--model base --steps 300 --problems 300]
+
+Each of METHODS is trained on each of TASKS, exported to plain LoRA, and served by one engine: every problem of every
+adapter, and of the model alone, is in one call. Tasks are those that the model was not, or little, trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from kvasir import LLM, LoRARequest, SamplingParams
+from kvasir.bench.result import arm, finish, result
+from kvasir.convert.checkpoint import convert
+from kvasir.convert.converter import load_converter
+from kvasir.lab import tokenizer as lab_tokenizer
+from kvasir.lab.adapters.training import Plan, train
+from kvasir.lab.drafters.training import default_device
+from kvasir.lab.evaluation.statistics import wilson
+from kvasir.lab.lookup import load_task
+from kvasir.models import checkpoint
+
+TASKS = ("chain:modulus=499", "reflect", "schema")
+METHODS = ("lora", "paca", "corda")
+MAX_NEW = 400
+
+
+def make(folder: Path, model: str, method: str, task: str, options: argparse.Namespace) -> tuple[str, dict]:
+    """Train one adapter and export it. Returns its name and the record of its training."""
+    name, source = f"{method}-{task.split(':')[0]}", checkpoint.resolve(model)
+    plan = Plan(method, task, rank=options.rank, steps=options.steps, rows=options.rows, seed=options.seed)
+    record = train(plan, source, folder / f"{name}-trained", device=options.device or default_device())
+    spec = f"to_lora:method={method},trained={folder / f'{name}-trained'}"
+    convert(load_converter(spec), spec, source, folder / name)
+    return name, record
+
+
+def measure(folder: Path, model: str, names: dict[str, tuple[str, str]], options: argparse.Namespace) -> list[dict]:
+    """One arm for each adapter, and one for the model alone on each task."""
+    asked: list[tuple[str, str, object]] = []  # adapter or "", task, problem
+    for task in TASKS:
+        problems = load_task(task).problems("test", options.seed, options.problems)
+        for name in ["", *(name for name, (_, own) in names.items() if own == task)]:
+            asked += [(name, task, problem) for problem in problems]
+    asked.sort(key=lambda entry: entry[2].prompt)  # adapters mix in every step
+    ranks = [json.loads((folder / name / "adapter_config.json").read_text())["r"] for name in names]
+    settings = {"enable_lora": True, "max_loras": len(names), "max_lora_rank": max(ranks)}
+    with LLM(model, **settings, **({"device": options.device} if options.device else {})) as llm:
+        adapters = [LoRARequest(name, 0, str(folder / name)) if name else None for name, _, _ in asked]
+        params = SamplingParams(temperature=0, max_tokens=MAX_NEW)
+        tokenizer = lab_tokenizer.load(checkpoint.resolve(model))  # it reads the marks of turns in a prompt
+        ids = [tokenizer.encode(problem.prompt, add_special_tokens=False).ids for _, _, problem in asked]
+        done = llm.generate([{"prompt_token_ids": i} for i in ids], params, lora_request=adapters)
+    right: dict[tuple[str, str], list[bool]] = {}
+    for (name, task, problem), output in zip(asked, done):
+        right.setdefault((name, task), []).append(load_task(task).check(problem, output.outputs[0].text))
+    arms = []
+    for (name, task), found in right.items():
+        low, high = wilson(sum(found), len(found))
+        metrics = {"right": sum(found), "total": len(found), "share": round(sum(found) / len(found), 4)}
+        metrics |= {"low": round(low, 4), "high": round(high, 4)}
+        method = names[name][0] if name else "none"
+        arms.append(arm(f"{method} on {task}", {"method": method, "task": task}, metrics))
+    return arms
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", default="base")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--problems", type=int, default=300)
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        folder, names, records = Path(home), {}, {}
+        for task in TASKS:
+            for method in METHODS:
+                name, records[f"{method} on {task}"] = make(folder, options.model, method, task, options)
+                names[name] = method, task
+        arms = measure(folder, options.model, names, options)
+    for entry in arms:
+        record = records.get(entry["name"])
+        if record is not None:
+            entry["metrics"] |= {"numbers": record["numbers"], "train_s": record["seconds"]}
+            entry["config"]["plan"] = record["plan"]
+    finish(result(f"adapters-{options.model}", arms), options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
