@@ -104,6 +104,7 @@ TECHNIQUES = [
     "scaling/strategies",
     "speculation/drafters",
     "speculation/head_kinds",
+    "decoding/processors",
     "api/tool_parsers",
     "api/reasoning_parsers",
 ]
@@ -134,6 +135,7 @@ NAMED = {
     "attention/paged.py": {"triton"},  # whose kernels a cached plan is for
     "cli/doctor.py": {"torch", "triton"},  # the Python packages
     "cli/eval.py": {"majority"},  # a column of the lab's scores
+    "api/processing.py": {"budget"},  # vLLM's thinking_token_budget
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
     "client/crash_dump.py": {"priority"},  # likewise

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from kvasir.technique import Technique
 from kvasir.types import ProcessorParams, Thinking
+
+if TYPE_CHECKING:  # the server process needs no arrays
+    import numpy as np
 
 PACKAGE = "kvasir.decoding.processors"
 # A token that a path may hold for "any token that means nothing to a processor".
 ANY_TOKEN = -1
 
-Bias = tuple[np.ndarray, np.ndarray]  # token ids [K] int64, values [K] fp32 that are added to their logits
+Bias: TypeAlias = "tuple[np.ndarray, np.ndarray]"  # token ids [K] int64, values [K] fp32 added to their logits
 Encode = Callable[[str], list[int]]
 
 
