@@ -68,7 +68,7 @@ class Processing:
         return found
 
     def thinking(self, prompt_ids: Sequence[int]) -> Thinking | None:
-        """How the answer to this prompt marks its thinking; None: its marks are not known."""
+        """The marks of thinking of the answer to this prompt; None: they are not known."""
         if self._tokenizer is None or self._parser is None:
             return None
         parser = reasoning.parser(self._parser, self._tokenizer, prompt_ids)

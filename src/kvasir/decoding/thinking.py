@@ -13,7 +13,7 @@ from kvasir.types import Thinking
 
 
 class Thought(NamedTuple):
-    """Where an answer stands. ``length``: tokens of thinking, those of an unfinished end mark included.
+    """The place of an answer in its thinking. ``length``: tokens of thinking, those of an unfinished end mark included.
     ``opening``, ``closing``: tokens of the start mark and of the end mark that the last tokens are."""
 
     phase: Literal["before", "inside", "after"]

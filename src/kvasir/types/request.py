@@ -111,7 +111,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How one answer marks its thinking: token ids of the marks, where the prompt ends, and the end mark's text."""
+    """The marks of one answer's thinking: their token ids, where the prompt ends, and the text of the end mark."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
