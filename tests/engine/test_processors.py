@@ -137,6 +137,18 @@ def test_the_index_keeps_overlap_and_the_token_in_flight_ends_the_wave(monkeypat
     assert found != truth
 
 
+def test_an_answer_after_its_thinking_draws_as_without_processors():
+    driver = Driver(overlap=True)
+    [request] = fleet(driver, [dict(processors=[WAVE, TIP, LONG])])
+    driver.submit(request)
+    sampler, seen = driver.engine.runner.sampler, []
+    while driver.engine.has_work():
+        driver.step()
+        seen.append((sampler.num_bound, sampler.num_following, sampler.num_forcing, sampler._num_odd))
+    assert (1, 1, 1, 1) in seen and seen.index((0, 0, 0, 0)) < len(seen) - 10 and not sampler.forcing_soon
+    driver.close()
+
+
 def test_forced_tokens_come_in_one_step():
     for overlap in (False, True):
         driver = Driver(overlap=overlap)

@@ -70,6 +70,11 @@ class Processor(Technique, abc.ABC):
         so that drawing it always means this. -1 for ``other``: ``token`` is ruled out."""
         return None
 
+    def over(self, state: Any) -> bool:
+        """Whether the processor wants nothing of any later row. Once all of a request are over, it draws like one
+        without them."""
+        return False
+
     def ends_on(self, state: Any) -> int:
         """Return the token that, drawn next, ends the bias of a processor that reads the index; -1: none does."""
         return -1

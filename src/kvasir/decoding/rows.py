@@ -52,22 +52,25 @@ class SeatState:
         self.matcher: Matcher | None = None
         if p.grammar is not None:
             self.start_matcher(seq)
-        self.plain = (
-            self.bias is None
-            and self.allowed is None
-            and not self.words
-            and self.history is None
-            and self.matcher is None
-            and self.steering is None
-        )
-        # The allowed draws depend on the tokens before: the next row cannot be packed until the host knows them.
-        self.bound = bool(self.words) or self.history is not None or self.matcher is not None
-        self.bound |= self.steering is not None and self.steering.bound
-        self.follows = self.bound or self.steering is not None  # wants to hear of committed tokens
-        self.forces = self.matcher is not None or (self.steering is not None and self.steering.forces)
         # A step can report by itself only the drawn token's log-probability, from the model's own logits.
         self.reports = p.logprobs == 0 and p.logprobs_mode == "raw"
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note what the draws of this sequence need, apart from its numbers."""
+        steering = self.steering
+        # The allowed draws depend on the tokens before: the next row cannot be packed until the host knows them.
+        self.bound = bool(self.words) or self.history is not None or self.matcher is not None
+        self.plain = not self.bound and self.bias is None and self.allowed is None and steering is None
+        self.bound |= steering is not None and steering.bound
+        self.follows = self.bound or steering is not None  # wants to hear of committed tokens
+        self.forces = self.matcher is not None or (steering is not None and steering.forces)
         self.always_simple = self.simple(0)
+
+    def drop_steering(self) -> None:
+        """Forget the processors, which want nothing more."""
+        self.steering = None
+        self._settle()
 
     def simple(self, num_output: int) -> bool:
         """Whether a draw after ``num_output`` tokens needs only temperature, top-k, top-p, min-p and noise.

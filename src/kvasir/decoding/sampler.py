@@ -148,8 +148,7 @@ class Sampler:
         )
 
     def output(self, spans: list[Span]) -> StepOutput:
-        """Return what a step of these decodes must put out. Where the seats' numbers suffice, the device draws by
-        itself."""
+        """Return what a step of these decodes must put out: draws, where the seats' numbers suffice for them."""
         states = self._states
         if (
             self.num_top
@@ -183,7 +182,11 @@ class Sampler:
         assert state is not None, f"{seq} is not open"
         if state.follows:
             state.accepted(list(tokens))
-            if state.steering is not None and state.forces:
+            if state.steering is not None:
+                if state.steering.over():
+                    self._count(state, -1)
+                    state.drop_steering()
+                    self._count(state, 1)
                 (self._near.add if state.near() else self._near.discard)(seq.seat)
 
     # --------------------------------------------------------------------------------------------------------- one step

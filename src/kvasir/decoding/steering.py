@@ -43,6 +43,10 @@ class Steering:
         """Take committed tokens."""
         self._states = [p.advance(s, tokens) for p, s in zip(self.processors, self._states)]
 
+    def over(self) -> bool:
+        """Whether no processor wants anything of a later row."""
+        return all(p.over(s) for p, s in zip(self.processors, self._states))
+
     def bias(self, index: int, path: list[int], in_flight: bool) -> RowBias | None:
         """Return the biases of the row that predicts output token ``index``.
 

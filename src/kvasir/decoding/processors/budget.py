@@ -143,3 +143,6 @@ class BudgetProcessor(Processor):
             return None
         wait = state.params.ids["wait"]
         return state.params.thinking.end[0], wait[0] if wait else -1
+
+    def over(self, state) -> bool:
+        return state.thought.phase == "after" and not state.pending

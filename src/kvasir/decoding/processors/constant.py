@@ -48,5 +48,8 @@ class Constant(Processor):
         over = thought.phase == "after" or not self.config.start <= index < self.config.stop
         return None if over else same_bias(ids, self.config.value)
 
+    def over(self, state) -> bool:
+        return state[2].phase == "after"
+
     def ends_on(self, state) -> int:
         return ends_on(state[1], state[2])

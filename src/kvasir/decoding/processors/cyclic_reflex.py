@@ -68,6 +68,9 @@ class CyclicReflex(Processor):
         over = thought.phase == "after" or not self.config.start <= index < self.config.stop
         return None if over else same_bias(ids, wave(index, self.config))
 
+    def over(self, state) -> bool:
+        return state[2].phase == "after"
+
     def ends_on(self, state) -> int:
         thought: Thought = state[2]
         return ends_on(state[1], thought)

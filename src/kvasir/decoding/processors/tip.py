@@ -53,3 +53,6 @@ class Tip(Processor):
         return (
             None if thought.phase == "after" or age >= self.config.beta else same_bias(sorted(ids), -self.config.alpha)
         )
+
+    def over(self, state) -> bool:
+        return state[2].phase == "after"
