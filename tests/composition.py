@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from kvasir.api.processing import Processing
 from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig, SpeculationConfig
@@ -98,9 +99,14 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "logprobs": dict(logprobs=3, logprobs_mode="processed"),
     "prompt logprobs": dict(prompt_logprobs=1),
     "score, confidence": dict(score_from=3, confidence=5),
+    "processors": dict(processors=("constant:value=-2,ids=310|312", "tip:alpha=3,beta=3,ids=311|313|315")),
 }
 SYSTEM = ["chunked prefill", "prefix cache", "preemption", "overlap", "sliding window", "experts"]
 INFO = ModelInfo(name="any", max_model_len=256, vocab_size=VOCAB, tokenizer_size=VOCAB)
+
+
+# Processors of a model without a tokenizer and without thinking.
+PROCESSING = Processing(None, None)
 
 
 def encode(text: str) -> list[int]:
@@ -145,7 +151,9 @@ def refusal(attempt: Callable[[], Any]) -> str | None:
 
 def admitted(**params: Any) -> Callable[[], Any]:
     """An admission of a request with these parameters."""
-    return lambda: admit([1] * 8, SamplingParams(**params), INFO, id="r", arrival=0.0, encode=encode)
+    return lambda: admit(
+        [1] * 8, SamplingParams(**params), INFO, id="r", arrival=0.0, encode=encode, processing=PROCESSING
+    )
 
 
 def without_tokenizer() -> Any:
@@ -208,6 +216,8 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("request: `score_from`", "`prompt_logprobs`"): admitted(score_from=2, prompt_logprobs=1),
     ("request: `stop`", "`detokenize=False`"): admitted(stop=("x",), detokenize=False),
     ("request: `bad_words`", "no tokenizer"): without_tokenizer,
+    ("request: `processors`", "no tokenizer"): admitted(processors=("tip",)),
+    ("request: `thinking_token_budget`", "a model that does not think"): admitted(thinking_token_budget=8),
     ("request: `finish_after` above `n`", "any model"): admitted(n=2, finish_after=3),
     ("codec `nvfp4`", "heads of 80"): lambda: load(CODECS, "nvfp4", Codec).planes(80, torch.bfloat16),
     ("codec `int4_bdr:order=64`", "heads of 80"): lambda: load(CODECS, "int4_bdr:order=64", Codec).planes(

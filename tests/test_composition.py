@@ -104,6 +104,7 @@ def requests(d: Driver) -> list[Request]:
                 id=name,
                 arrival=0.0,
                 encode=composition.encode,
+                processing=composition.PROCESSING,
             )
         )
     return found

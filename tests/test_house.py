@@ -104,6 +104,7 @@ TECHNIQUES = [
     "scaling/strategies",
     "speculation/drafters",
     "speculation/head_kinds",
+    "decoding/processors",
     "api/tool_parsers",
     "api/reasoning_parsers",
 ]
@@ -127,13 +128,19 @@ NAMED = {
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
     "tuned.py": {"int4"},  # a layout
     "kernels/native/program.py": {"plain", "int4", "int8", "fp8"},  # layouts
-    "kernels/quantized_attention.py": {"int4"},  # a layout
-    "kernels/quantized_decode.py": {"int4"},  # a layout
+    "kernels/decode_attention.py": {"budget"},  # an argument: tiles that a program may read
+    "kernels/paged_attention.py": {"budget"},  # likewise
+    "kernels/quantized_attention.py": {"int4", "budget"},  # a layout, and likewise
+    "kernels/quantized_decode.py": {"int4", "budget"},  # likewise
     "kernels/quantized_qkv.py": {"int4", "int8", "fp8"},  # layouts
     "kernels/_triton.py": {"triton"},  # the Python package
     "attention/paged.py": {"triton"},  # whose kernels a cached plan is for
     "cli/doctor.py": {"torch", "triton"},  # the Python packages
+    "cli/solve.py": {"budget"},  # the tokens of a run
+    "cli/solve_job.py": {"budget"},  # likewise
+    "scaling/solve.py": {"budget"},  # likewise
     "cli/eval.py": {"majority"},  # a column of the lab's scores
+    "api/processing.py": {"budget"},  # vLLM's thinking_token_budget
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
     "client/crash_dump.py": {"priority"},  # likewise

@@ -240,6 +240,7 @@ class ServerConfig:
         False, "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: who may call them loads any folder."
     )
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
+    processors: tuple[str, ...] = opt((), "Logit processor that requests may name (repeatable).")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
     enable_tokenizer_info_endpoint: bool = opt(
         False, "Serve GET /tokenizer_info: the tokenizer's configuration and the chat template."

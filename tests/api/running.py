@@ -25,7 +25,7 @@ class Running:
 
         self.engine = client
         config = ServerConfig(**settings)
-        text = Text(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        text = Text(tokenizer, config.tool_call_parser, config.reasoning_parser, config.processors)
         self.app = create_app(client, text, config, journal)
         self.service = self.app.state.service
         # With the protocol named, asyncio switches Nagle's algorithm off as it does for a port of its own.

@@ -226,7 +226,6 @@ def test_thinking(http, server):
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"context_management": {"edits": []}}, "context_management"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools?0?.web_search_20250305"),

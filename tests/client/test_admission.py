@@ -44,6 +44,8 @@ BAD_PARAMS = {
     "confidence": [-1, 1, 21, 2.0, True, "5", None],
     "confidence_window": [-1, 4, 1.0, None],
     "finish_after": [0, -1, 2, 1.0, True],
+    "thinking_token_budget": [-1, 1.5, 5.0, True, "5", 2**63, math.nan],
+    "processors": [["a"] * 5, [""], ["x" * 513], [3], [None], ["\ud800"]],
     "lease": [-1, 601, math.inf, math.nan, True, "1", None],
     "score_from": [0, -1, 10**6, 1.0, True, "1"],
     "seed": [2**64, -(2**63) - 1, BIG, 1.0, True, "x", math.nan],

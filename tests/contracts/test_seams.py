@@ -15,6 +15,7 @@ from kvasir.api.reasoning import ReasoningParser
 from kvasir.api.tools import ToolParser
 from kvasir.attention.backend import AttentionBackend
 from kvasir.convert.converter import Converter
+from kvasir.decoding.processor import Processor
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.errors import ConfigError
 from kvasir.kv.codec import Codec
@@ -29,6 +30,7 @@ SEAMS = {
     "kvasir.attention.backends": AttentionBackend,
     "kvasir.engine.schedulers": SchedulerPolicy,
     "kvasir.speculation.drafters": Drafter,
+    "kvasir.decoding.processors": Processor,
     "kvasir.scaling.strategies": Strategy,
     "kvasir.convert.converters": Converter,
     "kvasir.lab.tasks": Task,

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvasir.api import offline_pooling as offline
+from kvasir.api import reasoning
 from kvasir.api.chat import check_messages
 from kvasir.api.lora import LoRARequest, load_once
 from kvasir.api.offline_pooling import EmbeddingOutput, PoolingCollector, PoolingRequestOutput, ScoringOutput
 from kvasir.api.outputs import Collector, RequestOutput
+from kvasir.api.processing import Processing
 from kvasir.api.vllm_flags import settled
 from kvasir.client.admission import admit, admit_pooling
 from kvasir.config import EngineConfig
@@ -25,7 +27,7 @@ from kvasir.engine.engine import Engine
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.models import checkpoint
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.types import Event, PoolingParams, Request, SamplingParams
+from kvasir.types import Event, PoolingParams, ProcessorParams, Request, SamplingParams
 
 Prompt = str | dict[str, Any]
 # A process with more frozen objects has frozen them itself: Python 3.12 freezes some hundred at its start, an engine
@@ -303,7 +305,14 @@ class LLM:
         encode = (lambda text: self.tokenizer.encode(text, add_special=False)) if self.tokenizer else None
         adapter = None if lora is None else load_once(self.engine, lora)
         name, now = f"llm-{next(self._ids)}", time.monotonic()
-        return admit(ids, params, self.info, id=name, arrival=now, encode=encode, adapter=adapter)
+        return admit(
+            ids, params, self.info, id=name, arrival=now, encode=encode, adapter=adapter, processing=self._processing
+        )
+
+    def _processing(self, params: SamplingParams, ids: list[int]) -> list[ProcessorParams]:
+        """The logit processors of a request. The format of the model's thinking is found in its chat template."""
+        thinking = reasoning.choose("auto", self.tokenizer) if self.tokenizer else None
+        return Processing(self.tokenizer, thinking)(params, ids)
 
     def _run(
         self,

@@ -245,6 +245,8 @@ class SamplingBody(Body):
     min_tokens: int | None = None
     num_draft_tokens: int | None = None
     drafter: str | None = None
+    thinking_token_budget: int | None = None
+    processors: list[str] | None = None
     stop: Strings = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

@@ -31,12 +31,13 @@ class AskedPrompt:
     """The prompt of a conversation, and how its answer is read. Raises RequestError.
 
     ``continues``: the conversation ends with a message of the assistant, which the answer continues. ``ignored``: what
-    of the body was ignored.
+    of the body was ignored. ``budget``: most tokens of thinking; None: no limit.
     """
 
     def __init__(self, service: Service, body: Conversation) -> None:
         text = service.text
         self.ignored = [name for name in IGNORED if getattr(body, name) is not None]
+        self.budget: int | None = None
         options = template_options(service, body.chat_template_kwargs)
         options = {**self._thinking(service, body), **options}
         messages = messages_of(body.messages, body.system)
@@ -76,7 +77,10 @@ class AskedPrompt:
             if not switches and on != thinks:  # a model that cannot think, or one that always does
                 self.ignored.append("thinking.type")
             if body.thinking.budget_tokens is not None:
-                self.ignored.append("thinking.budget_tokens")
+                if thinks:
+                    self.budget = body.thinking.budget_tokens
+                else:
+                    self.ignored.append("thinking.budget_tokens")
         if body.output_config is not None and body.output_config.effort is not None:
             if "reasoning_effort" in reads:
                 options["reasoning_effort"] = body.output_config.effort
@@ -110,6 +114,7 @@ class MessagesJob:
             max_tokens=body.max_tokens,
             grammar=grammar,
             **({} if stop is None else {"stop": stop}),
+            **self._budget(body, asked),
         )
         self.names["grammar"] = grammar_name
         id = unique_id("msg", caller.id)
@@ -118,6 +123,19 @@ class MessagesJob:
         self.message = service.text.message(ids, asked.prompt.tools, asked.parallel)
         self.content = Content(body.thinking is not None and body.thinking.display == "omitted")
         self.head = {"id": id, "type": "message", "role": "assistant", "model": body.model or service.info.name}
+
+    def _budget(self, body: MessagesBody, asked: AskedPrompt) -> dict[str, int]:
+        """The parameter that ``thinking.budget_tokens`` becomes."""
+        if asked.budget is None:
+            return {}
+        if body.thinking_token_budget is not None:
+            raise RequestError(
+                "'thinking_token_budget' is another name of 'thinking.budget_tokens'; send one of them",
+                param="thinking_token_budget",
+                code="conflict",
+            )
+        self.names["thinking_token_budget"] = "thinking.budget_tokens"
+        return {"thinking_token_budget": asked.budget}
 
     def begin(self, release: Callable[[], None]) -> Generation:
         return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)

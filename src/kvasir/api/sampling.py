@@ -38,6 +38,8 @@ SHARED = (
     "prompt_logprobs",
     "num_draft_tokens",
     "drafter",
+    "thinking_token_budget",
+    "processors",
 )
 # A rule of EBNF, as vLLM and llama.cpp write it; Lark has a colon.
 EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

@@ -312,7 +312,9 @@ def open_text(settings: Settings) -> Text:
         path = checkpoint.resolve(source.tokenizer or source.model, None if source.tokenizer else source.revision)
         return Tokenizer.load(path, source.chat_template)
 
-    return Text(open_tokenizer, settings.server.tool_call_parser, settings.server.reasoning_parser)
+    return Text(
+        open_tokenizer, settings.server.tool_call_parser, settings.server.reasoning_parser, settings.server.processors
+    )
 
 
 def serve(settings: Settings, client: AsyncEngine | None = None) -> None:

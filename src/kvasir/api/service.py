@@ -247,6 +247,7 @@ class Service:
                             tenant=caller.tenant,
                             priority=priority or 0,
                             encode=self.text.encode,
+                            processing=self.text.processing,
                             adapter=None if model in (None, self.info.name) else model,
                         )
                     )

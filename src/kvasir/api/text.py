@@ -8,6 +8,7 @@ from typing import Any
 
 from kvasir.api import reasoning, tools
 from kvasir.api.chat import Message
+from kvasir.api.processing import Processing
 from kvasir.errors import RequestError
 from kvasir.models.tokenizer import Tokenizer
 
@@ -23,13 +24,19 @@ class Text:
     reads: frozenset[str]
     keep_ids: frozenset[int]
     tool_format: type[tools.ToolParser] | None
+    processing: Processing
 
     def __init__(
-        self, open_tokenizer: Callable[[], Tokenizer], tool_parser: str = "auto", reasoning_parser: str = "auto"
+        self,
+        open_tokenizer: Callable[[], Tokenizer],
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        processors: Sequence[str] = (),
     ) -> None:
         self._open = open_tokenizer
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
+        self._processors = processors
 
     def load(self) -> None:
         """Load the tokenizer and choose the parsers, once, because looking for them reads the metadata of all installed
@@ -39,6 +46,7 @@ class Text:
         self.reads = frozenset().union(*(template.reads for template in self.tokenizer.templates.values()))
         self.tool_format = tools.choose(self._tool_parser, self.tokenizer)
         thinking = self._thinking = reasoning.choose(self._reasoning_parser, self.tokenizer)
+        self.processing = Processing(self.tokenizer, thinking, self._processors)
         marks = [
             *((*self.tool_format.marks, *self.tool_format.shown) if self.tool_format else ()),
             *((thinking.start, thinking.end, *thinking.shown) if thinking else ()),

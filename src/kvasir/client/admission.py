@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from kvasir.errors import RequestError
-from kvasir.types import U64, Grammar, ModelInfo, PoolingParams, Request, SamplingParams, Variant
+from kvasir.types import U64, Grammar, ModelInfo, PoolingParams, ProcessorParams, Request, SamplingParams, Variant
 
 # Limits on one request. They bound what a client can make this process and the engine store or compute.
 MAX_N = 256
@@ -32,6 +32,8 @@ MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_END_MARK_IDS = 64
+MAX_PROCESSORS = 4
+MAX_SPEC_CHARS = 512
 I64 = (1 << 63) - 1
 
 
@@ -46,12 +48,14 @@ def admit(
     priority: int = 0,
     encode: Callable[[str], list[int]] | None = None,
     adapter: str | None = None,
+    processing: Callable[[SamplingParams, list[int]], list[ProcessorParams]] | None = None,
 ) -> Request:
     """Check every parameter and build the request.
 
     ``arrival``: ``time.monotonic()`` seconds. ``encode``: text to token ids without special tokens; only ``bad_words``
-    need it. ``adapter``: name of the adapter that computes it; None: the base model. Raises RequestError that names the
-    parameter: status 400, or 404 for an adapter that is not loaded.
+    need it. ``adapter``: name of the adapter that computes it; None: the base model. ``processing``: prepares the logit
+    processors of the request with this prompt; None: there may be none. Raises RequestError that names the parameter:
+    status 400, or 404 for an adapter that is not loaded.
     """
     check_task(info, "generate")
     ids_end = info.tokenizer_size or info.vocab_size
@@ -62,6 +66,7 @@ def admit(
     if params.drafter is not None and params.drafter not in info.drafters:
         running = f"these do: {', '.join(info.drafters)}" if info.drafters else "this server runs none"
         _refuse("drafter", f"no drafter named {params.drafter!r} runs here; {running}")
+    processors = _processors(params, prompt_ids, processing)
     max_tokens = _max_tokens(len(prompt_ids), params, info)
     if params.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}")
@@ -76,7 +81,21 @@ def admit(
         tenant=tenant,
         bad_words=_encode_bad_words(params.bad_words, encode, ids_end),
         variant=None if adapter is None else _variant(adapter, info),
+        processors=processors,
     )
+
+
+def _processors(
+    params: SamplingParams,
+    prompt_ids: list[int],
+    processing: Callable[[SamplingParams, list[int]], list[ProcessorParams]] | None,
+) -> list[ProcessorParams]:
+    if params.thinking_token_budget is None and not params.processors:
+        return []
+    if processing is None:
+        name = "processors" if params.processors else "thinking_token_budget"
+        _refuse(name, f"'{name}' is not served here; /v1 and LLM(...) serve it")
+    return processing(params, prompt_ids)
 
 
 def _variant(adapter: str, info: ModelInfo) -> Variant:
@@ -214,6 +233,7 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
     _check_grammar(p.grammar)
     _check_stops(p)
     _check_confidence(p)
+    _check_processors(p)
     top_k = _integer("top_k", p.top_k, -1, I64)
     return dataclasses.replace(
         p,
@@ -257,6 +277,16 @@ def _check_confidence(p: SamplingParams) -> None:
         _refuse("confidence_window", "confidence_window needs confidence, for example confidence=20")
     if p.score_from is not None and p.prompt_logprobs is not None:
         _refuse("score_from", "prompt_logprobs already score every token: send score_from or prompt_logprobs, not both")
+
+
+def _check_processors(p: SamplingParams) -> None:
+    if p.thinking_token_budget is not None:
+        _integer("thinking_token_budget", p.thinking_token_budget, 0, I64)
+    if len(p.processors) > MAX_PROCESSORS:
+        _refuse("processors", f"{len(p.processors)} processors, at most {MAX_PROCESSORS} are allowed")
+    for spec in p.processors:
+        if not _is_text(spec, MAX_SPEC_CHARS) or not spec.strip():
+            _refuse("processors", f"every processor must be text of 1 to {MAX_SPEC_CHARS} characters: name:key=value")
 
 
 def _check_stops(p: SamplingParams) -> None:

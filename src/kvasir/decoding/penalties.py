@@ -1,4 +1,4 @@
-"""Penalties and bad words: tokens that the history of a row makes less likely, or forbids.
+"""Penalties, bad words and replaced tokens: what the history of a row makes less likely, forbids, or puts in place.
 
 The history is sparse: the ids that a sequence has used, and how often. So a step touches only those logits, and each
 row of a draft sees the history that it is conditioned on: the sequence's, plus the draft tokens before the row.
@@ -76,6 +76,18 @@ def penalise(
     x = logits_MV[rows_K, ids_K]
     x = torch.where(x > 0, x / repetition, x * repetition)
     logits_MV[rows_K, ids_K] = x - frequency * counts_K - presence * (counts_K > 0)
+
+
+def replace(logits_MV: torch.Tensor, rows_K: torch.Tensor, ids_K: torch.Tensor, others_K: torch.Tensor) -> None:
+    """Give the logit of each (row, id) to another id of the row, in place, and rule out the id itself.
+
+    The pairs (rows_K, ids_K) are distinct. Other ids below 0 get nothing; one that is ruled out stays so."""
+    at_K = torch.where(others_K < 0, ids_K, others_K)
+    moved_K, there_K = logits_MV[rows_K, ids_K], logits_MV[rows_K, at_K]
+    gone = logits_MV.new_full((), float("-inf"))
+    logits_MV[rows_K, ids_K] = gone
+    keeps_K = (others_K >= 0) & (there_K > gone)
+    logits_MV[rows_K, at_K] = torch.where(keeps_K, moved_K, gone)
 
 
 def banned_by_words(words: list[list[int]], output: list[int]) -> list[int]:

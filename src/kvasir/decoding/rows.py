@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvasir.decoding.penalties import History, banned_by_words
+from kvasir.decoding.steering import Steering
 from kvasir.kernels.sample import GREEDY_BELOW
 from kvasir.types import Sequence, Span
 
@@ -47,22 +48,29 @@ class SeatState:
         if p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty:
             self.history = History(request.prompt_ids if p.repetition_penalty != 1.0 else [], seq.output)
         self.error = ""
+        self.steering = Steering(request.processors, request.prompt_ids, seq.output) if request.processors else None
         self.matcher: Matcher | None = None
         if p.grammar is not None:
             self.start_matcher(seq)
-        self.plain = (
-            self.bias is None
-            and self.allowed is None
-            and not self.words
-            and self.history is None
-            and self.matcher is None
-        )
-        # The allowed draws depend on the tokens before: the next row cannot be packed until the host knows them.
-        self.bound = bool(self.words) or self.history is not None or self.matcher is not None
-        self.forces = self.matcher is not None
         # A step can report by itself only the drawn token's log-probability, from the model's own logits.
         self.reports = p.logprobs == 0 and p.logprobs_mode == "raw"
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note what the draws of this sequence need, apart from its numbers."""
+        steering = self.steering
+        # The allowed draws depend on the tokens before: the next row cannot be packed until the host knows them.
+        self.bound = bool(self.words) or self.history is not None or self.matcher is not None
+        self.plain = not self.bound and self.bias is None and self.allowed is None and steering is None
+        self.bound |= steering is not None and steering.bound
+        self.follows = self.bound or steering is not None  # wants to hear of committed tokens
+        self.forces = self.matcher is not None or (steering is not None and steering.forces)
         self.always_simple = self.simple(0)
+
+    def drop_steering(self) -> None:
+        """Forget the processors, which want nothing more."""
+        self.steering = None
+        self._settle()
 
     def simple(self, num_output: int) -> bool:
         """Whether a draw after ``num_output`` tokens needs only temperature, top-k, top-p, min-p and noise.
@@ -84,9 +92,23 @@ class SeatState:
         end the sequence and before one that the request rules out: these are left to ordinary draws."""
         if self.error:
             return []
-        run = self.matcher.forced()
+        steering = self.steering
+        run = steering.run() if steering is not None else []
+        if run and self.matcher is not None:  # what the grammar forbids is left to a draw, which fails
+            legal = self.matcher.try_accept(run)
+            self.matcher.rollback(legal)
+            run = run[:legal]
+        elif self.matcher is not None:
+            run = self.matcher.forced()
+            if steering is not None:
+                other = (i for i in range(len(run)) if (f := steering.force(run[:i])) is not None and f[0] != run[i])
+                run = run[: next(other, len(run))]
         stop = next((i for i, token in enumerate(run) if token in self.ends or not self._allows(token)), len(run))
         return run[:stop]
+
+    def near(self) -> bool:
+        """Whether a processor may force the next token or the one after it."""
+        return self.steering is not None and self.steering.near()
 
     def _allows(self, token: int) -> bool:
         return self.allowed is None or bool(self.allowed[token // 32] >> (token % 32) & 1)
@@ -94,6 +116,8 @@ class SeatState:
     def accepted(self, tokens: list[int]) -> None:
         if self.history is not None:
             self.history.add(tokens)
+        if self.steering is not None:
+            self.steering.advance(tokens)
         self._advance(tokens)
 
     def _advance(self, tokens: list[int]) -> None:
@@ -140,6 +164,8 @@ class Rows:
     positions: np.ndarray  # [M] int64
     bias: tuple[np.ndarray, ...]  # row, id, value
     banned: tuple[np.ndarray, ...]  # row, id
+    steered: tuple[np.ndarray, ...]  # row, id, value, seat, token of the seat that makes the value void (-1: none)
+    replaced: tuple[np.ndarray, ...]  # row, id, the id that takes its place (-1: none)
     counted: tuple[np.ndarray, ...]  # row, id, output count
     forced: tuple[np.ndarray, ...]  # row, the only id that it allows
     masks: tuple[np.ndarray, ...]  # row, [K, W] int32
@@ -153,7 +179,7 @@ class Rows:
 
     @property
     def _conditions(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        return self.bias, self.banned, self.counted, self.forced, self.masks
+        return self.bias, self.banned, self.steered, self.replaced, self.counted, self.forced, self.masks
 
     def cut(self, first: int, stop: int) -> Rows:
         """Return rows ``first`` .. ``stop``, numbered from 0."""
@@ -212,11 +238,14 @@ class Packer:
     positions: list[int] = field(default_factory=list)
     bias: list[tuple] = field(default_factory=list)
     banned: list[tuple[int, int]] = field(default_factory=list)
+    steered: list[tuple] = field(default_factory=list)
+    replaced: list[tuple[int, int, int]] = field(default_factory=list)
     counted: list[tuple] = field(default_factory=list)
     forced: list[tuple[int, int]] = field(default_factory=list)
     masks: list[tuple[int, np.ndarray]] = field(default_factory=list)
     reports: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
+    pushed: dict[int, tuple[int, str]] = field(default_factory=dict)  # row: token that a processor forces, its name
     # Rows under a grammar whose masks are computed together: row, state, draft tokens before the row.
     under_grammar: list[tuple[int, Sequence, SeatState, list[int]]] = field(default_factory=list)
 
@@ -296,6 +325,8 @@ class Packer:
                 self.banned.extend((m, i) for i in state.ends)
             if state.bias is not None:
                 self.bias.append((m, *state.bias))
+            if state.steering is not None:
+                self._steer(span, state.steering, m, num_output + len(path), path)
             if state.history is not None:
                 self.counted.append((m, *state.history.after(path)))
             if state.words:
@@ -310,6 +341,27 @@ class Packer:
         elif state.allowed is not None:
             self.masks.extend((m, state.allowed) for m in rows[free])
 
+    def _steer(self, span: Span, steering: Steering, m: int, index: int, path: list[int]) -> None:
+        """Add what the processors want of row ``m``, which predicts output token ``index``."""
+        in_flight = index > span.seq.num_output + len(path)  # at most one token: steps behind drafts are not launched
+        assert not (in_flight and steering.bound), "a processor that reads tokens was not given them"
+        if (found := steering.bias(index, path, in_flight)) is not None:
+            self.steered.append((m, found.ids, found.values, span.seat, found.ends_on))
+        if (pair := steering.instead(path)) is not None:
+            self.replaced.append((m, *pair))
+        if (pushed := steering.force(path)) is not None:
+            self.pushed[m] = pushed
+            if len(path) >= span.seq.num_forced:  # the rows before a chain's tokens have them already
+                self.forced.append((m, pushed[0]))
+
+    def _mask(self, m: int, bits: np.ndarray, state: SeatState) -> None:
+        """Add the grammar's mask of a row, unless it forbids the token that a processor forces there."""
+        token, name = self.pushed.get(m, (-1, ""))
+        if token >= 0 and not bits[token // 32] >> (token % 32) & 1:
+            self.errors[m] = f"grammar_error: the grammar forbids token {token}, which the processor '{name}' forces"
+        else:
+            self.masks.append((m, bits if state.allowed is None else bits & state.allowed))
+
     def _masks_together(self) -> None:
         """Add the masks of all rows that are the only free one of their span. See ``_grammar_masks``."""
         from kvasir.decoding.grammar import fill_all  # loads the library, which most processes never need
@@ -320,7 +372,7 @@ class Packer:
         good = fill_all([state.matcher for _, _, state, _ in there], bits)
         for (m, _, state, _), mask, filled in zip(there, bits, good):
             if filled:
-                self.masks.append((m, mask if state.allowed is None else mask & state.allowed))
+                self._mask(m, mask, state)
         for (m, seq, state, path), count in zip(self.under_grammar, steps):
             if state.matcher.failed():
                 self.errors[m] = f"grammar_error: {state.matcher.error}"
@@ -344,13 +396,27 @@ class Packer:
             at = path[: shared + matcher.try_accept(path[shared:])]
             bits = np.empty(-(-self.vocab_size // 32), np.int32)
             if len(at) == len(path) and matcher.fill(bits):
-                self.masks.append((m, bits if state.allowed is None else bits & state.allowed))
+                self._mask(m, bits, state)
             if matcher.failed():
                 self.errors.update(dict.fromkeys(rows[n:], f"grammar_error: {matcher.error}"))
                 if path:
                     state.start_matcher(seq)
                 return
         matcher.rollback(len(at))
+
+    def _steered(self) -> tuple[np.ndarray, ...]:
+        """Flatten the biases of processors to arrays of row, id, value, seat and end by pair."""
+        if not self.steered:
+            return _NONE, _NONE, _NO_VALUES, _NONE, _NONE
+        rows, ids, values, seats, ends = zip(*self.steered)
+        sizes = list(map(len, ids))
+        return (
+            np.repeat(np.array(rows, np.int64), sizes),
+            np.concatenate(ids),
+            np.concatenate(values).astype(np.float32),
+            np.repeat(np.array(seats, np.int64), sizes),
+            np.concatenate(ends),
+        )
 
     def _rows(self) -> Rows:
         banned, forced = (
@@ -369,6 +435,8 @@ class Packer:
             np.array(self.positions, np.int64),
             _ragged(self.bias),
             banned,
+            self._steered(),
+            tuple(np.array(self.replaced, np.int64).T) if self.replaced else (_NONE,) * 3,
             _ragged(self.counted),
             forced,
             masks,

@@ -4,7 +4,7 @@ The order of the pipeline is fixed, since another order would change what users 
 
 1. logit bias
 2. allowed ids, banned ids (the last tokens of bad words)
-3. EOS and stop ids, until ``min_tokens``
+3. EOS and stop ids, until ``min_tokens``; 3b. logit processors
 4. penalties: repetition (prompt and output), then frequency and presence (output)
 5. forced tokens (rows that allow one token each), grammar
 6. temperature
@@ -32,7 +32,7 @@ import torch
 
 from kvasir.decoding import max_accept
 from kvasir.decoding.filters import keep_top, largest
-from kvasir.decoding.penalties import penalise
+from kvasir.decoding.penalties import penalise, replace
 from kvasir.decoding.rows import (
     FREQUENCY,
     LOG_MIN_P,
@@ -96,7 +96,10 @@ class Sampler:
         self.max_seqs = max_seqs
         self._states: list[SeatState | None] = [None] * max_seqs
         self.num_bound = 0  # open seats whose draws depend on the tokens before
+        self.num_following = 0  # open seats that must hear of committed tokens
         self.num_forcing = 0  # open seats whose requests may force tokens
+        self._near: set[int] = set()  # open seats whose processors may force the next token or the one after it
+        self.in_flight: torch.Tensor | None = None  # [seats] on the device: the token that each seat drew last
         self._num_odd = 0  # open seats that are not always simple
         self._num_reporting = 0  # open seats that ask for the drawn token's log-probability and no more
         self.num_top = 0  # number of most likely tokens, by the model's logits, that steps report for every row
@@ -113,19 +116,22 @@ class Sampler:
         if self._states[seq.seat] is not None:
             self.close(seq.seat)
         state = self._states[seq.seat] = SeatState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
-        self.num_bound += state.bound
-        self.num_forcing += state.forces
-        self._num_odd += not state.always_simple
-        self._num_reporting += state.reports
+        self._count(state, 1)
+        if state.near():
+            self._near.add(seq.seat)
 
     def close(self, seat: int) -> None:
         """Forget the sequence of this seat."""
-        state = self._states[seat]
-        self.num_bound -= state.bound
-        self.num_forcing -= state.forces
-        self._num_odd -= not state.always_simple
-        self._num_reporting -= state.reports
+        self._count(self._states[seat], -1)
+        self._near.discard(seat)
         self._states[seat] = None
+
+    def _count(self, state: SeatState, sign: int) -> None:
+        self.num_bound += sign * state.bound
+        self.num_following += sign * state.follows
+        self.num_forcing += sign * state.forces
+        self._num_odd += sign * (not state.always_simple)
+        self._num_reporting += sign * state.reports
 
     def numbers(self, seat: int) -> tuple[float, int, float, float, int]:
         """Temperature (0: greedy), top-k, top-p, min-p and k of the confidence of an open seat.
@@ -142,8 +148,7 @@ class Sampler:
         )
 
     def output(self, spans: list[Span]) -> StepOutput:
-        """Return what a step of these decodes must put out. Where the seats' numbers suffice, the device draws by
-        itself."""
+        """Return what a step of these decodes must put out: draws, where the seats' numbers suffice for them."""
         states = self._states
         if (
             self.num_top
@@ -166,12 +171,23 @@ class Sampler:
         state = self._states[seq.seat]
         return state.forced() if state is not None and state.forces else []
 
+    @property
+    def forcing_soon(self) -> bool:
+        """Whether a processor of some sequence may force the next token or the one after it."""
+        return bool(self._near)
+
     def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
-        """Advance the counts and the grammar of a sequence by committed ``tokens``."""
+        """Advance the counts, processors and grammar of a sequence by committed ``tokens``."""
         state = self._states[seq.seat]
         assert state is not None, f"{seq} is not open"
-        if state.bound:
+        if state.follows:
             state.accepted(list(tokens))
+            if state.steering is not None:
+                if state.steering.over():
+                    self._count(state, -1)
+                    state.drop_steering()
+                    self._count(state, 1)
+                (self._near.add if state.near() else self._near.discard)(seq.seat)
 
     # --------------------------------------------------------------------------------------------------------- one step
 
@@ -292,6 +308,14 @@ class Sampler:
         if len(rows.banned[0]):
             row, ids = map(self._send, rows.banned)
             x_SV[row, ids] = x_SV.new_full((), NEG_INF)  # a Python number would be copied to the device synchronously
+        if len(rows.steered[0]):
+            row, ids, value, seat, end = map(self._send, rows.steered)
+            if (rows.steered[4] >= 0).any():  # void where the token just drawn, which the host has not read, ends it
+                value = value * (self.in_flight[seat] != end)
+            x_SV.index_put_((row, ids), value, accumulate=True)
+        if len(rows.replaced[0]):
+            row, ids, other = map(self._send, rows.replaced)
+            replace(x_SV, row, ids, other)
         if len(rows.counted[0]):
             row, ids, counts = map(self._send, rows.counted)
             strength_S3 = self._send(rows.values[:, [REPETITION, FREQUENCY, PRESENCE]].astype(np.float32))

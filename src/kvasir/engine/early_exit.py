@@ -164,7 +164,7 @@ class EarlyExit:
                 score_from=None,
                 min_tokens=0,
             )
-            shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
+            shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], processors=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
             if not self._free_seats:  # take those of preempted sequences
                 for other in [other for other in self._shadows if other.status is not Status.RUNNING]:

@@ -406,7 +406,7 @@ class Engine:
         if tokens:
             self._num_generated += len(tokens)
             self._num_forwards += 1
-            if self.runner.sampler.num_bound:
+            if self.runner.sampler.num_following:
                 self.runner.sampler.accepted(seq, tokens)
         elif reason is None:
             return None

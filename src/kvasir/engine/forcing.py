@@ -1,8 +1,9 @@
 """Forced chains in the step loop: tokens that a request's own constraints force are appended in one step.
 
-A grammar often leaves one token only: the keys of a JSON schema, a tool's name. Such a run becomes the sequence's
-draft, with ``Sequence.num_forced`` set, so the row before each of its tokens allows no other, and the ordinary sampler
-verifies it. Tokens and log-probabilities are those of decoding one by one; only the number of steps is smaller.
+A grammar often leaves one token only: the keys of a JSON schema, a tool's name. A logit processor may force tokens,
+too: the end of thinking. Such a run becomes the sequence's draft, with ``Sequence.num_forced`` set, so the row before
+each of its tokens allows no other, and the ordinary sampler verifies it. Tokens and log-probabilities are those of
+decoding one by one; only the number of steps is smaller.
 
 A run is known once the tokens before it are, so a step with chains is planned after the step before was read. Where
 steps overlap that costs the device a pause, which must be worth it: see ``EAGER_SHARE``.
@@ -39,7 +40,10 @@ class Forcing:
     def wanted(self, drafting: bool) -> bool:
         """Whether to read the step in flight before the next is planned, and to propose chains. ``drafting``: it is
         read first in any case."""
-        return self._sampler.num_forcing > 0 and (drafting or not self._overlap or self._share >= EAGER_SHARE)
+        sampler = self._sampler
+        return sampler.num_forcing > 0 and (
+            drafting or not self._overlap or self._share >= EAGER_SHARE or sampler.forcing_soon
+        )
 
     def propose(self, running: Iterable[Sequence], drafting: bool) -> None:
         """Set the chains of all sequences that decode. Nothing may be in flight. ``drafting``: a drafter proposes

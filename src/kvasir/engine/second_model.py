@@ -171,7 +171,7 @@ class SecondModel:
                 score_from=None,
                 min_tokens=0,
             )
-            shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
+            shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], processors=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
             self._pages.admit(shadow, self._pages.match(shadow))
             shadow.status, shadow.seat = Status.RUNNING, self._free_seats.pop()

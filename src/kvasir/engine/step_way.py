@@ -110,6 +110,7 @@ class StepParts:
         self.caches = [pool.layer(model.spec.cache_layer(i)) for i in range(len(model.spec.layers))]
         self.packer = Packer(pool.page_slots, len(pool.groups), device)
         self.seats = DeviceSeats(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
+        sampler.in_flight = self.seats.token
         self.taps: Taps | None = None
         self.guest_inputs: torch.Tensor | None = None
         self.num_variants = 0

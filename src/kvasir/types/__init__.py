@@ -25,8 +25,10 @@ from kvasir.types.pooling import (
 from kvasir.types.request import (
     U64,
     Grammar,
+    ProcessorParams,
     Request,
     SamplingParams,
+    Thinking,
     Variant,
 )
 from kvasir.types.sequence import (
@@ -67,6 +69,7 @@ __all__ = [
     "PoolRows",
     "Pooling",
     "PoolingParams",
+    "ProcessorParams",
     "PromptScore",
     "Request",
     "SamplingParams",
@@ -75,6 +78,7 @@ __all__ = [
     "SpanResult",
     "Status",
     "StepBatch",
+    "Thinking",
     "Together",
     "TokenLogprob",
     "U64",

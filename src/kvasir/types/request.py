@@ -42,6 +42,8 @@ class SamplingParams:
     ``confidence_window``: width of its windows in tokens (0: no window). ``finish_after`` m: only the first m branches
     to stop by themselves count, by tokens and not by time; a branch that can no longer be among them is cancelled.
     ``lease``: seconds to keep the pages of an ended branch for a request that goes on from it, unless others need them.
+    ``thinking_token_budget``: most tokens of thinking, after which its end is forced. ``processors``: specs of logit
+    processors (``name:key=value``), applied in this order.
     """
 
     n: int = 1
@@ -75,10 +77,12 @@ class SamplingParams:
     lease: float = 0.0
     score_from: int | None = None
     drafter: str | None = None
+    thinking_token_budget: int | None = None
+    processors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # As in vLLM, callers may pass lists and single strings; they are stored as tuples.
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "processors"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, Iterable)):
                 raise TypeError(f"{name} is {value!r}, expected a list")
@@ -105,6 +109,26 @@ class Variant:
     changes_kv: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The marks of one answer's thinking: their token ids, where the prompt ends, and the text of the end mark."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    prompt_ends: Literal["before", "inside", "after"] = "before"
+    end_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorParams:
+    """A logit processor of a request: its spec, the token ids of its texts by name, and how the answer thinks (None: it
+    has no marks of thinking)."""
+
+    spec: str
+    ids: dict[str, tuple[int, ...]]
+    thinking: Thinking | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class Request:
     """The durable state of one request. The engine can rebuild everything else from it, on any machine, at any time.
@@ -115,6 +139,7 @@ class Request:
     ``piece``: number of tokens that may leave the engine together; 1 where a client reads them as they come.
     ``bare``: whether log-probabilities are wanted as plain numbers (`Event.bare`), without ranks and alternatives.
     ``variant``: the variant of the model that computes it; None: the base model.
+    ``processors``: its logit processors, in order, with their texts as token ids.
     ``pooling``: an embedding or a score of the prompt is wanted, and no tokens (None: tokens are).
     ``epoch``: number of re-submissions. ``emitted``, ``ended``: what earlier epochs delivered, by branch.
     """
@@ -136,3 +161,4 @@ class Request:
     bare: bool = False
     variant: Variant | None = None
     pooling: PoolingParams | None = None
+    processors: list[ProcessorParams] = field(default_factory=list)

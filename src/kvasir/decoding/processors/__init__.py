@@ -1,0 +1,1 @@
+"""The logit processors: methods that steer what an answer draws, one file each."""

@@ -1,0 +1,76 @@
+"""Raise and lower the words of reflection in a triangular wave over the answer (CyclicReflex, arXiv 2506.11077).
+
+The bias of "wait", "but" and "alternatively" goes 0, +amplitude, -amplitude, 0 over ``period`` tokens, until thinking
+ends. It changes the distribution, as published; drafts and batches change nothing in it. Each word counts with and
+without a space before it, unlike in the released code, whose list misses the forms with a space. A step costs one
+addition a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.decoding.processor import Bias, Processor
+from kvasir.decoding.thinking import Thought, begin, ends_on, follow, same_bias, word_ids
+from kvasir.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Config:
+    """``amplitude``: largest bias, in logits. ``period``: tokens. ``shift``: fraction of a period by which the wave is
+    ahead. ``start``, ``stop``: output tokens between which it counts. ``words`` and ``ids`` are separated by |; ids
+    take the place of words."""
+
+    amplitude: float = 5.0
+    period: int = 1200
+    shift: float = 0.0
+    start: int = 0
+    stop: int = 8192
+    words: str = "wait|Wait|but|But|Alternatively"
+    ids: str = ""
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ConfigError(f"cyclic_reflex:period={self.period} must be at least 1 token")
+
+
+def wave(index: int, config: Config) -> float:
+    """The bias of the token after ``index`` output tokens."""
+    u = ((index + config.shift * config.period) % config.period) / config.period
+    if u <= 0.25:
+        return 4 * config.amplitude * u
+    if u <= 0.75:
+        return config.amplitude - 4 * config.amplitude * (u - 0.25)
+    return 4 * config.amplitude * (u - 0.75) - config.amplitude
+
+
+class CyclicReflex(Processor):
+    """The processor. Its state: the token ids, the marks of thinking, and where the answer stands."""
+
+    reads = "index"
+
+    def __init__(self, config: Config = Config()) -> None:
+        super().__init__(config)
+
+    def prepare(self, encode, thinking):
+        return {"words": word_ids(encode, self.config.words, self.config.ids)}
+
+    def state(self, prompt, params) -> Any:
+        return params.ids["words"], params.thinking, begin(params.thinking)
+
+    def advance(self, state, tokens):
+        ids, thinking, thought = state
+        return ids, thinking, follow(thinking, thought, tokens)
+
+    def bias(self, state, index, path) -> Bias | None:
+        ids, _, thought = self.advance(state, path)
+        over = thought.phase == "after" or not self.config.start <= index < self.config.stop
+        return None if over else same_bias(ids, wave(index, self.config))
+
+    def over(self, state) -> bool:
+        return state[2].phase == "after"
+
+    def ends_on(self, state) -> int:
+        thought: Thought = state[2]
+        return ends_on(state[1], thought)

@@ -1,0 +1,137 @@
+"""Processors and thinking budgets over HTTP and in LLM: what becomes of them, and what is refused by name."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from kvasir import LLM, SamplingParams
+from kvasir.api.processing import Processing
+from kvasir.api.reasoning_parsers.qwen3 import Qwen3
+from kvasir.errors import ConfigError, RequestError
+from kvasir.types import Grammar, Thinking
+from tests.api.fake_client import tokenizer
+from tests.api.running import running
+
+START, END = (tuple(tokenizer().encode(mark, parse_special=True)) for mark in ("<think>", "</think>"))
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+USER = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(processors=("cyclic_reflex", "tip")) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def ask(http, path=CHAT, **more):
+    return http.post(path, json={"messages": USER, "max_tokens": 8} | more)
+
+
+def made(server):
+    return server.engine.seen[-1].processors
+
+
+def test_the_budget_of_vllm_and_of_anthropic(http, server):
+    assert ask(http, thinking_token_budget=5).status_code == 200
+    [budget] = made(server)
+    assert budget.spec == "budget:num_ignore=0,max_thinking=5"
+    assert budget.thinking == Thinking(START, END, "before", "</think>")
+    r = ask(http, MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert r.status_code == 200 and "warning" not in r.headers
+    assert made(server)[0].spec.endswith("max_thinking=1024")
+    ask(http, MESSAGES, thinking={"type": "disabled"}, thinking_token_budget=3)
+    assert made(server)[0].thinking.prompt_ends == "after"
+    both = ask(http, MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024}, thinking_token_budget=3)
+    assert both.status_code == 400 and "thinking.budget_tokens" in both.text
+
+
+def test_processors_keep_their_order_and_their_words_are_ids(http, server):
+    specs = ["tip:beta=7,words=a|e", "cyclic-reflex:amplitude=3,words=a"]
+    assert ask(http, processors=specs, thinking_token_budget=9).status_code == 200
+    budget, *named = made(server)
+    assert [p.spec for p in named] == specs and budget.spec.startswith("budget")
+    assert set(named[1].ids["words"]) <= set(named[0].ids["words"]) and named[1].ids["words"]
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (dict(thinking_token_budget=-1), ["thinking_token_budget", "out of range"]),
+        (dict(thinking_token_budget=1.5), ["thinking_token_budget"]),
+        (dict(thinking_token_budget="3"), ["thinking_token_budget"]),
+        (dict(processors=["constant:words=a"]), ["processors", "'constant' is not allowed", "cyclic_reflex, tip"]),
+        (dict(processors=["./mine.py"]), ["processors", "not allowed"]),
+        (dict(processors=["tip:gamma=1"]), ["processors", "no option 'gamma'"]),
+        (dict(processors=["tip:alpha=x"]), ["processors", "expected float"]),
+        (dict(processors=["tip:ids=1|99999"]), ["processors", "beyond"]),
+        (dict(processors=["tip:words=hippopotamus"]), ["processors", "single token"]),
+        (dict(processors=["tip:words=a"] * 5), ["processors", "at most 4"]),
+        (dict(processors="tip"), ["processors"]),
+    ],
+)
+def test_bad_ones_are_refused_by_name(http, more, words):
+    r = ask(http, **more)
+    assert r.status_code == 400 and all(word in r.text for word in words), r.text
+
+
+def test_a_server_allows_installed_names_only():
+    with pytest.raises(ConfigError, match="no files"):
+        Processing(tokenizer(), Qwen3, ["./mine.py"])
+    with pytest.raises(ConfigError, match="Did you mean 'tip'"):
+        Processing(tokenizer(), Qwen3, ["tipp"])
+
+
+def test_a_model_that_does_not_think_has_no_budget():
+    with pytest.raises(RequestError, match="no reasoning parser") as e:
+        Processing(tokenizer(), None)(SamplingParams(thinking_token_budget=4), [1])
+    assert e.value.param == "thinking_token_budget"
+
+
+def test_conflicts_are_seen_at_admission():
+    processing, inside = Processing(tokenizer(), Qwen3), [5, *START]
+    regex = Grammar("regex", "a+")
+    with pytest.raises(RequestError, match=r"grammar \(regex\).*'budget'"):
+        processing(SamplingParams(thinking_token_budget=4, grammar=regex), inside)
+    for params, ids in [
+        (SamplingParams(thinking_token_budget=4, grammar=regex), [5]),  # it may not think at all
+        (SamplingParams(thinking_token_budget=4, grammar=Grammar("regex", "a+", END)), inside),
+        (SamplingParams(processors=["tip:words=a"], grammar=regex), inside),
+    ]:
+        assert processing(params, ids)
+    with pytest.raises(RequestError, match="both force"):
+        processing(SamplingParams(thinking_token_budget=4, processors=["budget"]), inside)
+
+
+def test_where_the_prompt_ends():
+    processing = Processing(tokenizer(), Qwen3)
+    for ids, where in [
+        ([5], "before"),
+        ([5, *START], "inside"),
+        ([5, *START, 6, *END], "after"),
+        ([5, *START, 6, 7], "inside"),
+        ([5, *START, 6, *END, 7], "before"),
+    ]:
+        assert processing.thinking(ids).prompt_ends == where
+
+
+def test_llm_runs_processors():
+    with LLM("nano", device="cpu", batch_invariant=True) as llm:
+        ids = llm.get_tokenizer().encode("The cat", add_special=False)
+        prompt = {"prompt_token_ids": ids}
+        greedy = SamplingParams(temperature=0.0, max_tokens=6, detokenize=False)
+        [plain] = llm.generate(prompt, greedy)
+        first = plain.outputs[0].token_ids[0]
+        off = SamplingParams(
+            temperature=0.0, max_tokens=6, detokenize=False, processors=[f"constant:value=-99,ids={first}"]
+        )
+        [steered] = llm.generate(prompt, off)
+        assert first not in steered.outputs[0].token_ids
+        with pytest.raises(RequestError, match="thinking_token_budget"):
+            llm.generate(prompt, SamplingParams(thinking_token_budget=-2))
