@@ -26,6 +26,7 @@ from kvasir.layers.linear import Linear
 from kvasir.layers.weights import Placement
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
+from kvasir.models.stored import view_of
 
 RANK = 16
 COUNT = 64
@@ -66,15 +67,16 @@ TARGETS = """
 def matrices(shape: str) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of the matrices that adapters change, by stored module name."""
     config = SHAPES[shape]
-    decoder = Decoder(build_spec(config), Placement(torch.device("meta"), torch.float32), num_positions=1)
+    spec = build_spec(config)
+    decoder = Decoder(spec, Placement(torch.device("meta"), torch.float32), num_positions=1)
     family, found = find_family(config["model_type"]), {}
     for i, block in enumerate(decoder.blocks):
         for room, layer in (("mixer", block.mixer), ("ffn", block.ffn)):
             for product in vars(layer).values():
                 if isinstance(product, Linear):
                     for part, width in product.widths.items():
-                        name = stored_name(f"layers.{i}.{room}.{part}.weight").removesuffix(".weight")
-                        found[name] = width, product.weight_NK.shape[1]
+                        name = view_of(family.stored(f"layers.{i}.{room}.{part}.weight", spec)).name
+                        found[name.removesuffix(".weight")] = width, product.weight_NK.shape[1]
     return found
 
 

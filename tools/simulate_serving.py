@@ -33,7 +33,7 @@ from kvasir.engine.pages import PageManager  # noqa: E402
 from kvasir.engine.policy import POLICIES, SchedulerPolicy  # noqa: E402
 from kvasir.engine.scheduler import Scheduler  # noqa: E402
 from kvasir.engine.schedulers.fcfs import Fcfs  # noqa: E402
-from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Span, Status  # noqa: E402
+from kvasir.types import CacheGroup, CacheRow, Plan, Request, SamplingParams, Sequence, Span, Status  # noqa: E402
 
 TRACES = {
     "conversation": "azure2023/AzureLLMInferenceTrace_conv.csv.gz",
@@ -73,15 +73,19 @@ def gpu_seconds(spans: list[Span]) -> float:
 
 class Simulation:
     def __init__(
-        self, requests: list[tuple[float, list[int], int]], mixed: MixedRows | None, policy: SchedulerPolicy
+        self,
+        requests: list[tuple[float, list[int], int]],
+        mixed: MixedRows | None,
+        policy: SchedulerPolicy,
+        max_rows: int = 8192,
     ) -> None:
-        """``requests``: seconds of arrival, prompts, output tokens."""
-        pages = PageManager([CacheGroup("full", (0,), 1, 8)], [45_000], 16, b"root")
+        """``requests``: seconds of arrival, prompts, output tokens. ``max_rows``: ``--max-num-batched-tokens``."""
+        pages = PageManager([CacheGroup("full", (0,), (CacheRow(1, 8, 8),))], [45_000], 16, b"root")
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=256),
             pages,
             policy,
-            max_rows=8192,
+            max_rows=max_rows,
             max_model_len=40_000,
             pace=Pace(None, None, mixed),
         )

@@ -234,6 +234,12 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = opt((), "Origin that browsers may call from (CORS; repeatable).")
     max_body_bytes: int = opt(16 << 20, "Largest request body, in bytes.", low=1)
     max_concurrent_per_key: int = opt(0, "Most concurrent requests per key; 0: no limit.", low=0)
+    max_output_tokens: int = opt(
+        0, "Most tokens of an answer; a larger max_tokens is cut to it, with a warning header; 0: no limit.", low=0
+    )
+    key_max_output_tokens: tuple[str, ...] = opt(
+        (), "Most tokens of an answer for one key, instead of --max-output-tokens: KEY=N, 0: no limit (repeatable)."
+    )
     lenient: bool = opt(False, "Ignore unknown body parameters, with a warning header, instead of refusing them.")
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
     allow_runtime_lora: bool = opt(
@@ -279,6 +285,23 @@ class ServerConfig:
                 f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: traces are sent over HTTP, not gRPC. Give the "
                 "collector's URL for that, usually http://HOST:4318/v1/traces"
             )
+
+    def output_limits(self) -> dict[str, int]:
+        """The limits of ``key_max_output_tokens`` by key. Raises ConfigError, which names no key: it may be logged."""
+        limits: dict[str, int] = {}
+        for i, text in enumerate(self.key_max_output_tokens, start=1):
+            key, _, number = text.rpartition("=")
+            if not (number.isascii() and number.isdecimal() and len(number) < 19):
+                why = "is not KEY=N, with N tokens, or 0 for no limit"
+            elif key not in self.api_key:
+                why = "names a key that no --api-key gives"
+            elif key in limits:
+                why = "names a key that has a limit already"
+            else:
+                limits[key] = int(number)
+                continue
+            raise ConfigError(f"key_max_output_tokens: entry {i} {why}")
+        return limits
 
 
 def _origins(text: str) -> list[str]:

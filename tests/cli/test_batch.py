@@ -108,7 +108,7 @@ def test_a_second_run_answers_what_is_left(kvasir, tmp_path, monkeypatch):
     assert set(again) == {"text", "bad", "response", "two"} and again["text"] == first["text"]
     assert all(row["response"]["status_code"] == 200 for row in again.values())
     before = output.read_bytes()
-    monkeypatch.setattr(batch, "serving", lambda config: pytest.fail("no engine is needed"))
+    monkeypatch.setattr(batch, "serving", lambda *settings: pytest.fail("no engine is needed"))
     done = kvasir("generate", "nano", "-i", source, "-o", output)
     assert done.code == 0 and "4 of 4 lines" in done.err and output.read_bytes() == before
 
@@ -162,3 +162,17 @@ def test_a_full_queue_is_waited_for():
 
     row, fault = asyncio.run(batch._answer(app, batch.Line("a", TEXT, b'{"prompt": "x"}'), [TEXT]))
     assert not fault and row["response"]["body"] == {} and not statuses
+
+
+def test_a_batch_is_cut(kvasir, tmp_path):
+    asked = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    source = write(tmp_path / "in.jsonl", [line("long", body=asked), line("short", body=asked | {"max_tokens": 2})])
+    output = tmp_path / "out.jsonl"
+    done = kvasir("generate", "nano", "-i", source, "-o", str(output), "--max-output-tokens", "4")
+    assert done.code == 0, done.err
+    used = {name: row["response"]["body"] for name, row in rows(output).items()}
+    assert used["long"]["usage"]["completion_tokens"] == 4
+    assert used["long"]["choices"][0]["finish_reason"] == "length"
+    assert used["short"]["usage"]["completion_tokens"] == 2
+    done = kvasir("generate", "nano", "-p", "Once", "--max-output-tokens", "4")
+    assert done.code == 2 and "--max-tokens" in done.err

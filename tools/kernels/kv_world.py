@@ -20,7 +20,7 @@ from kvasir.kernels.paged_attention import paged_attention_ref
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.technique import load
-from kvasir.types import CacheGroup, StepBatch
+from kvasir.types import CacheGroup, CacheRow, StepBatch
 from tools.kernels.frame import BF16, COLD_BYTES, Report, elapsed, tried
 from tools.kernels.pages import DIM, GROUPS, SPEC, Spans, make_batch, queries
 
@@ -46,7 +46,7 @@ class World:
         counts = [-(-(s + n) // size) for s, n in spans]
         self.name, self.spans = name, spans
         self.pool = KVPool(
-            [CacheGroup("full", tuple(range(layers)), GROUPS, DIM)],
+            [CacheGroup("full", tuple(range(layers)), (CacheRow(GROUPS, DIM, DIM),) * layers)],
             codec,
             [1 + sum(counts)],
             size,

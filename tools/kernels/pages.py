@@ -8,7 +8,7 @@ from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.attention.backends.triton import TritonBackend
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
-from kvasir.types import CacheGroup, StepBatch
+from kvasir.types import CacheGroup, CacheRow, StepBatch
 from tools.kernels.frame import BF16, COLD_BYTES
 
 Spans = list[tuple[int, int]]  # (start, length) of each
@@ -39,7 +39,7 @@ def make_batch(spans: Spans, tables: torch.Tensor, size: int = SIZE) -> StepBatc
 def make_pool(spans: Spans, layers: int, extra: int = 0) -> tuple[KVPool, StepBatch]:
     """Random pages in random order, and the step over them. ``extra`` pages stand before those in use."""
     counts = [-(-(s + n) // SIZE) for s, n in spans]
-    group = CacheGroup("full", tuple(range(layers)), GROUPS, DIM)
+    group = CacheGroup("full", tuple(range(layers)), (CacheRow(GROUPS, DIM, DIM),) * layers)
     pool = KVPool([group], PlainCodec(), [1 + extra + sum(counts)], SIZE, "cuda", BF16)
     for page in pool.pages[0].split(1024):
         page.view(BF16).normal_()

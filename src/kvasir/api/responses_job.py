@@ -57,6 +57,7 @@ class ResponsesJob:
             )
         parallel = body.parallel_tool_calls is not False
         self.names = {"prompt": "input", "max_tokens": "max_output_tokens"}
+        limit = service.cut(body.max_output_tokens, caller, "max_output_tokens")
         effort = body.reasoning.effort if body.reasoning else None
         with renamed(self.names), only_functions(body.tools, caller.warnings) as tools, flat_places():
             prompt = prepare_prompt(
@@ -66,7 +67,7 @@ class ResponsesJob:
                 choice_of(body.tool_choice),
                 parallel,
                 template_options(service, body.chat_template_kwargs, effort=effort, warnings=caller.warnings),
-                cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, body.max_output_tokens, service.info),
+                cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, limit, service.info),
                 dropped=self.ignored,
             )
             text_format = body.text.format if body.text else None
@@ -76,7 +77,7 @@ class ResponsesJob:
         params = sampling_params(
             body,
             service.info.generation_defaults,
-            max_tokens=body.max_output_tokens,
+            max_tokens=limit,
             grammar=grammar,
             logprobs=(body.top_logprobs or 0) if body.include else None,
         )
@@ -95,7 +96,7 @@ class ResponsesJob:
             "created_at": caller.created,
             "model": body.model or service.info.name,
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": limit,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "parallel_tool_calls": parallel,

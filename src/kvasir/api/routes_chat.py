@@ -183,7 +183,7 @@ class ChatJob:
             body.documents,
             caller.warnings,
         )
-        limit = max_tokens_of(body)
+        limit = service.cut(max_tokens_of(body), caller, self.names["max_tokens"])
         with renamed(self.names), only_functions(body.tools, caller.warnings) as functions:
             self.prompt = prepare_prompt(
                 service,

@@ -39,11 +39,12 @@ class CompletionJob:
         for prompt in body.prompt:
             if isinstance(prompt, str):
                 service.text.check_size([prompt], service.info.max_model_len)
+        limit = service.cut(body.max_tokens, caller)
         whole = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompt]
-        prompts = [truncated(ids, body.truncate_prompt_tokens, body.max_tokens, service.info) for ids in whole]
+        prompts = [truncated(ids, body.truncate_prompt_tokens, limit, service.info) for ids in whole]
         only_echo = bool(body.echo) and body.max_tokens == 0
         fixed: dict[str, Any] = {"logprobs": body.logprobs, "grammar": grammar}
-        fixed["max_tokens"] = 1 if only_echo else body.max_tokens
+        fixed["max_tokens"] = 1 if only_echo else limit
         if (
             body.echo
             and body.logprobs is not None

@@ -111,7 +111,7 @@ class MessagesJob:
         params = sampling_params(
             body,
             service.info.generation_defaults,
-            max_tokens=body.max_tokens,
+            max_tokens=service.cut(body.max_tokens, caller),
             grammar=grammar,
             **({} if stop is None else {"stop": stop}),
             **self._budget(body, asked),

@@ -188,6 +188,7 @@ class ResponsesRoutes:
             return None
         request = job.requests[0]
         if left is not None and left.prompt_ids == request.prompt_ids and request.params.logprobs is None:
+            request.max_tokens = left.max_tokens  # this server's limit may be lower than what it has already
             request.emitted = left.emitted  # log-probabilities of these tokens were not kept
         run = BackgroundRun(job, lambda: None, *job.watch)
         self.store.put(Stored(job.id, job.owner, record["created"], job.items(), job.object, run))

@@ -17,7 +17,7 @@ from kvasir.api.protocol import METADATA, ChatBody, RunBody
 from kvasir.api.routes_chat import ChatJob, max_tokens_of, message_object, piece_delta
 from kvasir.api.scaling_runs import ScalingRun, ScalingRuns
 from kvasir.api.scaling_store import RunStore
-from kvasir.api.service import Caller, Service, renamed
+from kvasir.api.service import Caller, Service, renamed, warning_header
 from kvasir.api.streaming import DONE, EventStream, encode, sse
 from kvasir.client.admission import check_task
 from kvasir.errors import RequestError
@@ -125,10 +125,11 @@ class ScaledChat:
                 block.answer,
                 caller.tenant,
                 seed=body.seed,
-                max_tokens=max_tokens_of(body),
+                max_tokens=service.cut(max_tokens_of(body), caller, self.names["max_tokens"]),
                 temperature=body.temperature,
                 problem_budget=block.budget,
                 where="scaling.",
+                most=service.most_tokens(caller),
             )
         self.head = {
             "id": unique_id("chatcmpl", caller.id),
@@ -188,15 +189,20 @@ class ScalingRoutes:
 
     async def _resume(self) -> None:
         """Continue the runs of the previous server, once the engine is ready."""
-        if going := self.runs.resume(lambda asked, seed: self._plan(asked["body"].encode(), asked["tenant"], seed)):
+        if going := self.runs.resume(self._again):
             log.info("%d scaling runs go on where the previous server left them", going)
+
+    def _again(self, asked: dict[str, Any], seed: int) -> scaling.Plan:
+        """The plan of an earlier server's run, with the limit that it began with, so that its calls are the same."""
+        return self._plan(asked["body"].encode(), asked["tenant"], asked.get("most", 0), seed)
 
     async def create(self, http: HttpRequest) -> Response:
         """Start a run: 202 with its id. The run continues when the client leaves."""
         service, caller = self.service, Caller(http)
         raw = await service.body(http)
         check_task(service.info, "generate")
-        plan = await asyncio.to_thread(self._plan, raw, caller.tenant)
+        most = service.most_tokens(caller)
+        plan = await asyncio.to_thread(self._plan, raw, caller.tenant, most, caller=caller)
         service.concurrency.enter(caller.key)
         try:
             run = self.runs.start(
@@ -204,15 +210,19 @@ class ScalingRoutes:
                 caller.key,
                 plan,
                 lambda: service.concurrency.leave(caller.key),
-                {"body": raw.decode(), "tenant": caller.tenant},
+                {"body": raw.decode(), "tenant": caller.tenant, "most": most},
             )
         except BaseException:
             service.concurrency.leave(caller.key)
             raise
-        return Response(encode(run.object()), 202, media_type="application/json")
+        return Response(encode(run.object()), 202, warning_header(caller.warnings), media_type="application/json")
 
-    def _plan(self, raw: bytes, tenant: str, seed: int | None = None) -> scaling.Plan:
+    def _plan(
+        self, raw: bytes, tenant: str, most: int, seed: int | None = None, caller: Caller | None = None
+    ) -> scaling.Plan:
         body, _ = self.service.parse(RunBody, raw)
+        if caller is not None:
+            self.service.cut(body.max_tokens, caller)  # the plan cuts it; this tells the caller
         named = [(p.id or f"p{i}", p.messages) for i, p in enumerate(body.problems)]
         if len({name for name, _ in named}) < len(named):
             raise RequestError("two problems have the same id", param="problems", code="duplicate_id")
@@ -227,6 +237,7 @@ class ScalingRoutes:
             temperature=body.temperature,
             budget=body.budget,
             problem_budget=body.problem_budget,
+            most=most,
         )
 
     def _get(self, name: str, http: HttpRequest) -> ScalingRun:

@@ -43,6 +43,7 @@ class Plan:
     sampling: Any
     seed: int
     tenant: str
+    most: int  # most tokens of a reply; 0: no limit
     problem_budget: Budget
     budget: Budget | None
 
@@ -63,6 +64,7 @@ class Plan:
             self.service.text.tokenizer,
             info.name,
             tenant=self.tenant,
+            most=self.most,
             parameters=active_params(build_spec(info.config)) if info.config else 0,
         )
         try:
@@ -97,10 +99,12 @@ def plan(
     budget: ScalingBudget | None = None,
     problem_budget: ScalingBudget | None = None,
     where: str = "",
+    most: int = 0,
 ) -> Plan:
     """Check everything before any work, off the event loop. Raises RequestError.
 
-    ``conversations``: pairs of id and messages. ``where``: prefix of parameter names in errors.
+    ``conversations``: pairs of id and messages. ``where``: prefix of parameter names in errors. ``most``: most tokens
+    of a reply, whatever the client or the strategy asks for; 0: no limit.
     """
     from kvasir.scaling.answers import ANSWERS
     from kvasir.scaling.endpoint import Sampling
@@ -122,6 +126,8 @@ def plan(
         raise RequestError(
             f"max_tokens={max_tokens} is out of range: at least 1", param="max_tokens", code="invalid_parameter"
         )
+    if most and max_tokens is not None:
+        max_tokens = min(max_tokens, most)
     if max_tokens is not None and max_tokens > room:
         raise RequestError(
             f"{length} prompt tokens and max_tokens={max_tokens} exceed the context of {service.info.max_model_len}",
@@ -147,9 +153,10 @@ def plan(
         service,
         strategy,
         problems,
-        Sampling(max_tokens or min(room, USUAL_TOKENS), warm),
+        Sampling(min(max_tokens or min(room, USUAL_TOKENS), most or room), warm),
         secrets.randbits(63) if seed is None else seed,
         tenant,
+        most,
         Budget(**{**CEILING, **asked}),
         total,
     )

@@ -327,6 +327,7 @@ def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
     check_address(settings.server)
     if any(not key.strip() for key in settings.server.api_key):
         raise ConfigError("an API key is empty")
+    settings.server.output_limits()  # before the engine process starts
     if settings.model.skip_tokenizer_init:
         raise ConfigError(
             "the server needs the tokenizer: drop --skip-tokenizer-init (it is for LLM(...) with token ids)"

@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from kvasir.api import limits
+from kvasir.api.auth import name_of
 from kvasir.api.errors import error_event, error_response, id_headers
 from kvasir.api.metrics import Metrics
 from kvasir.api.protocol import Body, SamplingBody, parse
@@ -105,6 +106,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics()
         self.concurrency = limits.Concurrency(settings.max_concurrent_per_key)
+        self._most_by_key = {name_of(key): most for key, most in settings.output_limits().items()}
         self.phase = "starting"
         self.failure: BaseException | None = None
         self.openers: list[Callable[[], Awaitable[None]]] = []  # called once the engine is ready
@@ -201,6 +203,19 @@ class Service:
             caller.take(body)
         return body, ignored
 
+    def most_tokens(self, caller: Caller) -> int:
+        """Most tokens of an answer for this caller; 0: no limit."""
+        return self._most_by_key.get(caller.key, self.settings.max_output_tokens)
+
+    def cut(self, max_tokens: int | None, caller: Caller, name: str = "max_tokens") -> int | None:
+        """``max_tokens`` of a body, or the caller's limit where that is less and a number was asked for. The reply's
+        warning header then says so, with ``name`` as the parameter's."""
+        most = self.most_tokens(caller)
+        if not most or max_tokens is None or max_tokens <= most:
+            return max_tokens
+        caller.warnings.append(f"{name}={max_tokens} was cut to {most}, the limit of this server for this key")
+        return most
+
     def base_only(self, adapter: str) -> RequestError:
         """The error of a route that computes no adapter."""
         return RequestError(
@@ -249,6 +264,7 @@ class Service:
                             encode=self.text.encode,
                             processing=self.text.processing,
                             adapter=None if model in (None, self.info.name) else model,
+                            most=self.most_tokens(caller),
                         )
                     )
                 except RequestError as e:
@@ -305,7 +321,7 @@ class Service:
             headers = {
                 **id_headers(http.scope, caller.id),
                 **ignored_header(job.ignored),
-                **_warning_header(caller.warnings),
+                **warning_header(caller.warnings),
             }
             generation = job.begin(functools.partial(self._left, caller, trace))
             if trace is not None:
@@ -397,7 +413,7 @@ def ignored_header(names: list[str]) -> dict[str, str]:
     return {"warning": f'199 kvasir "ignored parameters: {clean}"'}
 
 
-def _warning_header(warnings: list[str]) -> dict[str, str]:
-    """The header that tells what of a request has no effect, in short ASCII."""
+def warning_header(warnings: list[str]) -> dict[str, str]:
+    """The header that tells what of a request has no effect or was cut, in short ASCII."""
     text = "; ".join(warnings)[:MAX_WARNING_CHARS]
     return {"x-kvasir-warning": re.sub(r"[^ -~]", "?", text)} if warnings else {}

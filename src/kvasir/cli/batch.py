@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvasir.config import EngineConfig, Settings
+from kvasir.config import EngineConfig, ServerConfig, Settings
 from kvasir.errors import ConfigError, RequestError, nearest
 
 # Longest custom_id, in characters.
@@ -84,9 +84,9 @@ def _line(text: str, number: int) -> Line:
     return Line(name, entry["url"], json.dumps(body).encode())
 
 
-def run(config: EngineConfig, text: str, output: Path | None, errors: Path | None) -> None:
-    """Answer a batch. Without ``errors``, lines that failed go to the output, too. Raises ConfigError, and RequestError
-    at the end when any line failed."""
+def run(config: EngineConfig, text: str, output: Path | None, errors: Path | None, max_output_tokens: int = 0) -> None:
+    """Answer a batch. Without ``errors``, lines that failed go to the output, too. ``max_output_tokens``: the server's
+    setting. Raises ConfigError, and RequestError at the end when any line failed."""
     if errors is not None and output is not None and errors.resolve() == output.resolve():
         raise ConfigError("--errors is the file that --output writes; leave --errors out to have both in one file")
     lines = parse(text)
@@ -98,7 +98,7 @@ def run(config: EngineConfig, text: str, output: Path | None, errors: Path | Non
         return
     outcome = Outcome()
     try:
-        asyncio.run(_run(config, todo, output, errors, outcome))
+        asyncio.run(_run(config, todo, output, errors, outcome, max_output_tokens))
     except KeyboardInterrupt:
         where = output or "stdout"
         print(f"interrupted: {outcome.done} of {len(todo)} lines were written to {where}", file=sys.stderr)
@@ -149,9 +149,14 @@ class Outcome:
 
 
 async def _run(
-    config: EngineConfig, todo: list[Line], output: Path | None, errors: Path | None, outcome: Outcome
+    config: EngineConfig,
+    todo: list[Line],
+    output: Path | None,
+    errors: Path | None,
+    outcome: Outcome,
+    max_output_tokens: int,
 ) -> None:
-    async with serving(config) as app, contextlib.AsyncExitStack() as stack:
+    async with serving(config, max_output_tokens) as app, contextlib.AsyncExitStack() as stack:
         # Files are opened once the model is there, so that a failed start leaves earlier ones as they are.
         out = stack.enter_context(output.open("a", encoding="utf-8")) if output else sys.stdout
         err = stack.enter_context(errors.open("w", encoding="utf-8")) if errors else out
@@ -201,12 +206,15 @@ async def _answer(app: Any, line: Line, routes: list[str]) -> tuple[dict[str, An
 
 
 @contextlib.asynccontextmanager
-async def serving(config: EngineConfig) -> AsyncIterator[Any]:
+async def serving(config: EngineConfig, max_output_tokens: int = 0) -> AsyncIterator[Any]:
     """The server's app with a running engine, without a port. Raises ConfigError when it cannot start."""
     from kvasir.api.server import create_app, open_text
     from kvasir.client.engine_client import AsyncEngine
 
-    settings = Settings(**{f.name: getattr(config, f.name) for f in fields(EngineConfig)})
+    settings = Settings(
+        **{f.name: getattr(config, f.name) for f in fields(EngineConfig)},
+        server=ServerConfig(max_output_tokens=max_output_tokens),
+    )
     app = create_app(AsyncEngine(config), open_text(settings), settings.server)
     service = app.state.service
     async with app.router.lifespan_context(app):

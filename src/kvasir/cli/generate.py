@@ -36,11 +36,12 @@ def run(
     shared: dict[str, Any],
     chat: bool | None,
     errors: Path | None = None,
+    max_output_tokens: int = 0,
 ) -> None:
     """Answer all requests. Raises ConfigError when there are none, and RequestError at the end when any was refused.
 
     ``chat``: whether a single prompt goes through the chat template; None: if the model has one. ``errors``: file for
-    the lines of a batch that failed.
+    the lines of a batch that failed. ``max_output_tokens``: most tokens of an answer in a batch; 0: no limit.
     """
     if (prompt is None) == (source is None):
         raise ConfigError("give a prompt with --prompt, or a file with --input (.jsonl for many requests)")
@@ -53,7 +54,9 @@ def run(
     if source is not None and batch.is_batch(text):
         if shared or chat is not None:
             raise ConfigError("each line of a batch has its own parameters: leave --params, --chat and the like out")
-        return batch.run(config, text, output, errors)
+        return batch.run(config, text, output, errors, max_output_tokens)
+    if max_output_tokens:
+        raise ConfigError("--max-output-tokens is for files in OpenAI's batch format; elsewhere use --max-tokens")
     if errors is not None:
         raise ConfigError("--errors is for files in OpenAI's batch format; elsewhere the output holds the errors")
     if jsonl and chat is not None:

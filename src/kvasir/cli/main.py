@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvasir import __version__
-from kvasir.cli.bench_constrained import app as bench  # with the commands of bench.py
+from kvasir.cli.bench_steps import app as bench  # with the commands of bench.py and bench_constrained.py
 from kvasir.cli.lab import app as lab
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
 from kvasir.cli.train import app as train
@@ -119,6 +119,9 @@ def generate(
     errors: Annotated[
         Path | None, typer.Option(help="File for the lines of a batch that failed; default: the output.")
     ] = None,
+    max_output_tokens: Annotated[
+        int, typer.Option(min=0, help="Most tokens of an answer in a batch, whatever its line asks for; 0: no limit.")
+    ] = 0,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -151,7 +154,17 @@ def generate(
     check_output(errors)
     shared = command.parse_params(params) | _given(temperature=temperature, max_tokens=max_tokens)
     config = build_settings({"model": model, **options}, EngineConfig)
-    command.run(config, prompt=prompt, source=file, jsonl=jsonl, output=output, shared=shared, chat=chat, errors=errors)
+    command.run(
+        config,
+        prompt=prompt,
+        source=file,
+        jsonl=jsonl,
+        output=output,
+        shared=shared,
+        chat=chat,
+        errors=errors,
+        max_output_tokens=max_output_tokens,
+    )
 
 
 @app.command(cls=Command)

@@ -49,13 +49,15 @@ def admit(
     encode: Callable[[str], list[int]] | None = None,
     adapter: str | None = None,
     processing: Callable[[SamplingParams, list[int]], list[ProcessorParams]] | None = None,
+    most: int = 0,
 ) -> Request:
     """Check every parameter and build the request.
 
     ``arrival``: ``time.monotonic()`` seconds. ``encode``: text to token ids without special tokens; only ``bad_words``
     need it. ``adapter``: name of the adapter that computes it; None: the base model. ``processing``: prepares the logit
-    processors of the request with this prompt; None: there may be none. Raises RequestError that names the parameter:
-    status 400, or 404 for an adapter that is not loaded.
+    processors of the request with this prompt; None: there may be none. ``most``: largest ``max_tokens``, to which
+    larger ones are cut; 0: the context alone bounds it. Raises RequestError that names the parameter: status 400, or
+    404 for an adapter that is not loaded.
     """
     check_task(info, "generate")
     ids_end = info.tokenizer_size or info.vocab_size
@@ -67,9 +69,13 @@ def admit(
         running = f"these do: {', '.join(info.drafters)}" if info.drafters else "this server runs none"
         _refuse("drafter", f"no drafter named {params.drafter!r} runs here; {running}")
     processors = _processors(params, prompt_ids, processing)
+    if most and params.max_tokens is not None:
+        params = dataclasses.replace(params, max_tokens=min(params.max_tokens, most))
     max_tokens = _max_tokens(len(prompt_ids), params, info)
+    max_tokens = min(max_tokens, most or max_tokens)
     if params.min_tokens > max_tokens:
-        _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}")
+        limit = f", this server's limit of an answer for this key is {most}" if max_tokens == most else ""
+        _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}{limit}")
     return Request(
         id=id,
         prompt_ids=list(prompt_ids),

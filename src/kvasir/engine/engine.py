@@ -275,6 +275,11 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
+    @property
+    def num_in_flight(self) -> int:
+        """Number of steps that were launched and not yet read."""
+        return len(self._plans)
+
     def has_work(self) -> bool:
         return bool(self._plans or self._compiling) or self.scheduler.has_work(time.monotonic())
 

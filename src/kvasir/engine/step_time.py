@@ -172,6 +172,10 @@ class StepTimeModel:
     def predict(self, shape: StepShape, *, graph: bool = False) -> float:
         return max(float(self.roofline.vector(shape) @ self._fits[graph].coefficients), self.roofline.bound(shape))
 
+    def coefficients(self, *, graph: bool = False) -> np.ndarray:
+        """The coefficients c0 to c4 as learnt, in seconds."""
+        return self._fits[graph].coefficients
+
     def relative_error(self, *, graph: bool = False) -> float | None:
         """Mean of |predicted - measured| / measured over about the last 50 steps. Each is predicted before it is
         learnt."""

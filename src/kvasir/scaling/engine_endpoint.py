@@ -68,9 +68,9 @@ class ClientEndpoint(Endpoint):
 
     ``confidences`` k: number of the likeliest tokens that a confidence is the mean of (0: no confidence, a little
     faster). ``lease``: seconds for which a paused reply keeps its pages; needs the prefix cache. ``tenant``: salt of
-    the prefix key. ``without``: features of the engine not to use, to measure what they are worth: ``fork`` (the prompt
-    once for n samples), ``score`` (the score as one record) and ``group`` (a group that the engine ends itself). They
-    change no reply.
+    the prefix key. ``most``: most tokens of a reply, whatever a strategy asks for (0: no limit). ``without``: features
+    of the engine not to use, to measure what they are worth: ``fork`` (the prompt once for n samples), ``score`` (the
+    score as one record) and ``group`` (a group that the engine ends itself). They change no reply.
     """
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
@@ -87,6 +87,7 @@ class ClientEndpoint(Endpoint):
         confidences: int = DEFAULT_CONFIDENCES,
         lease: float = 0.0,
         tenant: str = "",
+        most: int = 0,
         without: Sequence[str] = (),
     ) -> None:
         if confidences == 1:
@@ -96,7 +97,7 @@ class ClientEndpoint(Endpoint):
             )
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.parameters, self.vocabulary, self.price = parameters, vocabulary or name, price or Price()
-        self.confidences, self.lease, self.tenant = confidences, lease, tenant
+        self.confidences, self.lease, self.tenant, self.most = confidences, lease, tenant, most
         # prefix of request ids, because several endpoints may share an engine
         self._prefix = f"{name}-{uuid.uuid4().hex[:12]}"
         self._numbers = itertools.count()
@@ -152,7 +153,7 @@ class ClientEndpoint(Endpoint):
             params = SamplingParams(
                 n=min(size, n - first),
                 temperature=sampling.temperature,
-                max_tokens=min(sampling.max_tokens, room),
+                max_tokens=min(sampling.max_tokens, room, self.most or room),
                 seed=branch_stream(stream, branch) if branch else stream,
                 confidence=self.confidences,
                 finish_after=first_of,
