@@ -241,6 +241,8 @@ def _read_forever(channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, folder
     code = 0
     try:
         while (message := channel.receive()) is not None:
+            if isinstance(message, messages.Submit):
+                message.request.arrival = time.monotonic() - message.age
             inbox.put(message)
     except ipc.FrameError as e:
         log.error("engine process: %s", e)

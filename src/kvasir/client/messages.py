@@ -24,10 +24,12 @@ class Hello(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Queue a request. ``ticket``: a number that is never used twice; the flight record names requests by it."""
+    """Queue a request. ``ticket``: a number that is never used twice; the flight record names requests by it.
+    ``age``: seconds since its arrival. The reader sets ``request.arrival`` by it, because hosts' clocks differ."""
 
     ticket: int
     request: Request
+    age: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -122,7 +124,7 @@ def error_event(request: Request, error: RequestError) -> Event:
 def check(request: Request) -> None:
     """Raise RequestError unless the engine process could read the request: one malformed request must not end it."""
     try:
-        ipc.Decoder(ToEngine).body(ipc.encode(Submit(0, request))[ipc.HEADER.size :])
+        ipc.Decoder(ToEngine).body(ipc.encode(Submit(0, request, 0.0))[ipc.HEADER.size :])
     except ipc.FrameError as e:
         too_long = "limit" in str(e)
         raise RequestError(f"the request cannot be sent to the engine: {e}", status=413 if too_long else 400) from e
