@@ -18,6 +18,7 @@ LAYERS = [
     ["types", "errors", "logs"],
     ["config", "technique", "tuned"],
     ["client"],
+    ["cluster"],
     ["kernels"],
     ["layers", "attention", "kv"],
     ["models"],
@@ -106,6 +107,7 @@ TECHNIQUES = [
     "speculation/head_kinds",
     "api/tool_parsers",
     "api/reasoning_parsers",
+    "cluster/routers",
 ]
 
 

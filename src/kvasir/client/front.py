@@ -39,18 +39,22 @@ class Front:
     """All of ``interface.EngineClient`` except for adapters, over one replica or several. All methods except
     ``start_process`` belong to the event loop of ``start``.
 
-    ``configs``: one for each replica. ``factory``: "module:callable" that builds the core from an EngineConfig, inside
-    the engine process. ``num_restarts`` and ``num_quarantined`` count since ``start``.
+    ``configs``: one for each replica. ``environments``: what each finds in its environment; None: there is one replica,
+    which need not report its load or prove its weights. ``factory``: "module:callable" that builds the core from an
+    EngineConfig, inside the engine process. ``num_restarts`` and ``num_quarantined`` count since ``start``.
     """
 
     info: ModelInfo
 
-    def __init__(self, configs: Sequence[EngineConfig], factory: str) -> None:
+    def __init__(
+        self, configs: Sequence[EngineConfig], factory: str, environments: Sequence[dict[str, str]] | None = None
+    ) -> None:
         self.config = configs[0]
         self.num_quarantined = 0
         self._journal = Journal()
         self.replicas = [
-            Replica(number, config, factory, self, Registry(self._journal)) for number, config in enumerate(configs)
+            Replica(number, config, factory, self, Registry(self._journal), environments and environments[number])
+            for number, config in enumerate(configs)
         ]
         self._outboxes: dict[int, Outbox] = {}  # by ticket
         self._recovering = False  # after a death: some requests may be suspects, or not held by a replica yet
@@ -84,6 +88,7 @@ class Front:
         starts = [asyncio.ensure_future(replica.start()) for replica in self.replicas]
         try:
             await asyncio.gather(*starts)
+            await self.agree()
         except BaseException:
             for start in starts:
                 start.cancel()
@@ -271,12 +276,19 @@ class Front:
             outbox.put(news)
         if entry.done:
             self._journal.remove(entry)
+            self.finished(entry)
+
+    def finished(self, entry: Entry) -> None:
+        """Note that a request has ended, and where. By default nothing is noted."""
 
     # ----------------------------------------------------------------------------------------------------- the replicas
 
     def hello(self, replica: Replica, info: ModelInfo) -> None:
         """Take the facts of a process that is ready."""
         self.info = info
+
+    async def agree(self) -> None:
+        """Make replicas that are ready for the first time alike, where they have chosen something themselves."""
 
     def ready(self, replica: Replica) -> None:
         """Submit what waits for a replica."""
@@ -370,6 +382,7 @@ class Front:
             )
             return
         entry.holder = replica.number
+        replica.submits += 1
 
     def _submit_next(self) -> None:
         """Submit the next suspect, alone in the replica that tries them, and to the other replicas all other requests
@@ -382,15 +395,19 @@ class Front:
         if not suspects:
             self._trial = None
         elif self._trial.connected and all(entry.holder is None for entry in suspects):
-            for entry in self._journal:
-                if entry.holder == self._trial.number:  # it has passed, and goes on elsewhere or when all have
-                    self._trial.send(messages.Cancel(entry.id))
-                    self._rewind(entry)
+            self._take_back(self._trial)  # what it holds has passed, and goes on elsewhere or when all have
             self._submit(suspects[0], self._trial)
         for entry in self._journal:
             if entry.holder is None and entry.strikes < 1:
                 self._place(entry)
         self._recovering = any(entry.strikes or entry.holder is None for entry in self._journal)
+
+    def _take_back(self, replica: Replica) -> None:
+        """Take all requests back from a replica that lives; nobody holds them then."""
+        for entry in self._journal:
+            if entry.holder == replica.number:
+                replica.send(messages.Cancel(entry.id))
+                self._rewind(entry)
 
     def _rewind(self, entry: Entry) -> None:
         """Take a request back from its replica and end the branches that were cancelled meanwhile."""

@@ -11,16 +11,17 @@ import msgspec
 from kvasir.client import ipc
 from kvasir.config import EngineConfig
 from kvasir.errors import RequestError
-from kvasir.types import AdapterInfo, EngineStats, Event, ModelInfo, Request
+from kvasir.types import AdapterInfo, EngineStats, Event, Load, ModelInfo, Request
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
-    """The engine to build. ``spawned``:
-    ``time.monotonic()`` at the start of the process, for the start-up breakdown."""
+    """The engine to build. ``spawned``: ``time.monotonic()`` at the start of the process, for the start-up breakdown.
+    ``replicated``: it is one of several, so it reports its load and the digest of its weights."""
 
     config: EngineConfig
     log_level: str = "INFO"
     spawned: float = 0.0
+    replicated: bool = False
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -94,7 +95,12 @@ class AdapterNews(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
+    """The state of the process. ``load``: one of several replicas reports it, with the number of ``Submit`` messages
+    that are counted in."""
+
     stats: EngineStats
+    load: Load | None = None
+    submits: int = 0
 
 
 class Crash(msgspec.Struct, tag=True):

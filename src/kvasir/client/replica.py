@@ -20,7 +20,7 @@ from kvasir.client.totals import Totals
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.logs import log
-from kvasir.types import Event, ModelInfo
+from kvasir.types import Event, Load, ModelInfo
 
 # Deaths in a row, without a token in between, after which the replica is given up.
 MAX_DEATHS = 5
@@ -60,12 +60,22 @@ class Replica:
     ``number``: names the replica in the journal and in the log. ``factory``: "module:callable" that builds the core
     from an EngineConfig, inside the process. ``connected``: messages reach a process that is ready. ``failed``: it was
     given up. ``deaths``: in a row, without a token in between; the front resets it. ``num_restarts`` counts since
-    ``start``. ``startup``: seconds by phase of the latest start.
+    ``start``. ``startup``: seconds by phase of the latest start. ``load``: the latest report of the process;
+    ``submits``: requests sent to it, of which the report knows the first ``reported``. ``environment``: what the
+    process finds in its environment; None: it is the only replica, and does not report.
     """
 
     info: ModelInfo
 
-    def __init__(self, number: int, config: EngineConfig, factory: str, listener: Listener, adapters: Registry) -> None:
+    def __init__(
+        self,
+        number: int,
+        config: EngineConfig,
+        factory: str,
+        listener: Listener,
+        adapters: Registry,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.number, self.config, self.adapters = number, config, adapters
         self.child: Child | None = None
         self.connected = self.failed = False
@@ -73,7 +83,8 @@ class Replica:
         self.deaths = self.num_restarts = 0
         self.startup: dict[str, float] = {}
         self.totals = Totals()
-        self._factory, self._listener = factory, listener
+        self.load, self.reported, self.submits = Load(), 0, 0
+        self._factory, self._listener, self._environment = factory, listener, environment
         self._stuck = ""
         self._born = 0.0  # when the present process was ready
         self._supervisor: asyncio.Task | None = None
@@ -83,7 +94,7 @@ class Replica:
     def start_process(self) -> None:
         """Start the process without waiting for it; cheap, and needs no event loop. ``start`` does it otherwise."""
         if self.child is None:
-            self.child = Child(self.config, self._factory)
+            self.child = Child(self.config, self._factory, self._environment)
             self.why_down = "starting"
 
     async def start(self) -> None:
@@ -97,6 +108,12 @@ class Replica:
             if isinstance(e, ChildError):
                 raise ConfigError(f"the engine could not start: {e}") from e
             raise
+
+    async def start_again(self, **changes: Any) -> None:
+        """End a process that nobody has sent a request to, and wait for one with other settings. Raises ConfigError."""
+        await self.end(True)
+        self.connected, self.child, self.config = False, None, self.config.replace(**changes)
+        await self.start()
 
     def supervise(self) -> None:
         """Serve from now on, and replace the process whenever it ends."""
@@ -137,6 +154,7 @@ class Replica:
     def _welcome(self, ready: messages.Ready) -> None:
         self._listener.hello(self, ready.info)
         self._born = time.monotonic()
+        self.load, self.reported, self.submits = Load(), 0, 0
         self.info, self.startup = ready.info, ready.startup
         self.adapters.welcome(ready.info)
         self.config = self.config.replace(lora_modules=())  # the next process loads what is served then
@@ -171,6 +189,8 @@ class Replica:
                     self.adapters.news(message)
                 elif isinstance(message, messages.Heartbeat):
                     self.totals.heartbeat(message.stats)
+                    if message.load is not None:
+                        self.load, self.reported = message.load, message.submits
             return self._stuck
         except ipc.FrameError as e:
             return str(e)
@@ -224,7 +244,7 @@ class Replica:
             if self.deaths > 1:
                 await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 0.1 * 2**self.deaths))
             try:
-                self.child = Child(self.config, self._factory)
+                self.child = Child(self.config, self._factory, self._environment)
                 self._welcome(await self.child.ready(self.config.service.startup_timeout))
                 return
             except (ChildError, OSError) as e:
