@@ -14,7 +14,7 @@ import yaml
 from kvasir.api.auth import OPEN_PATHS
 from kvasir.api.metric_definitions import BY_NAME, DEFINITIONS, Alert
 from kvasir.api.server import CLOSE_SECONDS
-from kvasir.client.engine_client import STOP_SECONDS
+from kvasir.client.replica import STOP_SECONDS
 from kvasir.config import ServiceConfig
 from tools import monitoring
 

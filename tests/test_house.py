@@ -18,6 +18,7 @@ LAYERS = [
     ["types", "errors", "logs"],
     ["config", "technique", "tuned"],
     ["client"],
+    ["cluster"],
     ["kernels"],
     ["layers", "attention", "kv"],
     ["models"],
@@ -107,6 +108,7 @@ TECHNIQUES = [
     "decoding/processors",
     "api/tool_parsers",
     "api/reasoning_parsers",
+    "cluster/routers",
 ]
 
 

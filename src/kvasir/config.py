@@ -265,6 +265,14 @@ class ServerConfig:
         True, "Log one line about the load every --log-stats-interval while requests run.", off="disable-log-stats"
     )
     log_stats_interval: float = opt(10.0, "Seconds between two lines about the load; 0: none.", low=0)
+    replicas: int = opt(
+        1,
+        "Engine processes behind this server, each on a GPU of its own; on a CPU they share the cores.",
+        "data-parallel-size",
+        "-dp",
+        low=1,
+    )
+    router: str = opt("cost", "Rule by which replicas get requests: one that `kvasir doctor` lists, or a file.")
     public_metrics: bool = opt(False, "Serve /metrics without a key.")
     otlp_traces_endpoint: str | None = opt(
         None,
@@ -386,7 +394,7 @@ def _by_our_names(options: Mapping[str, Any], owners: Mapping[str, tuple[str, da
         alias.replace("-", "_"): name
         for name, (_, f) in owners.items()
         for alias in f.metadata["aliases"]
-        if len(alias) > 1
+        if len(alias) > 1 and not alias.startswith("-")
     }
     off = {f.metadata["off"].replace("-", "_"): name for name, (_, f) in owners.items() if f.metadata["off"]}
     found: dict[str, Any] = {}

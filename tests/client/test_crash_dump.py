@@ -81,7 +81,7 @@ def test_the_check_for_prompts_can_fail(tmp_path, monkeypatch):
 def test_no_dump_where_none_is_wanted_or_possible(tmp_path, caplog):
     async def body(folder):
         async with engine("SlowCore", crash_dumps=folder) as it:
-            os.kill(it._child.pid, signal.SIGKILL)
+            os.kill(it.replica.child.pid, signal.SIGKILL)
             await until(lambda: not it.health().ready)
             (await Reader(it, request(1, max_tokens=5)).task).check()
 
@@ -96,7 +96,7 @@ def test_a_server_that_crashes_again_and_again_writes_few(tmp_path, monkeypatch)
     async def body():
         async with engine("SlowCore", crash_dumps=str(tmp_path)) as it:
             for life in (1, 2):
-                os.kill(it._child.pid, signal.SIGKILL)
+                os.kill(it.replica.child.pid, signal.SIGKILL)
                 await until(lambda: it.num_restarts == life and it.health().ready)  # noqa: B023
                 (await Reader(it, request(life, max_tokens=5)).task).check()
 

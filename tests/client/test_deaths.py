@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvasir.client import engine_client
+from kvasir.client import replica
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.client.totals import Totals
 from kvasir.config import EngineConfig
@@ -29,7 +29,7 @@ def test_a_killed_process_loses_no_token():
         async with engine("SlowCore") as it:
             readers = [Reader(it, request(i, n=1 + i % 3, max_tokens=40 + i, prompt=1 + 9 * i)) for i in range(32)]
             await until(lambda: sum(r.events for r in readers) > 300)
-            os.kill(it._child.pid, signal.SIGKILL)
+            os.kill(it.replica.child.pid, signal.SIGKILL)
             await until(lambda: not it.health().ready)
             assert it.health().live and it.health().reason
             late = Reader(it, request(99))
@@ -53,7 +53,7 @@ def test_counters_go_on_where_a_process_ended():
             await until(lambda: it.stats().generation_tokens == 30 and not it.stats().num_running)
             for life in (1, 2):
                 before = it.stats()
-                os.kill(it._child.pid, signal.SIGKILL)
+                os.kill(it.replica.child.pid, signal.SIGKILL)
                 await until(lambda: not it.health().ready)
                 reader = Reader(it, request(2, n=2, max_tokens=20))
                 await until(lambda: it.stats().num_waiting == 2)
@@ -101,7 +101,7 @@ def test_killed_again_and_again():
                 await until(lambda: it.health().ready)
                 seen = sum(r.events for r in readers)
                 await until(lambda seen=seen: sum(r.events for r in readers) > seen + 20)
-                os.kill(it._child.pid, signal.SIGKILL)
+                os.kill(it.replica.child.pid, signal.SIGKILL)
                 await until(lambda: not it.health().ready)
             for reader in readers:
                 (await reader.task).check()
@@ -113,8 +113,8 @@ def test_killed_again_and_again():
 def test_what_the_clock_chose_is_kept():
     it = AsyncEngine(EngineConfig())
     for timed in ("chosen", ""):
-        it._welcome(SimpleNamespace(info=SimpleNamespace(timed_attention=timed, adapters={}), startup={}))
-        assert it.config.runner.attention_backend == "chosen"
+        it.replica._welcome(SimpleNamespace(info=SimpleNamespace(timed_attention=timed, adapters={}), startup={}))
+        assert it.replica.config.runner.attention_backend == "chosen"
 
 
 def test_killed_while_it_restarts():
@@ -123,9 +123,9 @@ def test_killed_while_it_restarts():
             readers = [Reader(it, request(i, max_tokens=40)) for i in range(4)]
             await until(lambda: all(r.events for r in readers))
             for _ in range(3):
-                child = it._child
+                child = it.replica.child
                 os.kill(child.pid, signal.SIGKILL)
-                await until(lambda child=child: it._child is not child)
+                await until(lambda child=child: it.replica.child is not child)
             for reader in readers:
                 (await reader.task).check()
 
@@ -240,13 +240,13 @@ def test_a_crash_that_happens_once_costs_nobody_anything(tmp_path):
 
 
 def test_an_engine_that_cannot_come_back_fails_everything_with_503(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_client, "MAX_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(replica, "MAX_BACKOFF_SECONDS", 0.05)
 
     async def body():
         async with engine("once", model=str(tmp_path / "started")) as it:
             readers = [Reader(it, request(i, max_tokens=200)) for i in range(3)]
             await until(lambda: all(r.events for r in readers))
-            os.kill(it._child.pid, signal.SIGKILL)
+            os.kill(it.replica.child.pid, signal.SIGKILL)
             for reader in readers:
                 await reader.task
                 assert (reader.error.status, reader.error.code) == (503, "engine_down") and reader.error.retry_after
@@ -264,7 +264,7 @@ def test_a_set_up_that_became_wrong_is_not_tried_again(tmp_path):
         async with engine("moody", model=str(tmp_path / "started")) as it:
             reader = Reader(it, request(1, max_tokens=200))
             await until(lambda: reader.events)
-            os.kill(it._child.pid, signal.SIGKILL)
+            os.kill(it.replica.child.pid, signal.SIGKILL)
             assert (await reader.task).error.code == "engine_down"
             assert it.health().reason == "the model folder is gone" and not it.health().live
 
@@ -279,8 +279,8 @@ def test_a_bug_of_the_supervisor_leaves_nobody_waiting(monkeypatch):
         async with engine("SlowCore") as it:
             reader = Reader(it, request(1, max_tokens=500))
             await until(lambda: reader.events)
-            monkeypatch.setattr(AsyncEngine, "_bury", fail)
-            os.kill(it._child.pid, signal.SIGKILL)
+            monkeypatch.setattr(replica.Replica, "_bury", fail)
+            os.kill(it.replica.child.pid, signal.SIGKILL)
             assert (await reader.task).error.code == "engine_down" and "a bug in the client" in it.health().reason
 
     run(body())
@@ -289,7 +289,7 @@ def test_a_bug_of_the_supervisor_leaves_nobody_waiting(monkeypatch):
 def test_the_queue_is_bounded_while_the_engine_restarts():
     async def body():
         async with engine("SlowCore", max_queued_requests=3, max_num_seqs=2) as it:
-            os.kill(it._child.pid, signal.SIGKILL)
+            os.kill(it.replica.child.pid, signal.SIGKILL)
             await until(lambda: not it.health().ready)
             readers = [Reader(it, request(i)) for i in range(9)]
             for reader in readers:
@@ -326,7 +326,7 @@ def test_a_stopped_process_is_replaced():
         async with engine("SlowCore", watchdog=3.0) as it:
             readers = [Reader(it, request(i, max_tokens=60)) for i in range(4)]
             await until(lambda: all(r.events > 3 for r in readers))
-            os.kill(it._child.pid, signal.SIGSTOP)
+            os.kill(it.replica.child.pid, signal.SIGSTOP)
             await until(lambda: not it.health().ready)
             assert "no progress" in it.health().reason
             for reader in readers:
@@ -338,9 +338,9 @@ def test_a_stopped_process_is_replaced():
 def test_an_idle_stopped_process_is_noticed_before_the_next_request():
     async def body():
         async with engine(watchdog=3.0) as it:
-            seen = it._child.flight.progress
-            await until(lambda: it._child.flight.progress > seen)
-            os.kill(it._child.pid, signal.SIGSTOP)
+            seen = it.replica.child.flight.progress
+            await until(lambda: it.replica.child.flight.progress > seen)
+            os.kill(it.replica.child.pid, signal.SIGSTOP)
             await until(lambda: it.num_restarts and it.health().ready)
             (await Reader(it, request(1)).task).check()
 
@@ -375,8 +375,8 @@ def test_blocked_requests_and_idle_time_are_no_reason_to_restart():
             for faults in ("block@0.5", ""):
                 reader = Reader(it, request(1, faults=faults))
                 await until(lambda reader=reader: reader.accepted)
-                seen = it._child.flight.progress
-                await until(lambda seen=seen: it._child.flight.progress > seen + 2)
+                seen = it.replica.child.flight.progress
+                await until(lambda seen=seen: it.replica.child.flight.progress > seen + 2)
                 (await reader.task).check()
             assert it.num_restarts == 0
 
@@ -417,7 +417,7 @@ def test_every_request_ends_in_exactly_one_terminal_reply(seed, tmp_path):
                 await asyncio.sleep(rng.random() * 0.03)
                 if rng.random() < 0.15:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(it._child.pid, signal.SIGKILL)
+                        os.kill(it.replica.child.pid, signal.SIGKILL)
                 if rng.random() < 0.2 and await it.cancel(f"r{rng.randrange(i + 1)}"):
                     cancelled.update(range(i + 1))  # any of them may be the one; their tokens are checked as prefixes
                 if i % 7 == 6:

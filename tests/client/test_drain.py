@@ -9,7 +9,7 @@ import stat
 
 import pytest
 
-from kvasir.client import engine_client, journal
+from kvasir.client import journal, replica
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
 from kvasir.errors import RequestError
@@ -87,7 +87,7 @@ def test_drain_survives_a_death():
             await until(lambda: all(r.events for r in readers))
             stopping = asyncio.create_task(it.stop(120.0))
             await until(lambda: it._deadline is not None)
-            os.kill(it._child.pid, signal.SIGKILL)
+            os.kill(it.replica.child.pid, signal.SIGKILL)
             for reader in readers:
                 (await reader.task).check()
             await stopping
@@ -96,7 +96,7 @@ def test_drain_survives_a_death():
 
 
 def test_stop_in_every_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_client, "MAX_BACKOFF_SECONDS", 5.0)
+    monkeypatch.setattr(replica, "MAX_BACKOFF_SECONDS", 5.0)
 
     async def body():
         fresh = AsyncEngine(EngineConfig(), factory="tests.engine.fake_core:FakeCore")
@@ -105,8 +105,8 @@ def test_stop_in_every_state(tmp_path, monkeypatch):
         spawned.start_process()
         await spawned.stop()
         async with engine("once", model=str(tmp_path / "m")) as it:  # stopped in its back-off
-            os.kill(it._child.pid, signal.SIGKILL)
-            await until(lambda: it._deaths >= 3)
+            os.kill(it.replica.child.pid, signal.SIGKILL)
+            await until(lambda: it.replica.deaths >= 3)
             reader = Reader(it, request(1))
             await asyncio.sleep(0)
         assert (await reader.task).error.code == "shutting_down"

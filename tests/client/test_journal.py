@@ -65,10 +65,10 @@ def test_missing_tokens_are_an_error():
 
 def test_older_and_newer_epochs_are_dropped():
     it = entry()
-    it.submitted = True
+    it.holder = 0
     it.admit(tokens(0, [1]))
     it.rewind()
-    assert (it.request.epoch, it.submitted, it.fresh) == (1, False, 0)
+    assert (it.request.epoch, it.holder, it.fresh) == (1, None, 0)
     assert it.admit(tokens(1, [2])) is None and it.admit(tokens(1, [2], epoch=2)) is None
     assert it.admit(tokens(1, [2], epoch=1)).token_ids == [2]
     it.rewind()
@@ -123,7 +123,7 @@ def test_any_resending_gives_each_token_once(data, sizes):
     for size in sizes:
         sent += size
         if data.draw(st.booleans()):
-            it.submitted = True
+            it.holder = 0
             it.rewind()
         for _ in range(data.draw(st.integers(0, 2))):
             old = data.draw(st.integers(0, len(read)))

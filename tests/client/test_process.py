@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,20 @@ def test_a_request_on_the_wire_and_an_orderly_stop(start):
     channel.send(ipc.encode(messages.Cancel("nobody")))
     channel.send(ipc.encode(messages.Stop()))
     assert child.wait(20) == 0
+
+
+def test_an_arrival_comes_as_an_age(tmp_path):
+    """The sender's clock says nothing here: its host may have started a year later."""
+    near, far = socket.socketpair()
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    with near, far:
+        channel = ipc.BlockingChannel(far, messages.ToEngine)
+        threading.Thread(target=process._read_forever, args=(channel, inbox, tmp_path), daemon=True).start()
+        foreign = dataclasses.replace(request(), arrival=time.monotonic() + 1e7)
+        near.sendall(ipc.encode(messages.Submit(1, foreign, 3.0)))
+        got = inbox.get(timeout=20)
+        assert 2.9 < time.monotonic() - got.request.arrival < 20
+        near.detach()  # its end would end this process
 
 
 def test_messages_in_one_batch_are_taken_in_order(start):
@@ -208,7 +223,7 @@ from kvasir.client.engine_client import AsyncEngine
 async def main():
     it = AsyncEngine(EngineConfig(), factory="tests.engine.fake_core:FakeCore")
     await it.start()
-    print(it._child.pid, flush=True)
+    print(it.replica.child.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """

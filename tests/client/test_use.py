@@ -43,9 +43,9 @@ def test_requests_give_their_tokens_and_the_model_is_known():
 def test_the_process_can_start_before_the_event_loop():
     it = AsyncEngine(EngineConfig(), factory="tests.engine.fake_core:FakeCore")
     it.start_process()
-    pid = it._child.pid
+    pid = it.replica.child.pid
     it.start_process()
-    assert it._child.pid == pid and it.health().reason == "starting"
+    assert it.replica.child.pid == pid and it.health().reason == "starting"
 
     async def body():
         await it.start()
@@ -245,7 +245,7 @@ def test_cancel_in_every_state(state):
                 reader = Reader(it, request(2, n=2, max_tokens=500, faults="block@30" if state == "blocked" else ""))
                 await until(lambda: reader.accepted)
                 if state == "restarting":
-                    os.kill(it._child.pid, signal.SIGKILL)
+                    os.kill(it.replica.child.pid, signal.SIGKILL)
                     await until(lambda: not it.health().ready)
                 assert await it.cancel("r2", 1) and await it.cancel("r2")
                 await reader.task
@@ -264,7 +264,7 @@ def test_many_are_cancelled_in_one_message():
             first, second, third = (Reader(it, request(i, n=2, max_tokens=500 if i < 3 else 30)) for i in (1, 2, 3))
             await until(lambda: first.events and second.events and third.events)
             sent = []
-            send, it._child.send = it._child.send, lambda frame: (sent.append(frame), send(frame))[1]
+            send, it.replica.child.send = it.replica.child.send, lambda frame: (sent.append(frame), send(frame))[1]
             await it.cancel_many([("r1", None), ("nobody", None), ("r2", 0), ("r3", 7)])
             assert len(sent) == 1
             await until(lambda: 0 in second.reasons)
@@ -286,7 +286,7 @@ def test_cancel_one_branch_leaves_the_others():
             assert await it.cancel("r1", 1)
             await until(lambda: 1 in reader.reasons)
             assert not await it.cancel("r1", 1)
-            os.kill(it._child.pid, signal.SIGKILL)  # the replay must not bring it back
+            os.kill(it.replica.child.pid, signal.SIGKILL)  # the replay must not bring it back
             await reader.task
             assert reader.reasons == {0: "length", 1: "cancelled", 2: "length"} and reader.error is None
             reader.check_prefix()

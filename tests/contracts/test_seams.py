@@ -14,6 +14,7 @@ from kvasir import technique
 from kvasir.api.reasoning import ReasoningParser
 from kvasir.api.tools import ToolParser
 from kvasir.attention.backend import AttentionBackend
+from kvasir.cluster.router import Router
 from kvasir.convert.converter import Converter
 from kvasir.decoding.processor import Processor
 from kvasir.engine.policy import SchedulerPolicy
@@ -29,6 +30,7 @@ SEAMS = {
     "kvasir.kv.codecs": Codec,
     "kvasir.attention.backends": AttentionBackend,
     "kvasir.engine.schedulers": SchedulerPolicy,
+    "kvasir.cluster.routers": Router,
     "kvasir.speculation.drafters": Drafter,
     "kvasir.decoding.processors": Processor,
     "kvasir.scaling.strategies": Strategy,

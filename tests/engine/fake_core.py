@@ -17,7 +17,7 @@ from collections import Counter
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError
-from kvasir.types import EngineStats, Event, ModelInfo, Plan, Request
+from kvasir.types import EngineStats, Event, Load, ModelInfo, Plan, Request
 
 VOCAB = 1000
 CHUNK = 64
@@ -191,6 +191,14 @@ class FakeCore:
     def stats(self) -> EngineStats:
         return EngineStats(step=self._step, num_running=len(self._live), startup={"fake": 0.0}, **self._counts)
 
+    def load(self) -> Load:
+        queued = sum(running.uncomputed for running in self._live.values())
+        return Load(queued_tokens=queued, prompt_rate=1e4, decodes=len(self._live))
+
+    def digest(self) -> str:
+        """Weights are the seed."""
+        return f"weights {self.config.model.seed}"
+
     def close(self) -> None:
         pass
 
@@ -243,10 +251,11 @@ def babbling(config: EngineConfig) -> FakeCore:
 
 
 def once(config: EngineConfig) -> FakeCore:
-    """Starts the first time; every later start fails. The model's name is the marker file."""
+    """Starts the first time; every later start fails. The model's name is the marker file; without one it starts."""
     if os.path.exists(config.model.model):
         sys.exit(4)
-    open(config.model.model, "w").close()
+    if config.model.model:
+        open(config.model.model, "w").close()
     return SlowCore(config)
 
 

@@ -57,7 +57,7 @@ async def read_all(engine: AsyncEngine, kill_at: int = 0, before=lambda: None) -
                 if kill_at and seen >= kill_at and not killed:
                     killed = True
                     before()
-                    os.kill(engine._child.pid, signal.SIGKILL)
+                    os.kill(engine.replica.child.pid, signal.SIGKILL)
         except RequestError as error:
             found[request.id] = error
 

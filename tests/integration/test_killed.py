@@ -77,7 +77,7 @@ async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[R
             seen += len(event.token_ids)
             if kills and seen >= kills[0]:
                 kills.pop(0)
-                os.kill(engine._child.pid, signal.SIGKILL)
+                os.kill(engine.replica.child.pid, signal.SIGKILL)
 
     await asyncio.gather(*(read(r, into) for r, into in zip(requests(engine.info), reads)))
     assert not kills, "the streams ended before the last kill"

@@ -48,7 +48,7 @@ def test_a_killed_engine_loses_no_vector(tmp_path):
                 found[i] = np.frombuffer(event.pooled, "<f4")
                 if len(found) == COUNT // 4 and not killed:
                     killed = True
-                    os.kill(engine._child.pid, signal.SIGKILL)
+                    os.kill(engine.replica.child.pid, signal.SIGKILL)
 
         try:
             await asyncio.gather(*map(read, range(COUNT)))

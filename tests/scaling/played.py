@@ -79,7 +79,7 @@ class Played:
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         self.requests.append(request)
         entry, outbox, pieces = Journal().add(request), Outbox(), Pieces()
-        entry.submitted = True
+        entry.holder = 0
         pieces.open(entry.request)
         steps, deaths = enumerate(self._steps(entry.request)), 0
         while not entry.done:

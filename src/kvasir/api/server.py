@@ -42,6 +42,7 @@ from kvasir.api.service import Service
 from kvasir.api.text import Text
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.client.engine_process import collect_rarely
+from kvasir.client.front import Front
 from kvasir.client.interface import EngineClient
 from kvasir.config import ServerConfig, Settings
 from kvasir.errors import ConfigError, RequestError
@@ -317,7 +318,7 @@ def open_text(settings: Settings) -> Text:
     )
 
 
-def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
+def serve(settings: Settings, client: Front | None = None) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then drain: the server is not ready at once, running streams get
     ``drain_timeout`` seconds, the rest is journalled. A second signal ends the drain. Raises ConfigError when the
     server cannot start.
@@ -336,7 +337,7 @@ def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
     asyncio.run(_serve(settings, client))
 
 
-async def _serve(settings: Settings, client: AsyncEngine) -> None:
+async def _serve(settings: Settings, client: Front) -> None:
     client.start_process()
     options = settings.server
     app = create_app(client, open_text(settings), options, settings.service.journal)

@@ -31,13 +31,15 @@ SATISFIED_OFFLINE = ("--disable-log-stats",)
 ONLY_AT = {
     ("--tensor-parallel-size", "-tp"): ("1",),
     ("--pipeline-parallel-size", "-pp"): ("1",),
-    ("--data-parallel-size", "-dp"): ("1",),
     ("--api-server-count",): ("1",),
     ("--tokenizer-mode",): ("auto",),
     ("--config-format",): ("auto", "hf"),
     ("--model-impl",): ("auto",),
     ("--runner",): ("auto", "generate", "pooling"),  # found in the checkpoint; --task decides otherwise
 }
+
+# Likewise for everything except a server, which has a setting for it.
+ONLY_AT_OFFLINE = {("--data-parallel-size", "-dp"): ("1",)}
 
 _QUANTIZED = "quantised weights are not served yet; use the unquantised checkpoint, e.g. with --dtype bfloat16"
 _SPECULATION = "drafts are switched on with --drafter, e.g. --drafter suffix or --drafter draft_model:model=NAME"
@@ -154,7 +156,7 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         plain = "--" + name.replace("_", "-")
         flag = plain.replace("--", "--no-", 1) if value is False else plain
-        only = next((served for flags, served in ONLY_AT.items() if flag in flags), ())
+        only = next((served for flags, served in (ONLY_AT | ONLY_AT_OFFLINE).items() if flag in flags), ())
         if only and value is not None and str(value) not in only:
             raise ConfigError(f"{name}={value!r} is not served yet; only {' or '.join(only)} is.")
         # 0 GiB of offload and empty overrides ask for nothing, and a feature may be turned off.

@@ -25,6 +25,7 @@ def examine() -> dict[str, Any]:
 
     from kvasir import __version__
     from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+    from kvasir.cluster.router import ROUTERS
     from kvasir.config import CacheConfig
     from kvasir.engine.attention_choice import choose_backend
     from kvasir.engine.policy import POLICIES
@@ -53,6 +54,7 @@ def examine() -> dict[str, Any]:
         "scheduling_policies": names(POLICIES),
         "drafters": names(DRAFTERS),
         "strategies": names(STRATEGIES),
+        "routers": names(ROUTERS),
         "advice": [],
     }
     for package, why in OPTIONAL.items():

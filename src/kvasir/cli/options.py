@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, SATISFIED_OFFLINE, UNSERVED
+from kvasir.api.vllm_flags import ONLY_AT, ONLY_AT_OFFLINE, SATISFIED, SATISFIED_OFFLINE, UNSERVED
 from kvasir.config import EngineConfig, ServerConfig, Settings, compose, read_toml
 from kvasir.errors import ConfigError, nearest
 
@@ -80,7 +80,7 @@ def setting_parameters(cls: type, *, skip: tuple[str, ...] = ()) -> list[inspect
             if f.name in skip:
                 continue
             flag = f.name.replace("_", "-")
-            names = [f"--{n}" for n in (flag, *f.metadata["aliases"])]
+            names = [n if n.startswith("-") else f"--{n}" for n in (flag, *f.metadata["aliases"])]
             if f.type.startswith("bool"):
                 names = names if f.default is False else [f"{names[0]}/--no-{flag}", *names[1:]]
             if f.metadata["off"]:
@@ -113,7 +113,9 @@ def _annotation(kind: str) -> Any:
     return {"tuple[str, ...]": list[str], "str": str, "int": int, "float": float, "bool": bool}[kind] | None
 
 
-def _vllm_parameters(flags_that_hold: tuple[str, ...]) -> list[inspect.Parameter]:
+def _vllm_parameters(
+    flags_that_hold: tuple[str, ...], only_at: dict[tuple[str, ...], tuple[str, ...]]
+) -> list[inspect.Parameter]:
     """Hidden options for flags of vLLM that are accepted without a setting of ours."""
 
     def parameter(names: tuple[str, ...], default: Any, kind: Any) -> inspect.Parameter:
@@ -126,13 +128,13 @@ def _vllm_parameters(flags_that_hold: tuple[str, ...]) -> list[inspect.Parameter
         )
 
     return [parameter((flag,), False, bool) for flag in flags_that_hold] + [
-        parameter(flags, None, str | None) for flags in ONLY_AT
+        parameter(flags, None, str | None) for flags in only_at
     ]
 
 
 def _check_vllm(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options without vLLM's flags. Raises ConfigError for a flag's value that is not served."""
-    for flags, served in ONLY_AT.items():
+    for flags, served in (ONLY_AT | ONLY_AT_OFFLINE).items():
         value = given.get(_VLLM + flags[0].strip("-").replace("-", "_"))
         if value is not None and value not in served:
             raise ConfigError(f"{flags[0]} {value} is not served yet; only {' or '.join(served)} is.")
@@ -155,7 +157,8 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
         )
         # An option of the command itself wins over vLLM's flag of that name.
         holds = SATISFIED if cls is Settings else (*SATISFIED, *SATISFIED_OFFLINE)
-        vllm = [p for p in _vllm_parameters(holds) if p.name.removeprefix(_VLLM) not in signature.parameters]
+        only_at = ONLY_AT if cls is Settings else ONLY_AT | ONLY_AT_OFFLINE
+        vllm = [p for p in _vllm_parameters(holds, only_at) if p.name.removeprefix(_VLLM) not in signature.parameters]
         # So it does over a setting of that name.
         parameters = own + [config] + setting_parameters(cls, skip=(*skip, *signature.parameters)) + vllm
 

@@ -126,8 +126,8 @@ def _request(entry: Entry, at_work: list[int] | None) -> dict[str, Any]:
     request, params = entry.request, entry.request.params
     return {
         "ticket": entry.ticket,
-        "at_work": entry.submitted if at_work is None else entry.ticket in at_work,
-        "submitted": entry.submitted,
+        "at_work": entry.holder is not None if at_work is None else entry.ticket in at_work,
+        "submitted": entry.holder is not None,
         "crashes_before": entry.crashes,
         "prompt_tokens": len(request.prompt_ids),
         "output_tokens": [len(tokens) for tokens in request.emitted],

@@ -39,6 +39,8 @@ ENGINE = "kvasir.engine.engine:start"
 FLIGHT = "flight"
 # Longest time between two heartbeats (statistics sent to the client).
 HEARTBEAT_SECONDS = 0.25
+# The same where a router looks at the load that they report.
+REPORT_SECONDS = 0.1
 # Pause between two looks at a core that has requests but cannot run any of them yet.
 BLOCKED_POLL_SECONDS = 0.005
 # New objects between two collections of Python's youngest generation.
@@ -48,7 +50,8 @@ CRASHED, REFUSED = 70, 78
 
 
 class Loop:
-    """The step loop around one core. ``beat_seconds``: longest sleep without an update of the flight record."""
+    """The step loop around one core. ``beat_seconds``: longest sleep without an update of the flight record.
+    ``reports``: heartbeats tell the load."""
 
     def __init__(
         self,
@@ -57,9 +60,11 @@ class Loop:
         inbox: queue.SimpleQueue,
         flight: ipc.Flight,
         beat_seconds: float,
+        reports: bool = False,
     ) -> None:
         self._core, self._channel, self._inbox, self._flight = core, channel, inbox, flight
-        self._beat_seconds = min(beat_seconds, HEARTBEAT_SECONDS)
+        self._beat_seconds = min(beat_seconds, REPORT_SECONDS if reports else HEARTBEAT_SECONDS)
+        self._reports, self._submits = reports, 0
         self._tickets: dict[str, int] = {}  # request id -> ticket, while the core holds the request
         self._branches: dict[str, int] = {}  # request id -> branches that have not ended
         self._pieces = Pieces()
@@ -126,6 +131,7 @@ class Loop:
             self._tickets[request.id] = message.ticket
             self._branches[request.id] = request.params.n - len(set(request.ended))
             self._pieces.open(request)
+            self._submits += 1
             events = self._submit(request)
         elif isinstance(message, messages.LoadAdapter | messages.UnloadAdapter):
             self._flight.launch([])
@@ -222,7 +228,8 @@ class Loop:
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._beat_seconds
-            self._channel.send(ipc.encode(messages.Heartbeat(self._core.stats())))
+            load = self._core.load() if self._reports else None
+            self._channel.send(ipc.encode(messages.Heartbeat(self._core.stats(), load, self._submits)))
 
 
 def _news(name: str, result: AdapterInfo | Exception | None) -> messages.AdapterNews:
@@ -241,6 +248,8 @@ def _read_forever(channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, folder
     code = 0
     try:
         while (message := channel.receive()) is not None:
+            if isinstance(message, messages.Submit):
+                message.request.arrival = time.monotonic() - message.age
             inbox.put(message)
     except ipc.FrameError as e:
         log.error("engine process: %s", e)
@@ -282,6 +291,8 @@ def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineC
         # The HTTP process needs a core: compute threads that spin on all of them would starve it and themselves.
         config = config.replace(num_threads=max(1, (os.cpu_count() or 1) - 1))
     core = build(config)
+    if hello.replicated:
+        core.info.weights = core.digest()
     collect_rarely()
     built = time.monotonic()
     spawn = max(0.0, started - hello.spawned) if hello.spawned else 0.0
@@ -304,7 +315,7 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
     try:
         core, startup = _build(hello, factory, started)
         channel.send(ipc.encode(messages.Ready(core.info, startup)))
-        Loop(core, channel, inbox, flight, hello.config.service.watchdog / 4).run()
+        Loop(core, channel, inbox, flight, hello.config.service.watchdog / 4, hello.replicated).run()
         core.close()
     except ipc.ClosedError:
         reader.join()  # the reader thread sees the closed socket too, cleans up and ends the process

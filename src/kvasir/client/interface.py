@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvasir.types import AdapterInfo, EngineStats, Event, ModelInfo, Plan, Request
+from kvasir.types import AdapterInfo, EngineStats, Event, Load, ModelInfo, Plan, Request
 
 
 class AdapterDesk(Protocol):
@@ -67,6 +67,12 @@ class EngineCore(Protocol):
         when nothing is left to prepare."""
 
     def stats(self) -> EngineStats: ...
+
+    def load(self) -> Load:
+        """The work at hand, for a router."""
+
+    def digest(self) -> str:
+        """Hex digest of the weights as they lie on the device. It reads all of them."""
 
     def close(self) -> None: ...
 

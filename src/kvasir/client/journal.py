@@ -33,7 +33,8 @@ class GapError(Exception):
 class Entry:
     """One request from its submission to its terminal reply.
 
-    ``ticket``: a number that is unique within the client. ``submitted``: the living engine process holds the request.
+    ``ticket``: a number that is unique within the client. ``holder``: number of the replica whose living process holds
+    the request, in the epoch ``request.epoch``; None: no replica does. Events of earlier epochs are nobody's.
     ``closed``: nobody reads the request any more; the entry stays until the engine confirms the end, so that the id is
     not free too early. ``cancelled``: branches that a cancel was asked for. ``fresh``: tokens since the last
     submission. ``crashes``: deaths of the engine process while it worked on this request. ``strikes``: crashes since
@@ -43,7 +44,7 @@ class Entry:
     request: Request
     ticket: int
     accepted: bool = False
-    submitted: bool = False
+    holder: int | None = None
     closed: bool = False
     prompt_delivered: bool = False
     cancelled: set[int] = field(default_factory=set)
@@ -108,10 +109,10 @@ class Entry:
         )
 
     def rewind(self) -> None:
-        """Take the request back from an engine process, whose late events then belong to an older epoch."""
-        if self.submitted:
+        """Take the request back from its holder, whose late events then belong to an older epoch."""
+        if self.holder is not None:
             self.request.epoch += 1
-        self.submitted = False
+        self.holder = None
         self.fresh = 0
 
 

@@ -11,23 +11,26 @@ import msgspec
 from kvasir.client import ipc
 from kvasir.config import EngineConfig
 from kvasir.errors import RequestError
-from kvasir.types import AdapterInfo, EngineStats, Event, ModelInfo, Request
+from kvasir.types import AdapterInfo, EngineStats, Event, Load, ModelInfo, Request
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
-    """The engine to build. ``spawned``:
-    ``time.monotonic()`` at the start of the process, for the start-up breakdown."""
+    """The engine to build. ``spawned``: ``time.monotonic()`` at the start of the process, for the start-up breakdown.
+    ``replicated``: it is one of several, so it reports its load and the digest of its weights."""
 
     config: EngineConfig
     log_level: str = "INFO"
     spawned: float = 0.0
+    replicated: bool = False
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Queue a request. ``ticket``: a number that is never used twice; the flight record names requests by it."""
+    """Queue a request. ``ticket``: a number that is never used twice; the flight record names requests by it.
+    ``age``: seconds since its arrival. The reader sets ``request.arrival`` by it, because hosts' clocks differ."""
 
     ticket: int
     request: Request
+    age: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -92,7 +95,12 @@ class AdapterNews(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
+    """The state of the process. ``load``: one of several replicas reports it, with the number of ``Submit`` messages
+    that are counted in."""
+
     stats: EngineStats
+    load: Load | None = None
+    submits: int = 0
 
 
 class Crash(msgspec.Struct, tag=True):
@@ -122,7 +130,7 @@ def error_event(request: Request, error: RequestError) -> Event:
 def check(request: Request) -> None:
     """Raise RequestError unless the engine process could read the request: one malformed request must not end it."""
     try:
-        ipc.Decoder(ToEngine).body(ipc.encode(Submit(0, request))[ipc.HEADER.size :])
+        ipc.Decoder(ToEngine).body(ipc.encode(Submit(0, request, 0.0))[ipc.HEADER.size :])
     except ipc.FrameError as e:
         too_long = "limit" in str(e)
         raise RequestError(f"the request cannot be sent to the engine: {e}", status=413 if too_long else 400) from e

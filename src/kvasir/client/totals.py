@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -51,6 +52,25 @@ class Totals:
         """Statistics at the latest heartbeat, with counters since the first process."""
         counted = {name: _sum(value, getattr(self._latest, name)) for name, value in self._ended.items()}
         return dataclasses.replace(self._latest, **counted)
+
+
+# The fields that describe the present moment of one replica and add up over several.
+GAUGES = (
+    "num_waiting",
+    "num_blocked",
+    "num_running",
+    "num_pages",
+    "num_free_pages",
+    "num_cached_pages",
+    "step_rows",
+    "weight_bytes",
+)
+
+
+def together(stats: list[EngineStats]) -> EngineStats:
+    """The statistics of all replicas as one: sums, and of what does not add up the value of the first."""
+    sums = {name: functools.reduce(_sum, [getattr(one, name) for one in stats]) for name in (*COUNTERS, *GAUGES)}
+    return stats[0] if len(stats) == 1 else dataclasses.replace(stats[0], **sums)
 
 
 def _sum(a: Any, b: Any) -> Any:

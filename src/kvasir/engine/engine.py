@@ -40,10 +40,11 @@ from kvasir.errors import ConfigError
 from kvasir.kernels.compile_ahead import helping
 from kvasir.logs import log
 from kvasir.models import checkpoint
+from kvasir.models.digest import digest
 from kvasir.models.loader import load_again
 from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.router import load_drafter
-from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult
+from kvasir.types import EngineStats, Event, FinishReason, Load, Plan, Request, Sequence, Span, SpanResult
 
 USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
 
@@ -492,6 +493,12 @@ class Engine:
         if self._drafting is not None:
             self._drafting.fill(s)
         return s
+
+    def load(self) -> Load:
+        return self._gate.load(self.steps.max_rows)
+
+    def digest(self) -> str:
+        return digest(self.runner.model)
 
     def close(self) -> None:
         if self.adapters is not None:

@@ -12,7 +12,7 @@ from kvasir.engine.pace import Pace
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.spans import rows_left
 from kvasir.engine.step_time import StepShape, retry_after
-from kvasir.types import Event, ModelInfo, Request, Sequence, Status
+from kvasir.types import Event, Load, ModelInfo, Request, Sequence, Status
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # bounds of the ``Retry-After`` of a full queue
 
@@ -93,11 +93,24 @@ class Gate:
         requests, which would go first, are not counted in.
         """
         waiting = self._scheduler.backlog.waiting
-        rows = [(seq.num_computed, rows_left(seq)) for seq in self._scheduler.running]
-        running = StepShape.of((start, 1) for start, left in rows if left <= 1)
-        ahead = waiting.rows if seq is None else waiting.rows_before(seq, time.monotonic())
-        ahead += sum(left for _, left in rows if left > 1)
+        running, ahead = self._at_work()
+        ahead += waiting.rows if seq is None else waiting.rows_before(seq, time.monotonic())
         return self._pace.first_token(running, ahead, num_tokens, max_rows)
+
+    def _at_work(self) -> tuple[StepShape, int]:
+        """The shape of the running decodes, and the prompt rows that running sequences still have to compute."""
+        rows = [(seq.num_computed, rows_left(seq)) for seq in self._scheduler.running]
+        return StepShape.of((start, 1) for start, left in rows if left <= 1), sum(left for _, left in rows if left > 1)
+
+    def load(self, max_rows: int) -> Load:
+        """The work at hand, at the rate of a step full of prompt rows beside the running decodes."""
+        running, ahead = self._at_work()
+        seconds = self._pace.first_token(running, 0, max_rows, max_rows)
+        return Load(
+            queued_tokens=self._scheduler.backlog.waiting.rows + ahead,
+            prompt_rate=max_rows / seconds,
+            decodes=running.sequences,
+        )
 
     def _retry_seconds(self, max_rows: int) -> float:
         """Seconds after which what is queued now will have been computed, within the bounds."""

@@ -108,8 +108,20 @@ class ModelInfo:
     max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
     max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
+    weights: str = ""  # hex digest of the weights' content; only replicas compute it
     pooling: Pooling | None = None  # set for a model that embeds or scores and draws no tokens
     config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The work that a replica has at hand. ``queued_tokens``: uncached prompt tokens still to compute. ``prompt_rate``:
+    prompt tokens a second in steps that also carry the present decodes; None: not known yet. ``decodes``: sequences
+    past their prompts."""
+
+    queued_tokens: int = 0
+    prompt_rate: float | None = None
+    decodes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

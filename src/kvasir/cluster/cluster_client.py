@@ -1,0 +1,120 @@
+"""The client of several replicas on this host: one front, a router, and one supervised engine process a replica.
+
+Whatever dies, its requests go on in another replica from the tokens that readers have. All replicas must have the same
+weights, which each proves with a digest when it says hello.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+from kvasir import technique
+from kvasir.client.child import Child
+from kvasir.client.engine_process import ENGINE
+from kvasir.client.front import Front
+from kvasir.client.journal import Entry
+from kvasir.client.replica import Replica
+from kvasir.cluster.placement import Place, places
+from kvasir.cluster.prefixes import PrefixMap
+from kvasir.cluster.router import ROUTERS, Candidate, Router
+from kvasir.config import Settings
+from kvasir.errors import ConfigError, RequestError
+from kvasir.types import AdapterInfo, ModelInfo, Request
+
+# Facts of a model that all replicas must share: requests are checked against those of one, and run on any.
+SHARED = ("weights", "name", "max_model_len", "vocab_size", "tokenizer_size", "eos_ids", "drafters", "priorities")
+
+
+class ClusterClient(Front):
+    """The implementation of ``interface.EngineClient`` for several replicas; see ``Front``. Raises ConfigError for
+    settings that do not work with replicas.
+
+    ``placed``: where the replicas run; by default on this host's GPUs or cores.
+    """
+
+    def __init__(self, settings: Settings, *, factory: str = ENGINE, placed: Sequence[Place] | None = None) -> None:
+        if settings.server.allow_runtime_lora:
+            raise ConfigError(
+                "--allow-runtime-lora does not work with --replicas yet. Name the adapters at the start: --lora-modules"
+            )
+        self.router = technique.load(ROUTERS, settings.server.router, Router)
+        placed = placed or places(settings.engine_only(), settings.server.replicas)
+        super().__init__([place.config for place in placed], factory, [place.environment for place in placed])
+        self._prefixes = PrefixMap()
+        # By replica: number of the submission, and its uncached tokens, for what its latest report does not count.
+        self._sent: list[deque[tuple[int, int]]] = [deque() for _ in placed]
+
+    # ----------------------------------------------------------------------------------------------------- the replicas
+
+    def hello(self, replica: Replica, info: ModelInfo) -> None:
+        """Take a replica that computes what the others do. Raises ConfigError for another one."""
+        if not hasattr(self, "info"):
+            self.info = dataclasses.replace(info)
+        for name in SHARED:
+            mine, theirs = getattr(info, name), getattr(self.info, name)
+            if mine != theirs:
+                what = "other weights" if name == "weights" else f"{name}={mine!r}, not {theirs!r}"
+                raise ConfigError(
+                    f"replica {replica.number} has {what}: all replicas must serve the same model with the same "
+                    "settings. If the checkpoint has changed, restart the server."
+                )
+        self.info.kv_capacity_tokens = min(self.info.kv_capacity_tokens, info.kv_capacity_tokens)
+
+    async def agree(self) -> None:
+        """Start the replicas again whose clock chose another attention backend than the first's: it has other bits."""
+        chosen = self.replicas[0].info.timed_attention
+        for replica in self.replicas:
+            if replica.info.timed_attention != chosen:
+                await replica.start_again(attention_backend=chosen)
+
+    def died(self, replica: Replica, child: Child, why: str) -> None:
+        """Forget what the process had cached and queued, and let its requests go on elsewhere."""
+        self._prefixes.forget(replica.number)
+        self._sent[replica.number].clear()
+        super().died(replica, child, why)
+
+    # ---------------------------------------------------------------------------------------------------------- routing
+
+    def choose(self, request: Request, ready: list[Replica]) -> Replica:
+        """Ask the router for one of ``ready``, and note what it gets."""
+        keys = self._prefixes.keys(request)
+        rates = [replica.load.prompt_rate for replica in ready if replica.load.prompt_rate is not None]
+        usual = sum(rates) / len(rates) if rates else 1.0  # of a replica that has not reported yet
+        candidates = [self._candidate(replica, keys, len(request.prompt_ids), usual) for replica in ready]
+        chosen = self.router.choose(request, candidates)
+        self._sent[chosen.number].append((self.replicas[chosen.number].submits + 1, self._own(request, chosen)))
+        self._prefixes.add(chosen.number, keys, self.info.kv_capacity_tokens)
+        return self.replicas[chosen.number]
+
+    def _own(self, request: Request, candidate: Candidate) -> int:
+        return max(1, len(request.prompt_ids) + len(request.emitted[0]) - candidate.cached)
+
+    def _candidate(self, replica: Replica, keys: list[bytes], num_prompt: int, usual: float) -> Candidate:
+        load, sent = replica.load, self._sent[replica.number]
+        while sent and sent[0][0] <= replica.reported:
+            sent.popleft()
+        return Candidate(
+            number=replica.number,
+            queued=load.queued_tokens + sum(tokens for _, tokens in sent),
+            rate=usual if load.prompt_rate is None else load.prompt_rate,
+            decodes=load.decodes,
+            cached=min(self._prefixes.cached(replica.number, keys), num_prompt - 1),
+        )
+
+    def finished(self, entry: Entry) -> None:
+        """Note the answer, which the next turn of a conversation begins with."""
+        if entry.holder is not None:
+            keys = self._prefixes.keys(entry.request, entry.request.emitted[0])
+            self._prefixes.add(entry.holder, keys, self.info.kv_capacity_tokens)
+
+    # --------------------------------------------------------------------------------------------------------- adapters
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Refuse: replicas serve the adapters of the start."""
+        raise RequestError("adapters of replicas are named at the start: --lora-modules", code="no_runtime_adapters")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse: replicas serve the adapters of the start."""
+        raise RequestError("adapters of replicas are named at the start: --lora-modules", code="no_runtime_adapters")

@@ -1,0 +1,67 @@
+"""The places of the replicas on this host: one GPU each, or an equal share of the CPU's cores. Needs no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Settings of one replica, and what its process finds in its environment."""
+
+    config: EngineConfig
+    environment: dict[str, str]
+
+
+def places(config: EngineConfig, count: int) -> list[Place]:
+    """Places for ``count`` replicas. Raises ConfigError when more are asked for than fit."""
+    found = [] if config.model.device == "cpu" else gpus()
+    if found or config.model.device == "cuda":
+        if count > len(found):
+            raise ConfigError(
+                f"replicas={count}: each replica needs a GPU of its own, and {len(found)} can be seen here. "
+                + (f"Use --replicas {len(found)}" if found else "Use --device cpu")
+                + f", or make more visible ({VISIBLE})."
+            )
+        return [Place(config, {VISIBLE: gpu}) for gpu in found[:count]]
+    cores = len(os.sched_getaffinity(0))
+    threads = config.runner.num_threads or max(1, (cores - 1) // count)  # the front needs a core, too
+    if count * threads > cores:
+        fewer = max(1, cores // threads)
+        raise ConfigError(
+            f"replicas={count}: with {threads} compute threads each they need {count * threads} cores, and there are "
+            f"{cores}. Use --replicas {fewer}" + (", or lower --num-threads." if threads > 1 else ".")
+        )
+    return [Place(config.replace(num_threads=threads), {}) for _ in range(count)]
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs that a process started here would see, as ``CUDA_VISIBLE_DEVICES`` writes them."""
+    given = os.environ.get(VISIBLE)
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+        end = next((i for i, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
+        return names[:end]  # CUDA, too, ignores what stands behind an invalid name
+    return [str(i) for i in range(_count())]
+
+
+def _count() -> int:
+    """Number of NVIDIA GPUs, asked of the driver's library: torch is never imported here."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    try:
+        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+    finally:
+        nvml.nvmlShutdown()
