@@ -95,14 +95,9 @@ class Engine:
         self._overlap = built.device.type == "cuda" if config.runner.overlap is None else config.runner.overlap
         self._plans: deque[tuple[Plan, float, int]] = deque()  # in flight: when they were launched, and their rows
         self._resolved = 0.0  # when the last step was
-        poison = built.runner.pool.poison if config.runner.poison else None
-        self.pages = PageManager(
-            built.runner.pool.groups,
-            built.plan.num_pages,
-            built.runner.pool.page_slots,
-            built.prefix_root,
-            on_free=poison,
-        )
+        pool = built.runner.pool
+        poison = pool.poison if config.runner.poison else None
+        self.pages = PageManager(pool.groups, built.plan.num_pages, pool.page_slots, built.prefix_root, on_free=poison)
         host.bind(built, self.pages)
         self.info.priorities = policy.priorities
         self.adapters = None
@@ -478,11 +473,8 @@ class Engine:
     def stats(self) -> EngineStats:
         s, scheduler = self._stats, self.scheduler
         s.time = time.monotonic()
-        s.num_waiting, s.num_blocked, s.num_running = (
-            scheduler.num_waiting,
-            scheduler.num_blocked,
-            scheduler.num_running,
-        )
+        s.num_waiting, s.num_blocked = scheduler.num_waiting, scheduler.num_blocked
+        s.num_running = scheduler.num_running
         s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
         s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens

@@ -77,8 +77,7 @@ def build(fields: hf.Fields) -> ModelSpec:
         mixer = _mixer(fields, i, kind)
         ffn = _ffn(fields, 1 if cache_of is None else wide)
         rope = _rope(fields, kind, mixer.head_dim)
-        layer = LayerSpec(mixer, ffn, rope, norm, "sandwich", cache_of, embedding=embedding, scaled=True)
-        layers.append(layer)
+        layers.append(LayerSpec(mixer, ffn, rope, norm, "sandwich", cache_of, embedding=embedding, scaled=True))
     return hf.model(
         fields,
         layers,
