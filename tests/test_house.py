@@ -259,7 +259,7 @@ def test_importing_kvasir_needs_no_torch_and_is_quick():
     """Front ends start in their own process: nothing they import may pull torch in."""
     code = (
         "import sys, kvasir, kvasir.config, kvasir.types, kvasir.cli.main, kvasir.api.server;"
-        "import kvasir.client.engine_client, kvasir.client.admission;"
+        "import kvasir.client.engine_client, kvasir.client.admission, kvasir.cluster.cluster_client;"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

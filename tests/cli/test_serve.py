@@ -1,6 +1,7 @@
 """``kvasir serve`` as a process: errors at its start, and one server that chat and the benchmark talk to."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -33,8 +34,8 @@ COMMAND = [
 
 
 class Server:
-    def __init__(self):
-        self.process = subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True)
+    def __init__(self, *more: str):
+        self.process = subprocess.Popen([*COMMAND, *more], stderr=subprocess.PIPE, text=True)
         self.log, self.ready, self.url = [], threading.Event(), ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -212,3 +213,29 @@ def test_a_model_without_a_tokenizer(kvasir, tmp_path):
     (tmp_path / "config.json").symlink_to(Path(checkpoint.resolve("")) / "config.json")
     done = kvasir("serve", tmp_path, "--port", "0")
     assert done.code == 2 and "has no tokenizer.json" in done.err and "--tokenizer" in done.err
+
+
+@pytest.mark.parametrize("flag", ["--replicas", "--data-parallel-size", "-dp"])
+def test_the_command_line_refuses_too_many(kvasir, monkeypatch, flag):
+    monkeypatch.setattr("kvasir.client.front.Front.start_process", lambda self: pytest.fail("started"))
+    done = kvasir("serve", "--port", "0", "--device", "cpu", flag, "9999")
+    assert done.code == 2 and "replicas=9999" in done.err and "Use --replicas" in done.err
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two replicas need two cores")
+def test_two_replicas_answer_as_one_server():
+    server = Server("--device", "cpu", "--replicas", "2")
+    try:
+        assert server.ready.wait(240) and server.url, "".join(server.log)
+
+        def post(seed: int) -> str:
+            body = json.dumps({"prompt": "One", "max_tokens": 8, "seed": seed}).encode()
+            headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
+            asked = urllib.request.Request(f"{server.url}/v1/completions", body, headers)
+            return json.load(urllib.request.urlopen(asked, timeout=120))["choices"][0]["text"]
+
+        texts = [post(seed) for seed in (1, 2, 1, 2)]
+        assert texts[:2] == texts[2:] and texts[0]
+        assert urllib.request.urlopen(f"{server.url}/health", timeout=60).status == 200
+    finally:
+        assert server.stop() == 0, "".join(server.log)

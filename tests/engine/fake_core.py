@@ -220,6 +220,14 @@ class StuckCore(FakeCore):
         return super().step() if self._step < 3 else []
 
 
+def timing(config: EngineConfig) -> FakeCore:
+    """Chooses an attention backend by a clock that is the number of threads."""
+    core = SlowCore(config)
+    if config.runner.attention_backend == "auto":
+        core.info.timed_attention = f"quickest with {config.runner.num_threads}"
+    return core
+
+
 def refusing(config: EngineConfig) -> FakeCore:
     raise ConfigError("the device 'cuda' has no memory left. Try --gpu-memory-utilization 0.8")
 

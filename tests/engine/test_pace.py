@@ -277,6 +277,30 @@ def test_replays_have_coefficients_of_their_own():
     d.close()
 
 
+def test_the_load_is_what_is_left_to_compute():
+    """The report for a router: uncached prompt tokens, decodes, and a rate that falls with them."""
+    d = Driver(max_num_batched_tokens=64)
+    d.engine.pace.model = MODEL
+    idle = d.engine.load()
+    assert (idle.queued_tokens, idle.decodes) == (0, 0) and idle.prompt_rate > 0
+    prompt = list(range(300, 500))
+    d.submit(d.request("a", prompt, max_tokens=30, ignore_eos=True))
+    assert d.engine.load().queued_tokens == 200
+    d.step()
+    left = d.engine.load().queued_tokens
+    assert 0 < left < 200
+    while d.engine.load().queued_tokens:
+        d.step()
+    d.step()
+    busy = d.engine.load()
+    assert busy.decodes == 1 and busy.prompt_rate < idle.prompt_rate
+    d.run([])
+    d.submit(d.request("b", [*prompt, 1, 2, 3], max_tokens=2))
+    assert d.engine.load().queued_tokens < 64, "the prefix is cached"
+    d.run([])
+    d.close()
+
+
 def test_requests_that_would_wait_too_long_are_refused_with_a_time():
     d = Driver(max_ttft=1.0, max_num_batched_tokens=64)
     d.engine.pace.model = MODEL  # 10 ms a step and more

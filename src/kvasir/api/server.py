@@ -40,10 +40,10 @@ from kvasir.api.routes_scaling import ScalingRoutes, chat_job
 from kvasir.api.routes_status import StatusRoutes
 from kvasir.api.service import Service
 from kvasir.api.text import Text
-from kvasir.client.engine_client import AsyncEngine
 from kvasir.client.engine_process import collect_rarely
 from kvasir.client.front import Front
 from kvasir.client.interface import EngineClient
+from kvasir.cluster.cluster_client import open_client
 from kvasir.config import ServerConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
@@ -333,7 +333,7 @@ def serve(settings: Settings, client: Front | None = None) -> None:
         raise ConfigError(
             "the server needs the tokenizer: drop --skip-tokenizer-init (it is for LLM(...) with token ids)"
         )
-    client = client or AsyncEngine(settings.engine_only())
+    client = client or open_client(settings)
     asyncio.run(_serve(settings, client))
 
 

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvasir.cli.options import check_output
-from kvasir.client.front import Front
 from kvasir.config import ServerConfig, Settings
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
@@ -24,22 +23,13 @@ def run(settings: Settings) -> None:
     if settings.server.otlp_traces_endpoint and find_spec("opentelemetry.exporter") is None:
         raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry. Install it: pip install 'kvasir[otel]'")
     check_output(Path(settings.service.journal) if settings.service.journal else None)
+    from kvasir.cluster.cluster_client import open_client
+
     client = open_client(settings)
     client.start_process()  # torch loads there while FastAPI loads here
     from kvasir.api.server import serve
 
     serve(settings, client)
-
-
-def open_client(settings: Settings) -> Front:
-    """The client of the engine, or of several replicas. Raises ConfigError where these do not fit."""
-    if settings.server.replicas > 1:
-        from kvasir.cluster.cluster_client import ClusterClient
-
-        return ClusterClient(settings)
-    from kvasir.client.engine_client import AsyncEngine
-
-    return AsyncEngine(settings)
 
 
 def check_free(server: ServerConfig) -> None:

@@ -305,7 +305,8 @@ class Front:
         """Blame the requests at work for the end of a process, and take all its requests back."""
         theirs = [entry for entry in self._journal if entry.holder in (None, replica.number)]
         because = f" ({why})" if why else ""
-        log.error("%s%s; %d requests wait for the next one", child.obituary(), because, len(theirs))
+        name = f"replica {replica.number}: " if len(self.replicas) > 1 else ""
+        log.error("%s%s%s; %d requests wait for the next one", name, child.obituary(), because, len(theirs))
         self._recovering = True
         replica.dump(child, why, theirs)
         # A kill from outside is weak evidence: it counts as half a strike, which does not make a suspect.

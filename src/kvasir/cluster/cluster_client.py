@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kvasir import technique
 from kvasir.client.child import Child
+from kvasir.client.engine_client import AsyncEngine
 from kvasir.client.engine_process import ENGINE
 from kvasir.client.front import Front
 from kvasir.client.journal import Entry
@@ -25,6 +26,11 @@ from kvasir.types import AdapterInfo, ModelInfo, Request
 
 # Facts of a model that all replicas must share: requests are checked against those of one, and run on any.
 SHARED = ("weights", "name", "max_model_len", "vocab_size", "tokenizer_size", "eos_ids", "drafters", "priorities")
+
+
+def open_client(settings: Settings) -> Front:
+    """The client of one engine, or of several replicas. Raises ConfigError where these do not fit."""
+    return ClusterClient(settings) if settings.server.replicas > 1 else AsyncEngine(settings.engine_only())
 
 
 class ClusterClient(Front):
