@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvasir.cli.bench import Commit, JSONFile, Model, Shape
-from kvasir.cli.bench_constrained import app
+from kvasir.cli.bench_processors import app
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
 from kvasir.config import EngineConfig
 
