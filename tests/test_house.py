@@ -125,7 +125,7 @@ def test_a_technique_imports_no_sibling(family):
 # Names of techniques that a core file may hold, and why. Benchmarks, the lab and their commands measure techniques by
 # name.
 NAMED = {
-    "config.py": {"plain", "fcfs"},  # defaults of settings
+    "config.py": {"plain", "fcfs", "cost"},  # defaults of settings
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
     "tuned.py": {"int4"},  # a layout
@@ -141,6 +141,9 @@ NAMED = {
     "cli/solve.py": {"budget"},  # the tokens of a run
     "cli/solve_job.py": {"budget"},  # likewise
     "scaling/solve.py": {"budget"},  # likewise
+    "scaling/report.py": {"cost"},  # the price of a run
+    "api/scaling.py": {"cost"},  # likewise
+    "api/routes_scaling.py": {"cost"},  # likewise
     "cli/eval.py": {"majority"},  # a column of the lab's scores
     "api/processing.py": {"budget"},  # vLLM's thinking_token_budget
     "api/service.py": {"priority"},  # the request's parameter
