@@ -20,10 +20,20 @@ needs_native = pytest.mark.skipif(native().library is None, reason=f"no native k
 LEFT = {
     "qwen3_moe": "not plain grouped-query attention and a dense block",
     "gpt_oss": "not plain grouped-query attention and a dense block",
+    "ministral3": "not plain grouped-query attention and a dense block",
+    "mistral3_ministral": "not plain grouped-query attention and a dense block",
+    "olmo2": "not plain grouped-query attention and a dense block",
+    "granite": "not plain grouped-query attention and a dense block",
+    "gemma4": "not plain grouped-query attention and a dense block",
+    "gemma4_text_plain": "not plain grouped-query attention and a dense block",
+    "smollm3": "rotate a part of a head",
+    "smollm3_window": "rotate a part of a head",
+    "smollm3_mixed": "rotate a part of a head",
     "phi3_partial": "rotate a part of a head",
     "phi3_longrope": "rotate a part of a head",
 }
-DENSE = [name for name in checkpoints.VARIANTS if name not in LEFT and not name.startswith(("qwen3_moe", "gpt_oss"))]
+OTHERS = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmo2", "gemma4_text")
+DENSE = [name for name in checkpoints.VARIANTS if name not in LEFT and not name.startswith(OTHERS)]
 
 
 class NativePaged(Paged):
