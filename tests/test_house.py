@@ -124,7 +124,7 @@ def test_a_technique_imports_no_sibling(family):
 # Names of techniques that a core file may hold, and why. Benchmarks, the lab and their commands measure techniques by
 # name.
 NAMED = {
-    "config.py": {"plain", "fcfs"},  # defaults of settings
+    "config.py": {"plain", "fcfs", "cost"},  # defaults of settings
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
     "tuned.py": {"int4"},  # a layout
@@ -138,6 +138,9 @@ NAMED = {
     "cli/eval.py": {"majority"},  # a column of the lab's scores
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
+    "api/scaling.py": {"cost"},  # tokens of a run
+    "api/routes_scaling.py": {"cost"},  # likewise
+    "scaling/report.py": {"cost"},  # likewise
     "client/crash_dump.py": {"priority"},  # likewise
     "models/advice.py": {"merge_lora"},  # the command that helps with an adapter's folder
 }
