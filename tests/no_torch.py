@@ -27,6 +27,8 @@ FAST = [
     "client/test_ipc.py",
     "client/test_journal.py",
     "client/test_pieces.py",
+    "cluster/test_placement.py",
+    "cluster/test_routers.py",
     "engine/test_sizing.py",
     "engine/test_step_time.py",
     "models/test_checkpoint.py",
