@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 
 import pytest
 
 from kvasir.decoding.grammar import Matcher
-from kvasir.engine.forcing import EAGER_SHARE
+from kvasir.engine.chain_times import FIRST_SHARE
 from kvasir.types import Grammar
 from tests.engine.driver import Driver
 
@@ -57,6 +58,12 @@ def plain():
     return outcome(driver)
 
 
+def by_share(driver: Driver) -> Driver:
+    """The driver, whose engine measures no times, so that how busy this machine is decides about no step."""
+    driver.engine._forcing.times.ended = lambda step, now: None
+    return driver
+
+
 HOW = {
     "alone": dict(),
     "overlap": dict(overlap=True),
@@ -70,13 +77,22 @@ HOW = {
 
 @pytest.mark.parametrize("how", HOW)
 def test_tokens_and_logprobs_are_those_of_plain_decoding(how, plain):
-    driver = Driver(**HOW[how])
+    driver = by_share(Driver(**HOW[how]))
     driver.run(list(fleet(driver)), gap=1)
     assert outcome(driver) == plain
     stats = driver.engine.stats()
     if how != "few rows":
         assert stats.forced_tokens > 0.3 * stats.generation_tokens
     assert stats.forwards <= stats.generation_tokens - stats.forced_tokens
+    driver.close()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_steps_with_chains_and_without_may_take_turns(static, plain):
+    driver, turns = Driver(overlap=True, static=static), cycle([True, True, False, True, False, False])
+    driver.engine._forcing.times.pays = lambda decodes, share: next(turns)
+    driver.run(list(fleet(driver)), gap=1)
+    assert outcome(driver) == plain and driver.engine.stats().forced_tokens > 20
     driver.close()
 
 
@@ -119,11 +135,11 @@ def test_a_run_one_token_too_long_is_seen(monkeypatch, plain, extra):
 
 def test_reading_first_follows_the_share_of_forced_text():
     """Free text is decoded without reading first, and chains come back with the text that is forced."""
-    driver = Driver(overlap=True)
+    driver = by_share(Driver(overlap=True))
     forcing = driver.engine._forcing
     driver.run(list(fleet(driver, [dict(grammar=Grammar("regex", "[a-z ]{120}"), max_tokens=130)])))
-    assert forcing.num_forced == 0 and not forcing._share >= EAGER_SHARE
+    assert forcing.num_forced == 0 and not forcing._share >= FIRST_SHARE
     tail = Grammar("regex", "[a-z]{3}" + " the tail of it is fixed," * 8)
     driver.run([driver.request("tail", [301, 302, 303], grammar=tail, max_tokens=200)])
-    assert forcing.num_forced > 10 and forcing._share >= EAGER_SHARE
+    assert forcing.num_forced > 10 and forcing._share >= FIRST_SHARE
     driver.close()

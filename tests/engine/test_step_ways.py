@@ -6,6 +6,7 @@ import pytest
 
 from kvasir.engine.build import ways_to_run
 from kvasir.engine.capture import call_through
+from kvasir.engine.chain_graphs import ChainGraphs
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.eager_steps import EagerSteps
 from kvasir.engine.graphs import DecodeGraphs
@@ -43,7 +44,7 @@ def test_the_cheapest_launch_comes_first():
     d = Driver(batch_invariant=False)
     parts = d.engine.runner.parts
     found = [type(way) for way in ways_to_run(parts, call_through, 0, Stepwise(), 64)]
-    order = [NativeDecodes, DecodeGraphs, MixedSteps, NativeSteps, DecodeTapes, EagerSteps]
+    order = [NativeDecodes, DecodeGraphs, ChainGraphs, MixedSteps, NativeSteps, DecodeTapes, EagerSteps]
     assert found == [kind for kind in order if native().library is not None or not kind.__name__.startswith("Native")]
     assert [type(way) for way in ways_to_run(parts)][-1] is EagerSteps
     d.close()

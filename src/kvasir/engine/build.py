@@ -17,6 +17,7 @@ from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.capture import Capture, CudaCapture, PieceCapture
+from kvasir.engine.chain_graphs import ChainGraphs
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.eager_steps import EagerSteps
 from kvasir.engine.graphs import DecodeGraphs
@@ -284,9 +285,9 @@ def ways_to_run(
     """The ways to run a step, from the cheapest launch to the one that takes every step. A new way is one more line
     here.
 
-    ``capture`` captures decode steps, with up to ``max_drafts`` drafts for each sequence; ``pieces`` captures steps of
-    up to ``max_rows`` rows that mix prompts with decodes. None: such steps are not captured. A model that pools has
-    prompts alone, and needs the hidden states of steps, not their logits."""
+    ``capture`` captures decode steps, with up to ``max_drafts`` drafts for each sequence, and with forced chains;
+    ``pieces`` captures steps of up to ``max_rows`` rows that mix prompts with decodes. None: such steps are not
+    captured. A model that pools has prompts alone, and needs the hidden states of steps, not their logits."""
     if parts.pooler is not None:
         return [*([MixedSteps(parts, pieces, max_rows)] if pieces is not None else []), EagerSteps(parts)]
     native = None
@@ -296,6 +297,7 @@ def ways_to_run(
     ways = (
         NativeDecodes(parts, native) if native is not None else None,
         *(DecodeGraphs(parts, capture, max_drafts, varied) for varied in kinds if capture is not None),
+        *(ChainGraphs(parts, capture, varied) for varied in kinds if capture is not None and not max_drafts),
         *(MixedSteps(parts, pieces, max_rows, varied) for varied in kinds if pieces is not None),
         NativeSteps(parts, native) if native is not None else None,
         DecodeTapes(parts) if DecodeTapes.can_serve(parts) else None,

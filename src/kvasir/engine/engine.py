@@ -117,7 +117,7 @@ class Engine:
             if drafter is None
             else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
         )
-        self._forcing = Forcing(built.runner.sampler, self._overlap)
+        self._forcing = Forcing(built.runner, self._overlap)
         self._grammars = Grammars(built.tokenizer_file, self.info.vocab_size, self.info.eos_ids)
         self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
@@ -305,6 +305,7 @@ class Engine:
             self._launch(
                 plan, late, began if drafting else time.perf_counter()
             )  # drafting is part of the step that verifies
+            self._forcing.launched(plan, forcing, drafting)
         elif not self._plans:
             compiling = [live.compiling for live in self._live.values() if live.compiling is not None]
             wait_for_one(compiling if self.adapters is None else [*compiling, *self.adapters.reads])
@@ -367,6 +368,7 @@ class Engine:
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), rows
         self._stats.busy_seconds += self._stats.step_seconds
         self._resolved = now
+        self._forcing.times.ended(plan.step, now)
         if self._drafting is not None:
             self._drafting.completed(plan)
 

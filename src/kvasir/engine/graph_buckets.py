@@ -68,8 +68,8 @@ class Buckets:
         self._stood_in: Counter[GraphKey] = Counter()  # and in a larger captured one
 
     def takes(self, spans: list[Span]) -> bool:
-        """Whether these spans are decodes and drafts to verify, and nothing else, and no more than the largest bucket
-        holds."""
+        """Whether these spans are decodes and drafts to verify (decodes alone, where no drafts are expected), and
+        nothing else, and no more than the largest bucket holds."""
         rows = len(spans)
         for span in spans:  # once a sequence and step: no call that is not needed
             if span.want is ONE_SAMPLE:
@@ -79,7 +79,7 @@ class Buckets:
             rows += span.length - 1
         if rows == len(spans):
             return rows <= self.sizes[-1]
-        return rows <= self.most_drafted and self.form(spans) is not None
+        return bool(self.drafted) and rows <= self.most_drafted and self.form(spans) is not None
 
     def form(self, spans: list[Span]) -> int | None:
         """The form that these spans can run in; None: there is none."""

@@ -14,6 +14,8 @@ Legend: B rows of a bucket, T rows of a step, M rows of a slice, V vocabulary, E
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -47,9 +49,7 @@ class DecodeGraphs(CapturingWay):
         self._parts, self._sampler, self._seats = parts, parts.sampler, parts.seats
         self.choice = Buckets(parts.backend.together() if max_drafts > 0 else (), parts.sampler.max_seqs, max_drafts)
         self.buckets, self.most_drafted = self.choice.sizes, self.choice.most_drafted
-        place, most, shares = parts.model.place, self.buckets[-1], bool(self.choice.forms)
-        self._buffers = DecodeBuffers(parts.seats, most, shares, parts.model.spec.hidden_size, place.dtype)
-        self._device = self._buffers.device
+        self._device = parts.seats.words.device
         self._capture: Capture | None = capture
         self._ready: dict[GraphKey, Work] = {}  # replays
         self._drawn = StepOutput.DRAWS  # what the last drawing step put out
@@ -57,6 +57,16 @@ class DecodeGraphs(CapturingWay):
         self._used = not varied  # whether a step ever ran here
         self._tapped: Tapped | None = None
         self.captures = 0
+        self.warming = (
+            False  # whether the last step was launched kernel by kernel, and will be captured if it comes often
+        )
+
+    @cached_property
+    def _buffers(self) -> DecodeBuffers:
+        """The static buffers. They take memory from the first step on that runs here."""
+        parts, most, shares = self._parts, self.buckets[-1], bool(self.choice.forms)
+        with torch.inference_mode(False):
+            return DecodeBuffers(parts.seats, most, shares, parts.model.spec.hidden_size, parts.model.place.dtype)
 
     def use_taps(self, taps: Taps) -> None:
         self._tapped = taps.memory(self.buckets[-1])
@@ -137,6 +147,7 @@ class DecodeGraphs(CapturingWay):
 
     def _run(self, key: GraphKey) -> None:
         work = self._ready.get(key)
+        self.warming = work is None and self._capture is not None
         if work is None:
             if not self.choice.is_due(key) or self._capture is None or not self._try_capture(*key):
                 return self._compute(*key)
@@ -213,7 +224,7 @@ class DecodeGraphs(CapturingWay):
     def capture_next(self) -> bool:
         """Capture one more bucket, those first that stand in for many others; reporting ones only once a step has
         reported, and those of variants once a step had some."""
-        key = next((key for key in self.choice.by_worth(self._reported) if key not in self._ready), None)
+        key = next((key for key in self._by_worth() if key not in self._ready), None)
         if key is None or self._capture is None or not self._used:
             return False
         self._buffers.pad(key.size)
@@ -222,6 +233,10 @@ class DecodeGraphs(CapturingWay):
         if captured:
             self._ready[key]()  # the first replay brings the graph to the device
         return captured
+
+    def _by_worth(self) -> Iterator[GraphKey]:
+        """Every kind of step in the order in which an idle engine captures them."""
+        return self.choice.by_worth(self._reported)
 
     def _try_capture(self, size: int, output: StepOutput, form: int) -> bool:
         """Capture a bucket. If that fails, this process does without graphs from then on: they are never needed."""

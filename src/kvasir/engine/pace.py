@@ -60,7 +60,7 @@ class StepClock:
         """Start to time a step before its launch; None: this step is not timed.
 
         Decodes that are compiled or captured now and replayed later tell nothing about either kind of step. Replays
-        that verify drafts have graphs and times of their own (``draft_times.py``).
+        that verify drafts or chains have graphs and times of their own (``draft_times.py``, ``chain_times.py``).
         """
         graphs, rows, graph = self._runner.graphs, 0, False
         if graphs is not None and graphs.takes(spans):
@@ -70,6 +70,8 @@ class StepClock:
             self._num_alike += 1
             if self._num_alike % ALIKE_SHARE or not graphs.replays(rows):
                 return None
+        elif self._runner.chains is not None and self._runner.chains.takes(spans):
+            return None
         elif self._runner.native is not None and all(span.want is ONE_SAMPLE for span in spans):
             self._num_alike += 1
             if self._num_alike > 2 * ALIKE_SHARE and self._num_alike % ALIKE_SHARE:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from kvasir.engine.capture import Capture, CudaCapture
+from kvasir.engine.chain_graphs import ChainGraphs
 from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
@@ -37,8 +38,9 @@ class Runner:
         """Run steps in these ways from now on. Nothing may be running."""
         self.ways = ways
         self._capturing = [way for way in ways if isinstance(way, CapturingWay)]
-        # What predicts the time of steps asks these two which steps are alike, once a step.
+        # What predicts the time of steps asks these which steps are alike, once a step.
         self.graphs = self.way(DecodeGraphs)
+        self.chains: DecodeGraphs | None = self.way(ChainGraphs) or self.graphs  # runs steps with forced chains
         self.native = self.way(NativeDecodes)
 
     def way(self, kind: type[W]) -> W | None:
