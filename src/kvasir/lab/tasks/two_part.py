@@ -64,7 +64,7 @@ class TwoPart(SheetTask):
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Pairs:
         c = self.config
         longer = split == "longer"
-        short = draw_chains(rng, count, (1, c.easy), c.modulus, c.max_factor)
+        short = draw_chains(rng, count, (c.easy if longer else 1, c.easy), c.modulus, c.max_factor)
         low, high = (c.hard + 1, c.hard + LONGER) if longer else (c.easy + (c.hard > c.easy), c.hard)
         long = draw_chains(rng, count, (low, high), c.modulus, c.max_factor)
         swap = rng.random(count) < 0.5
@@ -87,11 +87,10 @@ class TwoPart(SheetTask):
         )
 
     def ask(self, sheet: Sheet, drawn: Pairs) -> None:
-        sheet.put(f"Compute modulo {self.config.modulus} and add. ")
-        for p, name in enumerate(NAMES):
-            sheet.put(f"{name}: start ")
+        for p, name in enumerate(NAMES):  # no token spans two pieces
+            sheet.put(f". {name}: start " if p else f"Compute modulo {self.config.modulus} and add. {name}: start ")
             put_chain(sheet, drawn.part(p))
-            sheet.put(". " if p == 0 else ".")
+        sheet.put(".")
 
     def solve(self, sheet: Sheet, drawn: Pairs, rng: np.random.Generator, wrong: np.ndarray) -> None:
         where = rng.integers(0, 2, len(drawn))  # the part that has the slip
@@ -117,7 +116,8 @@ class TwoPart(SheetTask):
         sheet.put_number(results[1])
         sheet.put("=")
         sheet.put_number(total)
-        sheet.put("\nAnswer: ")
+        sheet.put("\n")
+        sheet.put("Answer: ")
         sheet.put_number(total)
 
     def notes(self, problem: Problem) -> list[str]:
