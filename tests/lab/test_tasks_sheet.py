@@ -18,6 +18,8 @@ SPECS = [
     "reflect:slip=0.5,needless=0.5,repair=0.5",
     "long_add",
     "long_add:max_digits=4,max_terms=5",
+    "two_part",
+    "two_part:easy=1,hard=1",
     "countdown",
     "countdown:min_numbers=2,max_numbers=6",
     "path",

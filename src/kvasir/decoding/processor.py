@@ -23,7 +23,8 @@ PACKAGE = "kvasir.decoding.processors"
 # A token that a path may hold for "any token that means nothing to a processor".
 ANY_TOKEN = -1
 
-Bias: TypeAlias = "tuple[np.ndarray, np.ndarray]"  # token ids [K] int64, values [K] fp32 added to their logits
+# Token ids [K] int64, and what is added to their logits: one number, or fp32 [K].
+Bias: TypeAlias = "tuple[np.ndarray, float | np.ndarray]"
 Encode = Callable[[str], list[int]]
 
 

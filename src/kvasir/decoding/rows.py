@@ -345,8 +345,8 @@ class Packer:
         """Add what the processors want of row ``m``, which predicts output token ``index``."""
         in_flight = index > span.seq.num_output + len(path)  # at most one token: steps behind drafts are not launched
         assert not (in_flight and steering.bound), "a processor that reads tokens was not given them"
-        if (found := steering.bias(index, path, in_flight)) is not None:
-            self.steered.append((m, found.ids, found.values, span.seat, found.ends_on))
+        for ids, values, end in steering.bias(index, path, in_flight):
+            self.steered.append((m, ids, values, span.seat, end))
         if (pair := steering.instead(path)) is not None:
             self.replaced.append((m, *pair))
         if (pushed := steering.force(path)) is not None:
@@ -409,14 +409,13 @@ class Packer:
         if not self.steered:
             return _NONE, _NONE, _NO_VALUES, _NONE, _NONE
         rows, ids, values, seats, ends = zip(*self.steered)
-        sizes = list(map(len, ids))
-        return (
-            np.repeat(np.array(rows, np.int64), sizes),
-            np.concatenate(ids),
-            np.concatenate(values).astype(np.float32),
-            np.repeat(np.array(seats, np.int64), sizes),
-            np.concatenate(ends),
-        )
+        sizes = [len(part) for part in ids]
+        if all(isinstance(value, float) for value in values):
+            flat = np.repeat(np.array(values, np.float32), sizes)
+        else:
+            flat = np.concatenate([np.broadcast_to(np.float32(v), n) for v, n in zip(values, sizes)])
+        row, seat, end = np.repeat(np.array([rows, seats, ends], np.int64), sizes, axis=1)
+        return row, np.concatenate(ids), flat, seat, end
 
     def _rows(self) -> Rows:
         banned, forced = (

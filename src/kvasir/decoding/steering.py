@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +13,6 @@ from kvasir.types import ProcessorParams
 
 # Most tokens of a forced run that are looked up at a time: those of the longest chain (engine/forcing.py).
 MAX_RUN = 32
-
-
-class RowBias(NamedTuple):
-    """Biases of one row. ``ends_on`` [K]: they do not count if this token was drawn before the row (-1: they do)."""
-
-    ids: np.ndarray
-    values: np.ndarray
-    ends_on: np.ndarray
 
 
 @lru_cache(maxsize=256)
@@ -47,17 +39,16 @@ class Steering:
         """Whether no processor wants anything of a later row."""
         return all(p.over(s) for p, s in zip(self.processors, self._states))
 
-    def bias(self, index: int, path: list[int], in_flight: bool) -> RowBias | None:
-        """Return the biases of the row that predicts output token ``index``.
+    def bias(self, index: int, path: list[int], in_flight: bool) -> list[tuple[np.ndarray, float | np.ndarray, int]]:
+        """Return the biases of the row that predicts output token ``index``: ids, values, and the token that makes them
+        void if it was drawn before the row (-1: none). Biases of one id add up.
 
-        ``in_flight``: the token before it is still being drawn. An id may occur several times; the values add up."""
+        ``in_flight``: the token before the row is still being drawn."""
         found = []
         for processor, state in zip(self.processors, self._states):
-            one = processor.bias(state, index, path)
-            if one is not None and len(one[0]):
-                end = processor.ends_on(state) if in_flight else -1
-                found.append((*one, np.full(len(one[0]), end, np.int64)))
-        return RowBias(*map(np.concatenate, zip(*found))) if found else None
+            if (one := processor.bias(state, index, path)) is not None:
+                found.append((*one, processor.ends_on(state) if in_flight else -1))
+        return found
 
     def force(self, path: list[int]) -> tuple[int, str] | None:
         """Return the only token of a row and the processor that forces it; the first in the list wins."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from kvasir.decoding.processor import Bias, Encode
+from kvasir.decoding.processor import Encode
 from kvasir.errors import ConfigError
 from kvasir.types import Thinking
 
@@ -72,11 +70,3 @@ def word_ids(encode: Encode, words: str, ids: str) -> tuple[int, ...]:
     if not found:
         raise ConfigError(f"words={words!r}: none of them is a single token of this model; name other words, or ids")
     return tuple(dict.fromkeys(found))
-
-
-def same_bias(ids: Iterable[int], value: float) -> Bias | None:
-    """The bias of one value for all ids; None for 0."""
-    if not value:
-        return None
-    there = np.asarray(list(ids), np.int64)
-    return there, np.full(len(there), value, np.float32)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvasir.decoding.processor import Bias, Processor
-from kvasir.decoding.thinking import begin, ends_on, follow, same_bias, word_ids
+from kvasir.decoding.thinking import begin, ends_on, follow, word_ids
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Constant(Processor):
         return {"words": word_ids(encode, self.config.words, self.config.ids)}
 
     def state(self, prompt, params) -> Any:
-        return params.ids["words"], params.thinking, begin(params.thinking)
+        return np.array(params.ids["words"], np.int64), params.thinking, begin(params.thinking)
 
     def advance(self, state, tokens):
         ids, thinking, thought = state
@@ -46,7 +48,7 @@ class Constant(Processor):
     def bias(self, state, index, path) -> Bias | None:
         ids, _, thought = self.advance(state, path)
         over = thought.phase == "after" or not self.config.start <= index < self.config.stop
-        return None if over else same_bias(ids, self.config.value)
+        return None if over else (ids, self.config.value)
 
     def over(self, state) -> bool:
         return state[2].phase == "after"

@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvasir.decoding.processor import Bias, Processor
-from kvasir.decoding.thinking import Thought, begin, ends_on, follow, same_bias, word_ids
+from kvasir.decoding.thinking import Thought, begin, ends_on, follow, word_ids
 from kvasir.errors import ConfigError
 
 
@@ -57,7 +59,7 @@ class CyclicReflex(Processor):
         return {"words": word_ids(encode, self.config.words, self.config.ids)}
 
     def state(self, prompt, params) -> Any:
-        return params.ids["words"], params.thinking, begin(params.thinking)
+        return np.array(params.ids["words"], np.int64), params.thinking, begin(params.thinking)
 
     def advance(self, state, tokens):
         ids, thinking, thought = state
@@ -66,7 +68,7 @@ class CyclicReflex(Processor):
     def bias(self, state, index, path) -> Bias | None:
         ids, _, thought = self.advance(state, path)
         over = thought.phase == "after" or not self.config.start <= index < self.config.stop
-        return None if over else same_bias(ids, wave(index, self.config))
+        return None if over else (ids, wave(index, self.config))
 
     def over(self, state) -> bool:
         return state[2].phase == "after"

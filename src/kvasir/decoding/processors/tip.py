@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvasir.decoding.processor import Bias, Processor
-from kvasir.decoding.thinking import begin, follow, same_bias, word_ids
+from kvasir.decoding.thinking import begin, follow, word_ids
 from kvasir.errors import ConfigError
 
 
@@ -30,7 +32,7 @@ class Config:
 
 
 class Tip(Processor):
-    """The processor. Its state: the token ids, the marks of thinking, where the answer stands, and the number of tokens
+    """The processor. Its state: the token ids (twice), the marks of thinking, where the answer stands, and the tokens
     since the thought began (its first included)."""
 
     def __init__(self, config: Config = Config()) -> None:
@@ -40,19 +42,23 @@ class Tip(Processor):
         return {"words": word_ids(encode, self.config.words, self.config.ids)}
 
     def state(self, prompt, params) -> Any:
-        return frozenset(params.ids["words"]), params.thinking, begin(params.thinking), 0
-
-    def advance(self, state, tokens):
-        ids, thinking, thought, age = state
-        for token in tokens:
-            age = 1 if token in ids else age + 1
-        return ids, thinking, follow(thinking, thought, tokens), age
-
-    def bias(self, state, index, path) -> Bias | None:
-        ids, _, thought, age = self.advance(state, path)
         return (
-            None if thought.phase == "after" or age >= self.config.beta else same_bias(sorted(ids), -self.config.alpha)
+            np.array(params.ids["words"], np.int64),
+            frozenset(params.ids["words"]),
+            params.thinking,
+            begin(params.thinking),
+            0,
         )
 
+    def advance(self, state, tokens):
+        ids, words, thinking, thought, age = state
+        for token in tokens:
+            age = 1 if token in words else age + 1
+        return ids, words, thinking, follow(thinking, thought, tokens), age
+
+    def bias(self, state, index, path) -> Bias | None:
+        ids, *_, thought, age = self.advance(state, path)
+        return None if thought.phase == "after" or age >= self.config.beta else (ids, -self.config.alpha)
+
     def over(self, state) -> bool:
-        return state[2].phase == "after"
+        return state[3].phase == "after"
