@@ -148,9 +148,6 @@ NAMED = {
     "api/processing.py": {"budget"},  # vLLM's thinking_token_budget
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
-    "api/scaling.py": {"cost"},  # tokens of a run
-    "api/routes_scaling.py": {"cost"},  # likewise
-    "scaling/report.py": {"cost"},  # likewise
     "client/crash_dump.py": {"priority"},  # likewise
     "models/advice.py": {"merge_lora"},  # the command that helps with an adapter's folder
 }
