@@ -2,9 +2,10 @@
 
     python tools/grammar_peers.py RESULT.json [--schemas 200] [--vocabulary 16384] [--repeats 3]
 
-It needs `pip install xgrammar`, which kvasir itself does not use. Schemas are drawn from a seed: nested objects, arrays,
-enums, numbers, optional and `anyOf` members. Each comes with a value that it allows; its text is walked token by token,
-and each token must be in the mask of either library. The tokenizer is a byte-level BPE trained on the lab's texts.
+It needs `pip install xgrammar`, which kvasir itself does not use. Schemas are drawn from a seed: nested objects,
+arrays, enums, numbers, optional and `anyOf` members. Each comes with a value that it allows; its text is walked token
+by token, and each token must be in the mask of either library. The tokenizer is a byte-level BPE trained on the lab's
+texts.
 
 ``compile_ms`` is the time from the schema's text to the first mask. ``mask_us`` is the mask of a later token and its
 acceptance, called from Python one at a time. Both libraries use one thread and no cache. They take turns schema by
@@ -71,14 +72,11 @@ def drawn(rng: random.Random, depth: int = 0) -> tuple[dict[str, Any], Any]:
     return {"type": kind}, value
 
 
-def tokenizer(size: int) -> Tokenizer:
-    """A byte-level BPE of ``size`` tokens; the first ends a text."""
+def tokenizer(size: int, texts: list[str]) -> Tokenizer:
+    """A byte-level BPE of ``size`` tokens, trained on ``texts``; the first token ends a text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    texts = [
-        bz2.decompress(file.read_bytes()).decode() for file in sorted((ROOT / "src/kvasir/lab/text").glob("*.bz2"))
-    ]
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=["<|endoftext|>"],
@@ -161,7 +159,9 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    backend, rng = tokenizer(options.vocabulary), random.Random(7)
+    files = sorted((ROOT / "src/kvasir/lab/text").glob("*.bz2"))
+    backend = tokenizer(options.vocabulary, [bz2.decompress(file.read_bytes()).decode() for file in files])
+    rng = random.Random(7)
     libraries = {"llguidance": Ours(backend), "xgrammar": XGrammar(backend)}
     compiled: dict[str, list[float]] = {name: [] for name in libraries}
     masks: dict[str, list[float]] = {name: [] for name in libraries}
