@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvasir.engine.engine import Engine
 
 # Seconds that the runs of the fit may take together. A run that would probably take longer is left out.
-FIT_SECONDS = 150.0
+FIT_SECONDS = 120.0
 # Times that each run is measured.
 ROUNDS = 3
 # Steps of a run of the fit, from which a decode step's time at its length follows.

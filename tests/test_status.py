@@ -1,0 +1,43 @@
+"""The page on what is built of each method names every technique, and only tests and results that exist."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from tests import status
+
+
+def test_the_page_is_what_its_source_says():
+    assert status.PAGE.read_text() == status.page(), "write it again: python -m tests.status"
+
+
+def test_every_technique_has_a_row_and_what_rows_name_exists():
+    assert not status.faults(status.entries())
+
+
+def change(rows, key, **fields):
+    rows[key] |= fields
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda rows: rows.pop("drafters/suffix"), "drafters/suffix has no row"),
+        (lambda rows: rows.update({"codecs/int3": rows["codecs/int4"]}), "codecs/int3 is no technique"),
+        (lambda rows: rows.update({"parsers/x": rows["codecs/int4"]}), "there is no group parsers"),
+        (lambda rows: change(rows, "codecs/int4", result=["h200/nothing"]), "there is no result h200/nothing"),
+        (lambda rows: change(rows, "codecs/int4", exact=["kv/test_none.py"]), "there is no test kv/test_none.py"),
+        (
+            lambda rows: change(rows, "codecs/int4", exact=["kv/test_codecs.py::test_no"]),
+            "there is no test kv/test_cod",
+        ),
+        (lambda rows: change(rows, "codecs/int4", exact=[]), "one test at least"),
+        (lambda rows: rows["codecs/int4"].pop("when"), "codecs/int4 needs"),
+    ],
+)
+def test_what_is_missing_is_seen(spoil, told):
+    rows = copy.deepcopy(status.entries())
+    spoil(rows)
+    assert any(told in fault for fault in status.faults(rows))
