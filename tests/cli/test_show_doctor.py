@@ -202,7 +202,7 @@ def test_doctor_for_programs(kvasir):
         "advice",
     } <= set(found)
     assert found["attention"][found["attention_chosen"]] == [] and "plain" in found["codecs"]
-    assert "suffix" in found["drafters"] and "majority" in found["strategies"]
+    assert "suffix" in found["drafters"] and "majority" in found["strategies"] and "cost" in found["routers"]
     assert set(found["scheduling_policies"]) == {"affinity", "fcfs", "priority", "shortest"}
 
 

@@ -178,7 +178,8 @@ async def _opened(**options):
 async def churn(seed: int, tmp_path, kills: int = 6, count: int = 3) -> None:
     """Kill and stop replicas under load; every request must give its tokens, each once."""
     rng = random.Random(seed)
-    async with cluster(count, watchdog=2.0) as it:
+    # A process that is stopped while it starts, or in its first step, is given the time of a start.
+    async with cluster(count, watchdog=2.0, startup_timeout=8.0) as it:
         readers: list[Reader] = []
         for step in range(kills):
             for _ in range(6):

@@ -9,7 +9,7 @@ import pytest
 
 from kvasir import technique
 from kvasir.cluster.prefixes import BLOCK, PrefixMap
-from kvasir.cluster.router import ROUTERS, Candidate, Router
+from kvasir.cluster.router import ROUTERS, Candidate, Guarded, Router
 from kvasir.cluster.routers import cost
 from kvasir.types import Request, SamplingParams, Variant
 
@@ -94,6 +94,22 @@ def test_every_router_uses_all_replicas_and_chooses_among_the_given(name):
         used.add(chosen.number)
         replicas[chosen.number].queued += 100
     assert used == {0, 1, 2}
+
+
+@pytest.mark.parametrize("answer", [None, ZeroDivisionError("a bug"), Candidate(9, 0, 1.0, 0, 0)])
+def test_a_faulty_router_is_switched_off(answer, caplog):
+    class Faulty(Router):
+        calls = 0
+
+        def choose(self, wanted, candidates):
+            Faulty.calls += 1
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    router, given = Guarded(Faulty()), [Candidate(i, 10 - i, 1.0, 0, 0) for i in range(3)]
+    assert [router.choose(request(), given).number for _ in range(3)] == [2, 2, 2]
+    assert Faulty.calls == 1 and "choose another --router" in caplog.text
 
 
 def test_round_robin_takes_turns():

@@ -144,6 +144,7 @@ def run(as_json: bool) -> None:
     table.add_row("drafters", ", ".join(facts["drafters"]))
     table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))
     table.add_row("strategies", ", ".join(facts["strategies"]))
+    table.add_row("routers", ", ".join(facts["routers"]))
     console = Console()
     console.print(table)
     for line in facts["advice"]:

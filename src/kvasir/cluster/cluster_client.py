@@ -19,7 +19,7 @@ from kvasir.client.journal import Entry
 from kvasir.client.replica import Replica
 from kvasir.cluster.placement import Place, places
 from kvasir.cluster.prefixes import PrefixMap
-from kvasir.cluster.router import ROUTERS, Candidate, Router
+from kvasir.cluster.router import ROUTERS, Candidate, Guarded, Router
 from kvasir.config import Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import AdapterInfo, ModelInfo, Request
@@ -45,7 +45,7 @@ class ClusterClient(Front):
             raise ConfigError(
                 "--allow-runtime-lora does not work with --replicas yet. Name the adapters at the start: --lora-modules"
             )
-        self.router = technique.load(ROUTERS, settings.server.router, Router)
+        self.router = Guarded(technique.load(ROUTERS, settings.server.router, Router))
         placed = placed or places(settings.engine_only(), settings.server.replicas)
         super().__init__([place.config for place in placed], factory, [place.environment for place in placed])
         self._prefixes = PrefixMap()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvasir.logs import log
 from kvasir.technique import Technique
 from kvasir.types import Request
 
@@ -43,3 +44,27 @@ class Router(Technique):
     def choose(self, request: Request, candidates: Sequence[Candidate]) -> Candidate:
         """Return one of ``candidates``; there is at least one."""
         raise NotImplementedError
+
+
+class Guarded(Router):
+    """Guards the front against faults of a router. One that raises, or answers with something else than a candidate,
+    is switched off until a restart, and requests go where the fewest prompt tokens are queued."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self._router: Router | None = router
+
+    def choose(self, request: Request, candidates: Sequence[Candidate]) -> Candidate:
+        if self._router is not None:
+            try:
+                chosen = self._router.choose(request, candidates)
+                if chosen in candidates:
+                    return chosen
+                raise ValueError(f"it must return one of the {len(candidates)} candidates, not {chosen!r}")
+            except Exception:
+                log.exception(
+                    "router '%s' failed and is off until a restart. Repair its choose, or choose another --router",
+                    self._router.name,
+                )
+                self._router = None
+        return min(candidates, key=lambda c: (c.queued, c.decodes))
