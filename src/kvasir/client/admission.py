@@ -66,7 +66,7 @@ def admit(
     if params.drafter is not None and params.drafter not in info.drafters:
         running = f"these do: {', '.join(info.drafters)}" if info.drafters else "this server runs none"
         _refuse("drafter", f"no drafter named {params.drafter!r} runs here; {running}")
-    processors = _processors(params, prompt_ids, processing)
+    processors = _processors(params, prompt_ids, processing, ids_end)
     max_tokens = _max_tokens(len(prompt_ids), params, info)
     if params.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}")
@@ -89,13 +89,18 @@ def _processors(
     params: SamplingParams,
     prompt_ids: list[int],
     processing: Callable[[SamplingParams, list[int]], list[ProcessorParams]] | None,
+    ids_end: int,
 ) -> list[ProcessorParams]:
     if params.thinking_token_budget is None and not params.processors:
         return []
     if processing is None:
         name = "processors" if params.processors else "thinking_token_budget"
         _refuse(name, f"'{name}' is not served here; /v1 and LLM(...) serve it")
-    return processing(params, prompt_ids)
+    processors = processing(params, prompt_ids)
+    for one in processors:
+        for ids in one.ids.values():
+            _check_ids("processors", ids, ids_end)
+    return processors
 
 
 def _variant(adapter: str, info: ModelInfo) -> Variant:
