@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,6 +187,32 @@ def test_an_end_in_an_unverified_draft_ends_nothing(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------- budget
+
+
+def test_biases_of_one_id_add_up_whether_one_number_or_many(monkeypatch):
+    """Processors whose biases are arrays, and share ids, against the logit biases of the same sums."""
+
+    class Own(Processor):
+        def state(self, prompt, params):
+            return None
+
+        def bias(self, state, index, path):
+            ids, values = np.array([3, 5, 7]), np.array([1.5, -2.0, 4.0], np.float32)
+            return (ids, values) if self.config == "array" else (ids[1:], -0.5)
+
+    monkeypatch.setattr(steering, "load_processor", lambda spec: Own(spec))
+    sampler, found = Sampler(VOCAB, VOCAB, 4, "cpu", (EOS,)), []
+    for more, specs in (({}, ["array", "number"]), ({"logit_bias": {3: 1.5, 5: -2.5, 7: 3.5}}, [])):
+        seq = sequence(2, temperature=1.0, ignore_eos=True, **more)
+        seq.request.processors = [ProcessorParams(spec, {}) for spec in specs]
+        found.append(decode(sampler, TableModel(VOCAB), seq, 60)[0])
+    assert found[0] == found[1]
+
+
+def test_a_forced_token_that_the_request_rules_out_is_its_fault():
+    for more in (dict(allowed_token_ids=(5, 6)), dict(bad_words=[[END]])):
+        out, error, _ = run(["budget:max_thinking=3,num_ignore=0"], **more)
+        assert len(out) == 3 and error.startswith("no_token_allowed")
 
 
 class Script:

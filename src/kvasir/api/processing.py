@@ -95,8 +95,6 @@ class Processing:
         try:
             processor = technique.load(PACKAGE, spec, Processor)
             ids = processor.prepare(self._encode, thinking)
-            if self._tokenizer is not None and any(i >= self._tokenizer.size for part in ids.values() for i in part):
-                raise ConfigError(f"{spec}: a token id is beyond the {self._tokenizer.size} of this model")
         except ConfigError as e:
             raise RequestError(str(e), param=param) from e
         return processor, ProcessorParams(spec, ids, thinking)

@@ -68,7 +68,7 @@ def admit(
     if params.drafter is not None and params.drafter not in info.drafters:
         running = f"these do: {', '.join(info.drafters)}" if info.drafters else "this server runs none"
         _refuse("drafter", f"no drafter named {params.drafter!r} runs here; {running}")
-    processors = _processors(params, prompt_ids, processing)
+    processors = _processors(params, prompt_ids, processing, ids_end)
     if most and params.max_tokens is not None:
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, most))
     max_tokens = _max_tokens(len(prompt_ids), params, info)
@@ -95,13 +95,18 @@ def _processors(
     params: SamplingParams,
     prompt_ids: list[int],
     processing: Callable[[SamplingParams, list[int]], list[ProcessorParams]] | None,
+    ids_end: int,
 ) -> list[ProcessorParams]:
     if params.thinking_token_budget is None and not params.processors:
         return []
     if processing is None:
         name = "processors" if params.processors else "thinking_token_budget"
         _refuse(name, f"'{name}' is not served here; /v1 and LLM(...) serve it")
-    return processing(params, prompt_ids)
+    processors = processing(params, prompt_ids)
+    for one in processors:
+        for ids in one.ids.values():
+            _check_ids("processors", ids, ids_end)
+    return processors
 
 
 def _variant(adapter: str, info: ModelInfo) -> Variant:

@@ -9,6 +9,9 @@ from kvasir.decoding.processor import Encode
 from kvasir.errors import ConfigError
 from kvasir.types import Thinking
 
+# Largest bias in logits, as in OpenAI's logit_bias: more would rule out everything else, or overflow.
+MAX_BIAS = 100.0
+
 
 class Thought(NamedTuple):
     """The place of an answer in its thinking. ``length``: tokens of thinking, those of an unfinished end mark included.
@@ -53,6 +56,12 @@ def ends_on(thinking: Thinking | None, thought: Thought) -> int:
     if thinking is None or thought.phase == "after" or thought.closing + 1 < len(thinking.end):
         return -1
     return thinking.end[-1]
+
+
+def check_bias(option: str, value: float) -> None:
+    """Raise ConfigError for a bias that ``logit_bias`` would not take."""
+    if not abs(value) <= MAX_BIAS:
+        raise ConfigError(f"{option}={value:g} is out of range: -{MAX_BIAS:g} to {MAX_BIAS:g}")
 
 
 def word_ids(encode: Encode, words: str, ids: str) -> tuple[int, ...]:

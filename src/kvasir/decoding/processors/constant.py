@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvasir.decoding.processor import Bias, Processor
-from kvasir.decoding.thinking import begin, ends_on, follow, word_ids
+from kvasir.decoding.thinking import begin, check_bias, ends_on, follow, word_ids
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class Config:
     stop: int = 8192
     words: str = "wait|Wait|but|But|Alternatively"
     ids: str = ""
+
+    def __post_init__(self) -> None:
+        check_bias("constant:value", self.value)
 
 
 class Constant(Processor):

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from kvasir.decoding.processor import Bias, Processor
-from kvasir.decoding.thinking import Thought, begin, ends_on, follow, word_ids
+from kvasir.decoding.thinking import Thought, begin, check_bias, ends_on, follow, word_ids
 from kvasir.errors import ConfigError
+
+MAX_PERIOD = 1 << 31  # tokens; more than any context
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,11 @@ class Config:
     ids: str = ""
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigError(f"cyclic_reflex:period={self.period} must be at least 1 token")
+        check_bias("cyclic_reflex:amplitude", self.amplitude)
+        if not 1 <= self.period <= MAX_PERIOD:
+            raise ConfigError(f"cyclic_reflex:period is out of range: 1 to {MAX_PERIOD} tokens")
+        if not 0 <= self.shift <= 1:
+            raise ConfigError(f"cyclic_reflex:shift={self.shift:g} must lie in 0 to 1: it is a fraction of a period")
 
 
 def wave(index: int, config: Config) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvasir.decoding.processor import Bias, Processor
-from kvasir.decoding.thinking import begin, follow, word_ids
+from kvasir.decoding.thinking import begin, check_bias, follow, word_ids
 from kvasir.errors import ConfigError
 
 
@@ -27,8 +27,9 @@ class Config:
     ids: str = ""
 
     def __post_init__(self) -> None:
+        check_bias("tip:alpha", self.alpha)
         if self.beta < 1:
-            raise ConfigError(f"tip:beta={self.beta} must be at least 1 token")
+            raise ConfigError("tip:beta must be at least 1 token")
 
 
 class Tip(Processor):
