@@ -229,7 +229,9 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     graphs = SimpleNamespace(
         takes=lambda spans: all(s.length == 1 for s in spans), bucket=lambda n: 8, replays=lambda size: size in ready
     )
-    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu"), captures=0))
+    clock = StepClock(
+        Model(), SimpleNamespace(graphs=graphs, chains=graphs, native=None, device=torch.device("cpu"), captures=0)
+    )
 
     def run(spans, captures=0) -> bool:
         lap = clock.start(spans)
@@ -248,10 +250,12 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     assert clock.model.seen == [replay, replay, (StepShape(35, 450.0, 60, 6), False)]
 
 
-def test_replays_that_verify_drafts_are_not_taken_for_decodes():
-    """Steps that verify drafts replay graphs of their own, so the decodes' captured graph says nothing about them."""
-    graphs = SimpleNamespace(takes=lambda spans: True, bucket=lambda n: 8, replays=lambda size: True)
-    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu")))
+@pytest.mark.parametrize("drafter", [True, False])
+def test_replays_that_verify_drafts_are_not_taken_for_decodes(drafter):
+    """Steps that verify drafts or chains replay graphs of their own, so they say nothing about other steps."""
+    chains = SimpleNamespace(takes=lambda spans: True, bucket=lambda n: 8, replays=lambda size: True)
+    graphs = chains if drafter else SimpleNamespace(takes=lambda spans: False)
+    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, chains=chains, native=None, device=torch.device("cpu")))
     spans = [SimpleNamespace(start=10, length=1), SimpleNamespace(start=20, length=4)]
     assert all(clock.start(spans) is None for _ in range(2 * ALIKE_SHARE))
 
