@@ -228,8 +228,8 @@ def test_thinking(http, server):
     [
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"context_management": {"edits": []}}, "context_management"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools?0?.web_search_20250305"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools?0?.defer_loading"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].web_search_20250305"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
     ],
 )
 def test_what_is_ignored_stands_in_a_header(http, more, named):

@@ -198,7 +198,7 @@ def test_open_to_the_network_without_a_key(kvasir):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--tool-call-parser", "bogus"], "there are hermes"),
+        (["--tool-call-parser", "bogus"], "there are gemma4"),
         (["--skip-tokenizer-init"], "--skip-tokenizer-init"),
     ],
 )

@@ -166,7 +166,7 @@ def test_experts(kvasir, shape):
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({**MOE, "model_type": "qwen9_moe"}, "Did you mean 'qwen3_moe'"),
+        ({**MOE, "model_type": "qwen9_moe"}, "model_type 'qwen9_moe' is not served"),
         ({**MOE, "quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({k: v for k, v in MOE.items() if k != "hidden_size"}, "hidden_size"),
         ([], "JSON object"),
@@ -203,7 +203,7 @@ def test_doctor_for_programs(kvasir):
     } <= set(found)
     assert found["attention"][found["attention_chosen"]] == [] and "plain" in found["codecs"]
     assert "suffix" in found["drafters"] and "majority" in found["strategies"] and "cost" in found["routers"]
-    assert set(found["scheduling_policies"]) == {"affinity", "fcfs", "priority", "shortest"}
+    assert set(found["scheduling_policies"]) == {"affinity", "fair", "fcfs", "priority", "shortest"}
 
 
 def test_doctor_says_what_small_steps_run_on(kvasir, monkeypatch):

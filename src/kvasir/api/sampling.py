@@ -106,7 +106,7 @@ def format_grammar(response_format: Any, param: str, dropped: list[str] | None =
     holder = getattr(response_format, "json_schema", response_format)
     if holder is None or holder.schema_ is None:
         raise RequestError(f"'{param}' of type json_schema needs a schema", param=param, code="missing_parameter")
-    return schema_grammar(holder.schema_, param, dropped if holder.strict is False else None)
+    return schema_grammar(holder.schema_, param, dropped if getattr(holder, "strict", None) is False else None)
 
 
 def grammar_of(
