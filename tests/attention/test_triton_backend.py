@@ -23,7 +23,7 @@ BAD = {
     "dtype": torch.float64,
     "codec_kernel": "nvfp4",
     "page_slots": 24,
-    "specs": (AttentionSpec(4, 4, 512, 0.1),),
+    "specs": (AttentionSpec(4, 4, 1024, 0.1),),
 }
 
 
