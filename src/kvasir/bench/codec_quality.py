@@ -332,7 +332,8 @@ def row_errors(
                     k_TGD, v_TGD = rows[layer]
                     slots = torch.arange(codec.page_slots, codec.page_slots + len(k_TGD), device=k_TGD.device)
                     pages = -(-len(k_TGD) // codec.page_slots)
-                    one = dataclasses.replace(group, layers=(layer,))
+                    row = group.rows[group.layers.index(layer)]
+                    one = dataclasses.replace(group, layers=(layer,), rows=(row,))
                     cache = KVPool([one], codec, [1 + pages], codec.page_slots, k_TGD.device, k_TGD.dtype).layer(layer)
                     codec.write(cache, k_TGD, v_TGD, slots)
                     for side, (kept, x_TGD) in enumerate(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 from kvasir.bench.peers import channel
@@ -18,13 +19,21 @@ COUNTERS = {
 }
 
 
+def _adapters(modules: Sequence[str]) -> list[Any]:
+    """The adapters of ``NAME=FOLDER`` as vLLM takes them."""
+    if not modules:
+        return []
+    from vllm.lora.request import LoRARequest
+
+    named = [module.split("=", 1) for module in modules]
+    return [LoRARequest(name, number, path) for number, (name, path) in enumerate(named, 1)]
+
+
 def main() -> None:
     def start(model: str, options: dict[str, Any]) -> tuple[channel.Generate, dict[str, Any]]:
         import vllm
-        from vllm.lora.request import LoRARequest
 
-        named = [module.split("=", 1) for module in options.pop("lora_modules", ())]
-        adapters = [LoRARequest(name, number, path) for number, (name, path) in enumerate(named, 1)]
+        adapters = _adapters(options.pop("lora_modules", ()))
         drafts = options.get("speculative_config") or {}
         if drafts.get("method") == "ngram" and importlib.util.find_spec("numba") is None:
             raise RuntimeError("vLLM's ngram needs numba: pip install numba to where vLLM's packages are")
@@ -48,9 +57,8 @@ def main() -> None:
                 **({"stop_token_ids": stop} if stop else {}),
             )
             before = counts()
-            turns = [adapters[i % len(adapters)] for i in range(len(prompts))] if adapters else None
-            inputs = [{"prompt_token_ids": ids} for ids in prompts]
-            outs = llm.generate(inputs, params, use_tqdm=False, lora_request=turns)
+            turns = {"lora_request": [adapters[i % len(adapters)] for i in range(len(prompts))]} if adapters else {}
+            outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False, **turns)
             outputs = [list(o.outputs[0].token_ids) for o in outs]
             assert stop or all(len(ids) == num_tokens for ids in outputs), "vLLM ended a request early"
             found: dict[str, Any] = {name: count - before[name] for name, count in counts().items()}
