@@ -177,7 +177,7 @@ def test_no_token_depends_on_what_runs_beside(way, folders, alone):
     if d.engine._drafting is not None:
         assert d.engine.stats().drafted_tokens > 0
     for way in d.engine.runner.ways:
-        if isinstance(way, DecodeGraphs | MixedSteps) and way._varied:
+        if type(way) in (DecodeGraphs, MixedSteps) and way._varied:  # not chains, which nothing forces here
             assert way._ready or way._uses if isinstance(way, MixedSteps) else way._used, "no varied step ran here"
     d.close()
 

@@ -64,7 +64,7 @@ def test_bad_configs(config, words, tmp_path):
         assert word in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen4", "gemma4_text", "lama"])
+@pytest.mark.parametrize("model_type", ["mixtral2", "qwen4", "gemma5_text", "lama"])
 def test_another_architecture_is_never_suggested(model_type, tmp_path):
     with pytest.raises(ConfigError, match="not served") as e:
         checkpoint.read_config(folder(tmp_path, {"model_type": model_type}))
