@@ -107,16 +107,15 @@ def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folde
     assert right > (0.6 if kind == "ppd" else 0.8), right
     real = drafting.Drafting.ingest
 
-    def shuffled(self, span, result):
-        result.hidden = torch.roll(result.hidden, 1, -1)
-        real(self, span, result)
+    def shuffled(self, span, hidden):
+        real(self, span, torch.roll(hidden, 1, -1))
 
     monkeypatch.setattr(drafting.Drafting, "ingest", shuffled)
     heard = drafting.Drafting.observe
 
-    def misheard(self, span, result):
+    def misheard(self, span, result, forced=False):
         result.guests = None if result.guests is None else torch.roll(result.guests, 1, -1)
-        heard(self, span, result)
+        heard(self, span, result, forced)
 
     monkeypatch.setattr(drafting.Drafting, "observe", misheard)
     committed = drafting._committed
