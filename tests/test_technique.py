@@ -46,7 +46,7 @@ class Lifo(SchedulerPolicy):
     def order_waiting(self, seqs, now):
         return sorted(seqs, key=lambda s: -s.request.arrival)
 '''
-DRAFTER, EXACTNESS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+_, DRAFTER, EXACTNESS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 
 
 def written(folder: Path, name: str, text: str) -> str:
