@@ -1,4 +1,4 @@
-"""What the playground does with a conversation: examples, reload, copy, edit, regenerate, curl, coloured tokens."""
+"""Conversations in the playground: examples, reload, copy, edit, regenerate, curl, coloured tokens."""
 
 # ruff: noqa: F811  (fixtures of the other file)
 from __future__ import annotations

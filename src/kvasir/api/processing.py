@@ -18,7 +18,7 @@ from kvasir.types import ProcessorParams, SamplingParams, Thinking
 if TYPE_CHECKING:
     from kvasir.decoding.processor import Processor
 
-# What vLLM's thinking_token_budget is here: a limit alone, which ignores no end.
+# The processor that serves vLLM's thinking_token_budget: a limit alone, which ignores no end.
 BUDGET = "budget:num_ignore=0,max_thinking="
 # Kinds of grammars that have no room for a mark of thinking.
 CLOSED = ("json_schema", "json_object", "choice", "regex")

@@ -40,7 +40,7 @@ def budget(limit: int) -> ProcessorParams:
     return ProcessorParams(f"budget:num_ignore=0,max_thinking={limit}", ids, MARKED)
 
 
-# What each arm adds to a plain request: parameters, and processors.
+# Parameters and processors that each arm adds to a plain request.
 KINDS: dict[str, tuple[dict[str, Any], list[ProcessorParams]]] = {
     "plain": ({}, []),
     "index": ({}, [ProcessorParams(f"cyclic_reflex:ids={IDS}", {"words": WORDS}, MARKED)]),

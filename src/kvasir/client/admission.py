@@ -155,7 +155,7 @@ def admit_pooling(
     )
 
 
-# What each kind of model is called in messages, and where its requests go.
+# Each kind of model as messages name it, and the routes of its requests.
 _TASKS = {
     "generate": ("generates text", "/v1/chat/completions and /v1/completions"),
     "embed": ("is an embedding model", "/v1/embeddings, /v1/score and /v1/rerank"),

@@ -49,7 +49,7 @@ class ClusterClient(Front):
         placed = placed or places(settings.engine_only(), settings.server.replicas)
         super().__init__([place.config for place in placed], factory, [place.environment for place in placed])
         self._prefixes = PrefixMap()
-        # By replica: number of the submission, and its uncached tokens, for what its latest report does not count.
+        # Submissions that a replica's latest report does not count: number and uncached tokens, by replica.
         self._sent: list[deque[tuple[int, int]]] = [deque() for _ in placed]
 
     # ----------------------------------------------------------------------------------------------------- the replicas

@@ -36,7 +36,7 @@ UNSERVED = frozenset(
         "$recursiveRef",
     )
 )
-# Where a schema holds others: in a value, a list, or the values of an object.
+# Keywords that hold other schemas: as a value, a list, or the values of an object.
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")

@@ -289,7 +289,7 @@ class Engine:
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
         forcing = self._forcing.wanted(drafting)
         verifying = bool(self._plans) and holds_draft(self._plans[0][0])
-        # Where the next plan, draft or chain depends on the tokens in flight, they are read before anything is launched
+        # Tokens in flight that the next plan, draft or chain depends on are read before anything is launched
         # behind them.
         if self._plans and (self.steps.stalled or drafting or forcing or verifying):
             self._resolve(events)

@@ -38,7 +38,7 @@ class Runner:
         """Run steps in these ways from now on. Nothing may be running."""
         self.ways = ways
         self._capturing = [way for way in ways if isinstance(way, CapturingWay)]
-        # What predicts the time of steps asks these which steps are alike, once a step.
+        # The model of step times asks these once a step which steps are alike.
         self.graphs = self.way(DecodeGraphs)
         self.chains: DecodeGraphs | None = self.way(ChainGraphs) or self.graphs  # runs steps with forced chains
         self.native = self.way(NativeDecodes)

@@ -36,7 +36,7 @@ PROGRESS_BYTES = 1 << 30
 SHOWN = 5
 # Python's switch interval while loading: a thread that has a part to send must not wait for the interpreter.
 SWITCH_SECONDS = 5e-4
-# By safetensors' names.
+# Types by their names in safetensors.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -37,7 +37,7 @@ MAX_HEADER_BYTES = 100_000_000
 # Most names listed in a message.
 SHOWN = 5
 EMBED, HEAD, LABELS = "embed.weight", "head.weight", "labels.weight"
-# What transformers calls the head for classes, and puts before the names of all that is not a head.
+# Names of transformers: the head for classes, and the prefix of everything that is not a head.
 STORED_LABELS, PREFIX = "score.weight", "model."
 
 

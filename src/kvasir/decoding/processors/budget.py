@@ -119,7 +119,7 @@ class BudgetProcessor(Processor):
             return state
         if thought.length + len(ids["first"]) < self._limit:
             return state
-        # Of a mark that has begun, the rest is forced; a text before it would cut it in two.
+        # The rest of a mark that has begun is forced; a text before it would cut it in two.
         mark = state.params.thinking.end
         text = mark[thought.closing :] if thought.closing else (*ids["first"], *mark)
         return state._replace(forcing=True, pending=(*text, *ids["last"]))

@@ -17,7 +17,7 @@ stored = hf.stored
 
 
 def build(fields: hf.Fields) -> ModelSpec:
-    # Where nothing says whether the head is tied, it is not: Mistral Small 3.1 is published so. transformers finds out
+    # A head is not tied where nothing says so: Mistral Small 3.1 is published so. transformers finds out
     # from the weights.
     text = fields.text("text_model_type", "mistral")
     if text not in TEXTS:
