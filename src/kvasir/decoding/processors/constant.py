@@ -7,12 +7,9 @@ addition a word.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from kvasir.decoding.processor import Bias, Processor
-from kvasir.decoding.thinking import begin, check_bias, ends_on, follow, word_ids
+from kvasir.decoding.thinking import check_bias
+from kvasir.decoding.word_bias import WordBias
 
 
 @dataclass(frozen=True)
@@ -30,31 +27,11 @@ class Config:
         check_bias("constant:value", self.value)
 
 
-class Constant(Processor):
-    """The processor. Its state: the token ids, the marks of thinking, and where the answer stands."""
-
-    reads = "index"
+class Constant(WordBias):
+    """The processor."""
 
     def __init__(self, config: Config = Config()) -> None:
         super().__init__(config)
 
-    def prepare(self, encode, thinking):
-        return {"words": word_ids(encode, self.config.words, self.config.ids)}
-
-    def state(self, prompt, params) -> Any:
-        return np.array(params.ids["words"], np.int64), params.thinking, begin(params.thinking)
-
-    def advance(self, state, tokens):
-        ids, thinking, thought = state
-        return ids, thinking, follow(thinking, thought, tokens)
-
-    def bias(self, state, index, path) -> Bias | None:
-        ids, _, thought = self.advance(state, path)
-        over = thought.phase == "after" or not self.config.start <= index < self.config.stop
-        return None if over else (ids, self.config.value)
-
-    def over(self, state) -> bool:
-        return state[2].phase == "after"
-
-    def ends_on(self, state) -> int:
-        return ends_on(state[1], state[2])
+    def height(self, index: int) -> float:
+        return self.config.value

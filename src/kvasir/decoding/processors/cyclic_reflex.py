@@ -9,12 +9,9 @@ addition a word.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from kvasir.decoding.processor import Bias, Processor
-from kvasir.decoding.thinking import Thought, begin, check_bias, ends_on, follow, word_ids
+from kvasir.decoding.thinking import check_bias
+from kvasir.decoding.word_bias import WordBias
 from kvasir.errors import ConfigError
 
 MAX_PERIOD = 1 << 31  # tokens; more than any context
@@ -52,32 +49,11 @@ def wave(index: int, config: Config) -> float:
     return 4 * config.amplitude * (u - 0.75) - config.amplitude
 
 
-class CyclicReflex(Processor):
-    """The processor. Its state: the token ids, the marks of thinking, and where the answer stands."""
-
-    reads = "index"
+class CyclicReflex(WordBias):
+    """The processor."""
 
     def __init__(self, config: Config = Config()) -> None:
         super().__init__(config)
 
-    def prepare(self, encode, thinking):
-        return {"words": word_ids(encode, self.config.words, self.config.ids)}
-
-    def state(self, prompt, params) -> Any:
-        return np.array(params.ids["words"], np.int64), params.thinking, begin(params.thinking)
-
-    def advance(self, state, tokens):
-        ids, thinking, thought = state
-        return ids, thinking, follow(thinking, thought, tokens)
-
-    def bias(self, state, index, path) -> Bias | None:
-        ids, _, thought = self.advance(state, path)
-        over = thought.phase == "after" or not self.config.start <= index < self.config.stop
-        return None if over else (ids, wave(index, self.config))
-
-    def over(self, state) -> bool:
-        return state[2].phase == "after"
-
-    def ends_on(self, state) -> int:
-        thought: Thought = state[2]
-        return ends_on(state[1], thought)
+    def height(self, index: int) -> float:
+        return wave(index, self.config)
