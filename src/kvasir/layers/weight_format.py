@@ -21,6 +21,7 @@ from kvasir.layers.weights import NUMBERS, Placement, Slot
 from kvasir.technique import Technique, load
 
 PACKAGE = "kvasir.layers.formats"
+PLAIN = "plain"  # the format of weights that nobody quantised
 MATRIX = "weight"  # the plane whose slots have the names of plain weights
 
 
@@ -124,7 +125,7 @@ class Weight:
     ) -> None:
         self.widths, self.num_inputs, self.count, self.place = widths, num_inputs, count, place
         self.num_outputs = sum(widths.values())
-        self.format = load_format("plain")
+        self.format = load_format(PLAIN)
         if place.formats is not None:
             experts = [""] if count is None else [f"experts.{i}." for i in range(count)]
             self.format = place.formats(tuple(f"{place.path}{e}{part}.weight" for e in experts for part in widths))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from kvasir.errors import ConfigError
-from kvasir.layers.weight_format import MATRIX, WeightFormat, load_format
+from kvasir.layers.weight_format import MATRIX, PLAIN, WeightFormat, load_format
 from kvasir.layers.weights import NUMBERS, Slot
 from kvasir.models.fill import Stored
 from kvasir.models.quantisation import SUFFIX, Reader
@@ -38,14 +38,14 @@ class Formats:
                 "checkpoint that quantises both alike."
             )
         name = next(iter(found))
-        if name != "plain":
+        if name != PLAIN:
             self.quantised.update(slots)
         return load_format(name)
 
     def _format(self, slot: str, module: str) -> str:
         tensor = self._tensors.get(module + SUFFIX)
         if tensor is not None and tensor.dtype in NUMBERS:
-            return "plain"
+            return PLAIN
         stored = module if tensor is None else tensor.name.removesuffix(SUFFIX)
         found = self.reader.format_of(stored)
         if tensor is not None and found is None:
@@ -53,7 +53,7 @@ class Formats:
                 f"{tensor.file}: tensor '{tensor.name}' has dtype {tensor.dtype}, but quantization_config in "
                 "config.json says that it is not quantised"
             )
-        return "plain" if found is None or not self._tensors and slot in UNQUANTISED else found
+        return PLAIN if found is None or not self._tensors and slot in UNQUANTISED else found
 
     def stored(self, slot: str, plane: str, view: View, names: Iterable[str]) -> View:
         """The part of a stored tensor that fills a plane, where the matrix itself would be filled by ``view``."""
