@@ -98,6 +98,7 @@ def test_types_import_no_other_room():
 
 TECHNIQUES = [
     "kv/codecs",
+    "layers/formats",
     "attention/backends",
     "engine/schedulers",
     "models/families",
@@ -127,6 +128,7 @@ def test_a_technique_imports_no_sibling(family):
 NAMED = {
     "config.py": {"plain", "fcfs", "cost"},  # defaults of settings
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
+    "layers/weight_format.py": {"plain"},  # the format of a weight that nobody quantised
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
     "tuned.py": {"int4"},  # a layout
     "kernels/native/program.py": {"plain", "int4", "int8", "fp8"},  # layouts
