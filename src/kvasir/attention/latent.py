@@ -40,19 +40,18 @@ class UpProjection:
 
     def absorb(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries [T, H, D + Q] of heads in the latent's basis, [T, H, R + Q]; their last Q elements stay."""
-        rows, heads, width = q_THD.shape
         nope = self.key_HDR.shape[1]
-        out_THR = q_THD.new_empty(rows, heads, self.rank + width - nope)
-        _per_head(q_THD[..., :nope], self.key_HDR, out_THR[..., : self.rank], self.exact)
-        out_THR[..., self.rank :] = q_THD[..., nope:]
+        q_THQ = q_THD[..., nope:]
+        if not q_THD.is_cuda:
+            return torch.cat((per_head(q_THD[..., :nope], self.key_HDR, self.exact), q_THQ), -1)
+        out_THR = q_THD.new_empty(*q_THD.shape[:2], self.rank + q_THQ.shape[2])
+        per_head(q_THD[..., :nope], self.key_HDR, self.exact, out_THR[..., : self.rank])
+        out_THR[..., self.rank :] = q_THQ
         return out_THR
 
     def project(self, x_THR: torch.Tensor, out_THV: torch.Tensor | None = None) -> torch.Tensor:
         """Results [T, H, R] in the latent's basis as results of the heads, [T, H, V]."""
-        if out_THV is None:
-            out_THV = x_THR.new_empty(*x_THR.shape[:2], self.value_HVR.shape[1])
-        _per_head(x_THR, self.value_HVR.mT, out_THV, self.exact)
-        return out_THV
+        return per_head(x_THR, self.value_HVR.mT, self.exact, out_THV)
 
     def expand(self, rows_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [H, N, D + Q] and values [H, N, V] of cached rows [N, R + Q]."""
@@ -62,25 +61,36 @@ class UpProjection:
         return k, latent_NR @ self.value_HVR.mT
 
 
-def _per_head(x_THK: torch.Tensor, weight_HKN: torch.Tensor, out_THN: torch.Tensor, exact: bool) -> None:
-    """Multiply each head's rows by the head's own matrix, into ``out`` of any strides.
+def per_head(
+    x_THK: torch.Tensor, weight_HKN: torch.Tensor, exact: bool, out_THN: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows of each head times the head's own matrix: [T, H, N], in ``out`` if there is one.
 
     In exact mode every product has one order of summation (`kvasir.layers.linear`): on a GPU that of
     ``kernels.matmul``; on a CPU all products have ``TILE`` rows of densely stored inputs.
     """
-    if not exact:
-        torch.bmm(x_THK.transpose(0, 1), weight_HKN, out=out_THN.transpose(0, 1))
-    elif use_triton(x_THK):
+    if exact:
+        found = _per_head_exact(x_THK, weight_HKN)
+        return found if out_THN is None else out_THN.copy_(found)
+    if out_THN is None:
+        return torch.bmm(x_THK.transpose(0, 1), weight_HKN).transpose(0, 1)
+    torch.bmm(x_THK.transpose(0, 1), weight_HKN, out=out_THN.transpose(0, 1))
+    return out_THN
+
+
+def _per_head_exact(x_THK: torch.Tensor, weight_HKN: torch.Tensor) -> torch.Tensor:
+    if use_triton(x_THK):
+        products = [matmul_invariant(x_THK[:, head], weight_KN.t()) for head, weight_KN in enumerate(weight_HKN)]
+        return torch.stack(products, 1)
+    rows, heads, width = *x_THK.shape[:2], weight_HKN.shape[2]
+    if width < NARROW:
+        weight_HKN = torch.nn.functional.pad(weight_HKN, (0, NARROW - width))
+    tiles_HTK = x_THK.new_zeros(heads, -(-rows // TILE) * TILE, x_THK.shape[2])
+    tiles_HTK[:, :rows] = x_THK.transpose(0, 1)
+    out_THN = x_THK.new_empty(rows, heads, width)
+    for first in range(0, rows, TILE):
+        count = min(TILE, rows - first)
+        tile = tiles_HTK[:, first : first + TILE].contiguous()
         for head, weight_KN in enumerate(weight_HKN):
-            out_THN[:, head] = matmul_invariant(x_THK[:, head], weight_KN.t())
-    else:
-        rows, width = len(x_THK), weight_HKN.shape[2]
-        if width < NARROW:
-            weight_HKN = torch.nn.functional.pad(weight_HKN, (0, NARROW - width))
-        tiles_HTK = x_THK.new_zeros(len(weight_HKN), -(-rows // TILE) * TILE, x_THK.shape[2])
-        tiles_HTK[:, :rows] = x_THK.transpose(0, 1)
-        for first in range(0, rows, TILE):
-            count = min(TILE, rows - first)
-            tile = tiles_HTK[:, first : first + TILE].contiguous()
-            for head, weight_KN in enumerate(weight_HKN):
-                out_THN[first : first + count, head] = (tile[head] @ weight_KN)[:count, :width]
+            out_THN[first : first + count, head] = (tile[head] @ weight_KN)[:count, :width]
+    return out_THN

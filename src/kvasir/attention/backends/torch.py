@@ -126,7 +126,7 @@ class TorchBackend(AttentionBackend):
             sinks = None if sinks is None else sinks.unsqueeze(-1)
         if spec.softcap is None and sinks is None and not want_lse:
             if not part.single:
-                k, v = (x.expand(*q.shape[:2], *k.shape[2:]) for x in (k, v))
+                k, v = (x.expand(*q.shape[:2], *x.shape[2:]) for x in (k, v))
             out, lse = scaled_dot_product_attention(q, k, v, attn_mask=part.bias, scale=spec.scale), None
         else:
             out, lse = attend(q, k, v, spec.scale, part.seen, spec.softcap, sinks)
