@@ -34,7 +34,7 @@ from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kernels.compile_ahead import compiling
 from kvasir.kernels.hardware import rates
-from kvasir.kv.codec import CODECS, Codec
+from kvasir.kv.codec import CODECS, Codec, planes_of
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
@@ -46,7 +46,7 @@ from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
 from kvasir.models.spec import ModelSpec
-from kvasir.types import ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
+from kvasir.types import CacheRow, ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
 
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
@@ -109,19 +109,19 @@ def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
     return technique.load(CODECS, CacheConfig().kv_codec if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
 
 
-def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> None:
+def check_layout(codec: Codec, rows: Iterable[CacheRow], dtype: torch.dtype) -> None:
     """Check that a codec which takes one of our ``kernel`` names has our planes: our kernels will read them. Raises
     ConfigError."""
     known = () if codec.ours else (technique.load(CODECS, name, Codec) for name in technique.own(CODECS))
     ours = next((c for c in known if c.kernel == codec.kernel), None)
-    for dim in head_dims if ours is not None else ():
+    for row in rows if ours is not None else ():
         stored, read = (
-            [f"{p.name}: {p.width} x {str(p.dtype).removeprefix('torch.')}" for p in c.planes(dim, dtype)]
+            [f"{p.name}: {p.width} x {str(p.dtype).removeprefix('torch.')}" for p in planes_of(c, row, dtype)]
             for c in (codec, ours)
         )
         if stored != read:
             raise ConfigError(
-                f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {dim} is read as "
+                f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {row.key_dim} is read as "
                 f"{', '.join(read)}, but it stores {', '.join(stored)}. Give this layout a name of its own, such as "
                 f"kernel = '{codec.name}'."
             )
@@ -183,7 +183,7 @@ def build(
     codec = choose_codec(config.cache.kv_codec, dtype)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
-    check_layout(codec, {row.key_dim for g in groups for row in g.rows}, dtype)
+    check_layout(codec, {row for g in groups for row in g.rows}, dtype)
     site = Site(
         device=device.type,
         dtype=dtype,

@@ -22,11 +22,15 @@ Commit = Literal["all", "walk"]
 @dataclass(frozen=True, slots=True)
 class CacheRow:
     """A token's place in a layer's pages: ``heads`` keys of ``key_dim`` elements and as many values of
-    ``value_dim``."""
+    ``value_dim``.
+
+    ``latent``: the first elements of a key are also the value, so that only keys are stored; 0: values are stored.
+    Such a row has one head and a ``value_dim`` of 0."""
 
     heads: int
     key_dim: int
     value_dim: int
+    latent: int = 0
 
     @property
     def width(self) -> int:

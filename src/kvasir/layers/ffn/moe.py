@@ -77,6 +77,7 @@ class FFN:
             spec.weight_scale,
             spec.groups,
             spec.top_groups,
+            spec.group_best,
         )
         return (weights_TK if self.scale_X is None else weights_TK * self.scale_X[ids_TK]), ids_TK
 
