@@ -30,6 +30,7 @@ from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool,
 from kvasir.engine.spans import next_span
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
+from kvasir.engine.variants import VariantSlots, make_slots
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kernels.compile_ahead import compiling
@@ -38,7 +39,6 @@ from kvasir.kv.codec import CODECS, Codec, planes_of
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
-from kvasir.models.adapters import AdapterSlots
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
@@ -73,7 +73,7 @@ class Built:
     tokenizer_file: Path | None
     startup: dict[str, float] = field(default_factory=dict)
     weight_bytes: int = 0
-    adapters: AdapterSlots | None = None
+    variants: VariantSlots = field(default_factory=lambda: VariantSlots(None, None, {}))
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -173,8 +173,7 @@ def build(
         num_positions=config.model.max_model_len,
         pooling=pooling,
     )
-    lora = config.adapters
-    adapters = AdapterSlots(model, lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
+    variants = make_slots(model, config, path)
     clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
@@ -207,7 +206,7 @@ def build(
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
         parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len, pooling=pooling)
-        parts.num_variants = 0 if adapters is None else adapters.num_slots
+        parts.have(variants.count, variants.hooks is not None)
         rehearse(parts)
         use_graphs = config.runner.cuda_graphs and device.type == "cuda" and backend.graphs
         capture = CudaCapture(device) if use_graphs else None
@@ -271,7 +270,7 @@ def build(
         tokenizer_file,
         clock.laps,
         loading.num_bytes,
-        adapters,
+        variants,
     )
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
-from kvasir.engine.adapters import Adapters, refusal
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.forcing import Forcing
@@ -36,6 +35,7 @@ from kvasir.engine.second_model import EngineHost
 from kvasir.engine.step_time import StepTimeModel
 from kvasir.engine.steps import StepRunner
 from kvasir.engine.stop import until_stop
+from kvasir.engine.variants import all_of, refusal
 from kvasir.errors import ConfigError
 from kvasir.kernels.compile_ahead import helping
 from kvasir.logs import log
@@ -100,9 +100,7 @@ class Engine:
         self.pages = PageManager(pool.groups, built.plan.num_pages, pool.page_slots, built.prefix_root, on_free=poison)
         host.bind(built, self.pages)
         self.info.priorities = policy.priorities
-        self.adapters = None
-        if built.adapters is not None:
-            self.adapters = Adapters(built.adapters, config.adapters, self.info, self._names, config.runner.poison)
+        self.adapters, self.hooks = built.variants.residents(config, self.info, self._names)
         self.scheduler = Scheduler(
             config.scheduler,
             self.pages,
@@ -110,7 +108,7 @@ class Engine:
             max_rows=built.max_rows,
             max_model_len=self.info.max_model_len,
             pace=self.pace,
-            residents=self.adapters,
+            residents=all_of(self.adapters, self.hooks),
         )
         self._drafting = (
             None
@@ -181,7 +179,7 @@ class Engine:
                 code="duplicate_request_id",
                 message=f"request id {request.id!r} is in use",
             )
-        return refusal(self.adapters, request) or self._gate.refusal(request, self.steps.max_rows)
+        return refusal(self.adapters, self.hooks, request) or self._gate.refusal(request, self.steps.max_rows)
 
     def _names(self, adapter: str) -> bool:
         """Whether a request that has not ended names this adapter."""

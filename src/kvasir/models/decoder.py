@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from kvasir.attention.backend import AttentionBackend
+<<<<<<< HEAD
+=======
+from kvasir.kernels.gemv import choose, gemv
+from kvasir.kernels.steer import Gates, gate_rows
+>>>>>>> w-hooks
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.layer_embedding import LayerEmbeddings, LayerInput
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm, Stream
 from kvasir.layers.products import matrix
 from kvasir.layers.rope import Angles, RopeTable
+<<<<<<< HEAD
 from kvasir.layers.weight_format import MATRIX, Weight
+=======
+from kvasir.layers.steering import LayerHooks
+>>>>>>> w-hooks
 from kvasir.layers.weights import Placement, Slot
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import StepBatch
@@ -49,6 +59,7 @@ class Block:
         self.native = self.mixer.native and self.ffn.native and plain
         self.ffn_reads_stream = getattr(self.ffn, "reads_stream", False)
         self.embedding = self.scale_1 = None
+        self.hooks: LayerHooks | None = None
         if spec.embedding is not None:
             self.embedding = LayerInput(spec.embedding, hidden_size, here.within("embedding"))
         if spec.scaled:
@@ -90,6 +101,13 @@ class Block:
             stream.add(self.embedding.forward(stream.value(), input_TP), self.embedding.norm)
         if self.scale_1 is not None:
             stream.h_TE = stream.value().mul_(self.scale_1)
+        if self.hooks is not None and batch.hooks is not None:
+            self.hooks.leave(stream, batch)
+
+    @property
+    def records(self) -> bool:
+        """Whether a hook copies states of this layer, so that all rows are computed to its end."""
+        return self.hooks is not None and bool(self.hooks.recorders)
 
     def _add(self, stream: Stream, out_TE: torch.Tensor, post: RMSNorm | None) -> None:
         """Let a sublayer's result join the stream."""
@@ -121,6 +139,11 @@ class Decoder:
     def __init__(self, spec: ModelSpec, place: Placement, num_positions: int | None = None) -> None:
         self.spec = spec
         self.place = place
+<<<<<<< HEAD
+=======
+        self.gates: Gates | None = None  # of the sets of hooks that are loaded; None: there are none
+        self.streams = streams(place)
+>>>>>>> w-hooks
         self.embed_VE = torch.empty(spec.vocab_size, spec.hidden_size, device=place.device, dtype=place.dtype)
         # The scale is rounded to the model's dtype, as the models were trained.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=place.dtype).item()
@@ -154,6 +177,7 @@ class Decoder:
         the rows, at least one, whose hidden states [M, E] are wanted. For the other rows the last layer computes keys,
         values and attention only, which saves a fiftieth of a long prompt's time for 32 layers.
         """
+        batch = self.begin(batch)
         h_TE = self.embed(batch.input_ids)
         if batch.inputs is not None:
             h_TE.index_copy_(0, batch.guests[0], batch.inputs)
@@ -161,11 +185,20 @@ class Decoder:
         stream = self.stream(batch.input_ids, h_TE)
         last = len(self.blocks) - 1
         early = wanted_M if taps is None or last not in taps else None
+        if batch.hooks is not None and self.blocks[last].records:
+            early = None
         for i, block in enumerate(self.blocks):
             block.forward(stream, angles[i], caches[i], backend, batch, early if i == last else None)
             if taps is not None and i in taps:
                 stream.peek(taps[i][: len(h_TE)])
         return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
+
+    def begin(self, batch: StepBatch) -> StepBatch:
+        """The batch as layers see it: where sets of hooks are loaded, each row's adapter and its open gates apart."""
+        if self.gates is None or batch.variants is None:
+            return batch
+        adapters_T, hooks_T = gate_rows(batch.variants, batch.input_ids, batch.positions, self.gates)
+        return replace(batch, variants=adapters_T, hooks=hooks_T)
 
     def stream(self, ids_T: torch.Tensor, h_TE: torch.Tensor) -> Stream:
         """The residual stream of a step, which begins with the embeddings ``h_TE`` of its rows."""

@@ -91,6 +91,20 @@ class AdapterInfo:
     base: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookInfo:
+    """A set of hooks that is served. ``path``: its folder; ``key``: digest of its content, as in ``Variant``;
+    ``answers``: it acts from the last row of the prompt on, not on the whole prompt; ``changes_kv``: as in ``Variant``;
+    ``parts``: a line about each hook."""
+
+    name: str
+    path: str
+    key: str
+    answers: bool = False
+    changes_kv: bool = True
+    parts: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelInfo:
     """Facts about a loaded model that front ends need."""
@@ -105,6 +119,7 @@ class ModelInfo:
     timed_attention: str = ""  # the attention backend that was chosen by timing; a restarted process keeps it
     priorities: bool = False  # whether the scheduler looks at the priorities of requests
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)  # by name
+    hooks: dict[str, HookInfo] = field(default_factory=dict)  # by name
     max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
     max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
