@@ -13,22 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.attention.backend import AttentionBackend
-<<<<<<< HEAD
-=======
-from kvasir.kernels.gemv import choose, gemv
 from kvasir.kernels.steer import Gates, gate_rows
->>>>>>> w-hooks
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.layer_embedding import LayerEmbeddings, LayerInput
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm, Stream
 from kvasir.layers.products import matrix
 from kvasir.layers.rope import Angles, RopeTable
-<<<<<<< HEAD
-from kvasir.layers.weight_format import MATRIX, Weight
-=======
 from kvasir.layers.steering import LayerHooks
->>>>>>> w-hooks
+from kvasir.layers.weight_format import MATRIX, Weight
 from kvasir.layers.weights import Placement, Slot
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import StepBatch
@@ -139,11 +132,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, place: Placement, num_positions: int | None = None) -> None:
         self.spec = spec
         self.place = place
-<<<<<<< HEAD
-=======
         self.gates: Gates | None = None  # of the sets of hooks that are loaded; None: there are none
-        self.streams = streams(place)
->>>>>>> w-hooks
         self.embed_VE = torch.empty(spec.vocab_size, spec.hidden_size, device=place.device, dtype=place.dtype)
         # The scale is rounded to the model's dtype, as the models were trained.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=place.dtype).item()
