@@ -22,7 +22,7 @@ from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
-from kvasir.engine.forcing import Forcing
+from kvasir.engine.forcing import Forcing, forced_places
 from kvasir.engine.gate import Gate
 from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
 from kvasir.engine.groups import Groups
@@ -396,8 +396,8 @@ class Engine:
         if result.pooled is not None:
             reason = "stop"
             self._num_pooled += 1
-        forced = min(seq.num_forced, len(tokens)) if result.path else 0
-        self._forcing.num_forced += forced
+        forced = self._forcing.committed(seq, len(tokens)) if result.path else 0
+        pushed: Iterable[int] = ()
         drafted = self._drafting is not None and bool(result.path)
         if drafted:
             self._drafting.commit(span, result, tokens)
@@ -408,7 +408,7 @@ class Engine:
             self._num_generated += len(tokens)
             self._num_forwards += 1
             if self.runner.sampler.num_following:
-                self.runner.sampler.accepted(seq, tokens)
+                pushed = self.runner.sampler.accepted(seq, tokens)
         elif reason is None:
             return None
         request = seq.request
@@ -422,7 +422,7 @@ class Engine:
             logprobs=result.logprobs,
             pooled=result.pooled,
             num_cached=seq.num_cached,
-            num_forced=forced,
+            forced=forced_places(index, forced, pushed),
         )
         if index == 0:
             event.prompt_logprobs, event.score = prompt_logprobs(seq), prompt_score(seq)

@@ -53,7 +53,8 @@ class Event:
     ``queued``: seconds from arrival to the first granted rows; only on the first ``tokens`` event of branch 0.
     ``bare``: replaces ``logprobs`` for requests with ``Request.bare``. ``pooled``: the embedding or score of a request
     with ``Request.pooling``, as little-endian fp32, with its only ``tokens`` event.
-    ``num_forced``: how many of the tokens were forced and came in chains.
+    ``forced``: places in the branch's output of those tokens that nobody drew: a processor or a grammar's chain forced
+    them.
     """
 
     kind: Literal["accepted", "tokens", "error"]
@@ -68,7 +69,7 @@ class Event:
     score: PromptScore | None = None
     pooled: bytes | None = None
     num_cached: int = 0
-    num_forced: int = 0
+    forced: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     status: int = 0
