@@ -10,7 +10,7 @@ import typer
 from kvasir.cli.options import check_output
 from kvasir.technique import own
 
-HEAD_KINDS = "kvasir.speculation.head_kinds"
+DRAFTERS = "kvasir.lab.trained_drafters"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train parts that make a model cheaper to serve.")
 
@@ -22,7 +22,7 @@ def _group() -> None:
 
 @app.command()
 def drafter(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"Which drafter: {', '.join(own(HEAD_KINDS))}.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"Which drafter: {', '.join(own(DRAFTERS))}.")],
     target: Annotated[str, typer.Option(help="Model to draft for: a lab checkpoint, by folder or name.")],
     out: Annotated[Path, typer.Option(help="Folder to write; --drafter NAME:model=FOLDER then serves it.")],
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time; sampling and measuring come on top.")] = 2.0,
@@ -43,9 +43,8 @@ def drafter(
     import sys
 
     from kvasir.lab.drafters.training import REPLIES, Plan, default_device, main
-    from kvasir.speculation.heads import class_of
 
-    class_of(name)  # refuses an unknown name before anything is made
+    Plan(name).load()  # refuses an unknown name before anything is made
     check_output(out / "config.json", make=True)
     if samples is not None and not samples.exists():
         check_output(samples, make=True)

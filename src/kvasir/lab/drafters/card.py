@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvasir.speculation.heads import class_of
-
-
-def size_of(parameters: int) -> str:
-    return f"{parameters / 1e6:.2f}M" if parameters >= 1e5 else f"{parameters:,}"
+from kvasir.lab.drafters.kind import DRAFTERS, Kind, size_of
+from kvasir.technique import find
 
 
 def card(run: dict[str, Any]) -> str:
@@ -20,7 +17,7 @@ def card(run: dict[str, Any]) -> str:
     )
     tasks = "\n".join(f"| {spec} | {value:.2f} |" for spec, value in found["by_task"].items())
     last = ", ".join(f"{x:.3f}" for x in run["history"][-1]["kl"]) if run["history"] else "none"
-    return f"""# {class_of(run["kind"]).title} for `{target["name"]}`
+    return f"""# {find(DRAFTERS, run["kind"], Kind)[0].title} for `{target["name"]}`
 
 A drafter for kvasir: `kvasir serve MODEL --drafter {run["kind"]}:model=FOLDER`. It changes how many tokens a forward
 pass gives. It changes no token in exact mode; elsewhere only a tie between tokens may end differently.
