@@ -38,6 +38,10 @@ class Kind(Technique):
     rate: ClassVar[float] = 2e-3
     data: Literal["self", "text"] = "self"
     loss_name = "KL"
+    loss_text = (
+        "The loss is the KL divergence from the model's own\n"
+        "distribution on its frozen hidden states, weighted by 0.8 to the power of the depth."
+    )
     module: nn.Module
     target: Target
     depth: int
@@ -79,6 +83,22 @@ class Kind(Technique):
         from kvasir.lab.drafters.acceptance import acceptance
 
         return acceptance(self.served(), texts)
+
+    @classmethod
+    def intro(cls, run: dict[str, Any]) -> str:
+        """The card's first paragraphs, from the record of a run: what the folder is for."""
+        command = f"kvasir serve MODEL --drafter {run['kind']}:model=FOLDER"
+        size, weights = size_of(run["parameters"]), run["target"]["weights"]
+        return f"""A drafter for kvasir: `{command}`. It changes how many tokens a forward
+pass gives. It changes no token in exact mode; elsewhere only a tie between tokens may end differently.
+
+It has {size} parameters; embedding and output matrix are the model's own. It was trained for the
+weights with the fingerprint `{weights}`. With other weights of the same shape it works, but drafts worse."""
+
+    @classmethod
+    def more(cls, found: dict[str, Any]) -> str:
+        """The card's lines below the tables, from what `measure` found."""
+        return ""
 
     def whole_model(self) -> Model | None:
         """The trained model as it is served, where a whole model is trained: acceptance is then measured on its own

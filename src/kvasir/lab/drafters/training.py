@@ -262,6 +262,7 @@ def main(
     record = {
         "kind": trainer.kind.name,
         "spec": plan.kind,
+        "package": plan.package,
         "data": trainer.kind.data,
         "target": target.facts,
         "parameters": trainer.kind.num_trained,
