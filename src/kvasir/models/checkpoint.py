@@ -36,7 +36,10 @@ WANTED = [
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "[0-9]_*/config.json",
+    "kvasir.json",
 ]
+# What kvasir itself says of a model: how it drafts (`kind`), the id of its mask, its stride.
+SIDECAR = "kvasir.json"
 UNWANTED = ["[!0-9]*/*", "consolidated*"]
 # Names of the models that "embedded" stands for; the first that exists is taken.
 DEFAULTS = ("base", "nano")
