@@ -103,6 +103,7 @@ TECHNIQUES = [
     "attention/backends",
     "engine/schedulers",
     "models/families",
+    "models/readers",
     "convert/converters",
     "hooks/ops",
     "scaling/strategies",
@@ -130,6 +131,7 @@ def test_a_technique_imports_no_sibling(family):
 NAMED = {
     "config.py": {"plain", "fcfs", "cost"},  # defaults of settings
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
+    "models/quantisation.py": {"fp8"},  # a type of activations
     "layers/weight_format.py": {"plain"},  # the format of a weight that nobody quantised
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
     "tuned.py": {"int4"},  # a layout

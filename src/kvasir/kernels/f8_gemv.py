@@ -1,0 +1,302 @@
+"""y = x W^T for few rows of x and weights in FP8. The time is that of streaming the codes once.
+
+These are the two kernels of ``kernels.gemv`` with the same work fused in: norm before, bias, gate and residual after,
+and the early start. Codes are exact in bf16 and fp32, so the products are those of the weights themselves.
+
+One row: a block's scale depends only on its inputs within one program, so it multiplies x, once a program and in fp32.
+Several rows go through tensor cores, where scaling x would round it: there the scale multiplies each block's sums.
+
+Bytes: N x K. Legend: T rows, K inputs, N rows of W (F of gate, then F of up, where they are gated), O outputs, B
+outputs and inputs of a scale's block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
+from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
+from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
+from kvasir.kernels.gemv import JOIN, MAX_ROWS, UNGATED, Config, _join, _row, _rows, gemv_reference
+
+PROGRAMS = 264  # that a launch should have, two for each of an H100's multiprocessors: else K is split
+SHORTEST = 512  # inputs of a split at least
+
+
+def f8_gemv_reference(x_TK: torch.Tensor, w: F8, **options: object) -> torch.Tensor:
+    """[T, O] in x's dtype: ``gemv_reference`` with the dequantised matrix."""
+    return gemv_reference(x_TK, dequantise_reference(w, x_TK.dtype), **options)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _codes(at, live, k, K, WHOLE: tl.constexpr):
+    """A block of codes. It is read once, and should not evict anything from the L2 cache."""
+    if WHOLE:
+        w = tl.load(at + k[None, :], eviction_policy="evict_first")
+    else:
+        w = tl.load(at + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0, eviction_policy="evict_first")
+    return w
+
+
+@jit
+def _scaled(x, s_at, k, K, B: tl.constexpr):
+    """A block of x times the scales of its inputs, from ``s_at`` on."""
+    if B:
+        x *= tl.load(s_at + k // B, mask=k < K, other=0.0)
+    return x
+
+
+@jit
+def _one_row_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, WHOLE: tl.constexpr,
+                B: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+                PDL: tl.constexpr):
+    """``BLOCK_N`` outputs of one row: [BLOCK_N, BLOCK_K] running products, summed at the end. B 0: a scale for each
+    output; else ``BLOCK_N`` divides B."""
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    live = n < OUT
+    at = w_ptr + n.to(tl.int64)[:, None] * K
+    up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = _codes(at, live, k, K, WHOLE)
+    if KIND >= 0:
+        w_up = _codes(up_at, live, k, K, WHOLE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    s_at, s_up_at = w_scale_ptr, w_scale_ptr
+    if B:
+        s_at += first // B * ((K + B - 1) // B)
+        s_up_at += (first + OUT) // B * ((K + B - 1) // B)
+    last = (K - 1) // BLOCK_K * BLOCK_K
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = acc
+    for k0 in range(0, last, BLOCK_K):
+        ahead = _codes(at, live, k0 + BLOCK_K + k, K, WHOLE)  # is on its way while this block is multiplied
+        if KIND >= 0:
+            ahead_up = _codes(up_at, live, k0 + BLOCK_K + k, K, WHOLE)
+        x, squares = _row(x_ptr, scale_ptr, k0 + k, squares, K, WHOLE_K, NORM)
+        acc += from_e4m3(w, tl.float32) * _scaled(x, s_at, k0 + k, K, B)[None, :]
+        w = ahead
+        if KIND >= 0:
+            acc_up += from_e4m3(w_up, tl.float32) * _scaled(x, s_up_at, k0 + k, K, B)[None, :]
+            w_up = ahead_up
+    x, squares = _row(x_ptr, scale_ptr, last + k, squares, K, WHOLE_K, NORM)
+    acc += from_e4m3(w, tl.float32) * _scaled(x, s_at, last + k, K, B)[None, :]
+    if KIND >= 0:
+        acc_up += from_e4m3(w_up, tl.float32) * _scaled(x, s_up_at, last + k, K, B)[None, :]
+    y = tl.sum(acc, 1)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y *= factor
+    if not B:
+        y *= tl.load(w_scale_ptr + n, mask=live, other=0.0)
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+    if KIND >= 0:
+        up = tl.sum(acc_up, 1) * factor
+        if not B:
+            up *= tl.load(w_scale_ptr + OUT + n, mask=live, other=0.0)
+        if BIAS:
+            up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
+        y = activate(y, up, KIND)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@jit(do_not_specialize=["rows"])
+def _few_rows_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows,
+                 x_row, y_row, residual_row, share, OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE_K: tl.constexpr,
+                 WHOLE: tl.constexpr, B: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+                 RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+    """``BLOCK_N`` outputs of every row: y; or, over ``share`` of K, ``part`` [splits, T, N] fp32 and ``squares``
+    [splits, T]. B 0: a scale for each output; else ``BLOCK_N`` and ``BLOCK_K`` divide B."""
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    start = split * share
+    stop = tl.minimum(start + share, K)
+    m = tl.arange(0, ROWS)
+    k = start + tl.arange(0, BLOCK_K)
+    live, live_m = n < OUT, m < rows
+    at = w_ptr + n.to(tl.int64)[:, None] * K
+    up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * K
+    s_at, s_up_at = w_scale_ptr, w_scale_ptr
+    if B:
+        s_at += first // B * ((K + B - 1) // B)
+        s_up_at += (first + OUT) // B * ((K + B - 1) // B)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = _codes(at, live, k, K, WHOLE)
+    if KIND >= 0:
+        w_up = _codes(up_at, live, k, K, WHOLE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    dtype = x_ptr.dtype.element_ty
+    x, squares = _rows(x_ptr, scale_ptr, x_row, k, live_m, tl.zeros([ROWS], tl.float32), K, ROWS, WHOLE_K, NORM)
+    acc = tl.dot(from_e4m3(w, dtype), x, input_precision="ieee")
+    if B:
+        acc *= tl.load(s_at + start // B)
+    if KIND >= 0:
+        acc_up = tl.dot(from_e4m3(w_up, dtype), x, input_precision="ieee")
+        if B:
+            acc_up *= tl.load(s_up_at + start // B)
+    for k0 in tl.range(BLOCK_K, stop - start, BLOCK_K, num_stages=STAGES):
+        w = _codes(at, live, k0 + k, K, WHOLE)
+        x, squares = _rows(x_ptr, scale_ptr, x_row, k0 + k, live_m, squares, K, ROWS, WHOLE_K, NORM)
+        if B:
+            acc += tl.dot(from_e4m3(w, dtype), x, input_precision="ieee") * tl.load(s_at + (start + k0) // B)
+        else:
+            acc = tl.dot(from_e4m3(w, dtype), x, acc, input_precision="ieee")
+        if KIND >= 0:
+            w_up = _codes(up_at, live, k0 + k, K, WHOLE)
+            if B:
+                up = tl.dot(from_e4m3(w_up, dtype), x, input_precision="ieee")
+                acc_up += up * tl.load(s_up_at + (start + k0) // B)
+            else:
+                acc_up = tl.dot(from_e4m3(w_up, dtype), x, acc_up, input_precision="ieee")
+    if not B:
+        acc *= tl.load(w_scale_ptr + n, mask=live, other=0.0)[:, None]
+        if KIND >= 0:
+            acc_up *= tl.load(w_scale_ptr + OUT + n, mask=live, other=0.0)[:, None]
+    held = live[:, None] & live_m[None, :]
+    if SPLIT:
+        N = OUT
+        if KIND >= 0:
+            N = 2 * OUT
+        part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
+        tl.store(part, acc, mask=held)
+        if KIND >= 0:
+            tl.store(part + OUT, acc_up, mask=held)
+        if NORM:
+            tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
+    else:
+        if NORM:
+            factor = tl.rsqrt(squares / K + eps)[None, :]
+            acc *= factor
+            if KIND >= 0:
+                acc_up *= factor
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
+            if KIND >= 0:
+                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
+        if KIND >= 0:
+            acc = activate(acc, acc_up, KIND)
+        if RESIDUAL:
+            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
+        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+
+
+def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
+            bias_N: torch.Tensor | None = None, activation: str | None = None,
+            residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``f8_gemv_reference`` in one launch (two where K is split), as ``kernels.gemv.gemv`` does."""
+    (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
+    assert rows <= MAX_ROWS and w.codes.shape[1] == width and w.codes.is_contiguous() and x_TK.stride(1) == 1, \
+        "a few dense rows"
+    outputs = num_rows if activation is None else num_rows // 2
+    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
+        "the residual is as the result"
+    few = config.block_n >= 16
+    assert not w.block or w.block % config.block_n == 0 and (not few or w.block % config.block_k == 0), \
+        "a program's weights have one row of scales, and a step of several rows one scale"
+    assert not w.block or activation is None or outputs % w.block == 0, "gate and up begin with a block"
+    y_TO = residual_TO if residual_TO is not None else out_TO
+    if y_TO is None:
+        y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    if rows == 0:
+        return y_TO
+    scale, eps = (x_TK, 0.0) if norm is None else norm
+    bias = x_TK if bias_N is None else bias_N
+    early = pdl(x_TK.device)
+    fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
+             "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
+             "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
+    whole = width % config.block_k == 0
+    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WHOLE_K": whole,
+             "WHOLE": whole and outputs % config.block_n == 0, "B": w.block, "num_warps": config.warps}
+    programs = cdiv(outputs, config.block_n)
+    if not few:
+        assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
+        _one_row_f8[(programs,)](x_TK, w.bytes, w.scale, y_TO, scale, bias, y_TO, eps, **shape, **fused)
+        return y_TO
+    share = cdiv(cdiv(width, config.block_k), config.splits) * config.block_k
+    splits = cdiv(width, share)  # none of them empty
+    part = squares = x_TK
+    if splits > 1:
+        part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
+        squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
+    _few_rows_f8[(programs, splits)](
+        x_TK, w.bytes, w.scale, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0),
+        y_TO.stride(0), share, **shape,
+        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
+    if splits > 1:
+        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0),
+                                           OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN, **fused)
+    return y_TO
+
+
+# -------------------------------------------------------------------------------------------------------------- chooser
+
+
+def choose(rows: int, num_rows: int, width: int, block: int, gated: bool = False) -> Config:
+    """Config for codes [N, K] and ``rows`` rows of x, 1 to 64.
+
+    A rule that nobody measured yet: as many bytes in flight as ``kernels.gemv`` has, and programs for the whole GPU.
+    """
+    if rows == 1:
+        block_n = 1 if width >= 8192 else 2
+        return Config(block_n, min(4096, next_power_of_2(width)) // block_n, 4)
+    outputs = num_rows // 2 if gated else num_rows
+    block_n = 64 if rows > 16 and outputs >= 64 * PROGRAMS else 32
+    block_k = 128
+    if block:
+        block_n, block_k = min(block_n, block), min(block_k, block)
+    splits = 1
+    while cdiv(outputs, block_n) * splits < PROGRAMS and width // (2 * splits) >= SHORTEST:
+        splits *= 2
+    return Config(block_n, block_k, 4, 4 if gated else 5, splits)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the test grid. ``outputs`` is O; ``block``: of the scales."""
+
+    rows: int
+    outputs: int
+    width: int
+    config: Config
+    block: int = 0
+    norm: bool = False
+    bias: bool = False
+    activation: str | None = None
+    residual: bool = False
+
+
+def grid() -> Iterator[Case]:
+    one, few = Config(4, 128, 4), Config(16, 32, 1, 2)
+    for block in (0, 32):
+        yield Case(1, 64, 320, one, block)
+        yield Case(1, 64, 320, one, block, norm=True, bias=True, residual=True)
+        yield Case(1, 64, 200, one, block, norm=True, activation="silu")
+        yield Case(3, 64, 320, few, block)
+        yield Case(3, 64, 200, few, block, norm=True, bias=True, residual=True)
+        yield Case(16, 96, 320, Config(32, 32, 4, 3, splits=3), block, norm=True, activation="gelu_tanh", bias=True)
+        yield Case(33, 48, 96, few, block, residual=True)
+    yield Case(1, 33, 200, one, norm=True, activation="gelu")  # nothing is a multiple of a block
+    yield Case(1, 70, 100, one, 32)
+    yield Case(5, 70, 100, few, 32)
+    yield Case(40, 128, 256, Config(32, 128, 4, 3, splits=2), 128, norm=True, activation="silu", residual=True)
+    yield Case(0, 16, 64, one)
