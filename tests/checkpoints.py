@@ -55,6 +55,20 @@ GEMMA4 = dict(
     vocab_size_per_layer_input=VOCAB,
 )
 MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
+# Latent attention: no two of the widths are equal.
+MLA = dict(
+    kv_lora_rank=24,
+    q_lora_rank=20,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=12,
+    v_head_dim=10,
+    num_key_value_heads=4,
+    first_k_dense_replace=1,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+)
+MLA_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 
 # name: (config class, model class, what differs from SHAPE)
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -233,6 +247,62 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             norm_topk_prob=False,
             tie_word_embeddings=True,
             rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+        ),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        dict(
+            MLA,
+            topk_method="group_limited_greedy",
+            n_group=3,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            rope_parameters=MLA_YARN,
+        ),
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        dict(MLA, q_lora_rank=None, n_shared_experts=1, attention_bias=True, tie_word_embeddings=True),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        dict(MLA, n_group=3, topk_group=2, rope_parameters=MLA_YARN, attention_bias=True),
+    ),
+    "deepseek_v3_dense": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        dict(MLA, q_lora_rank=None, first_k_dense_replace=3, rope_interleave=False, n_group=1, topk_group=1),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        dict(MLA, num_hidden_layers=4, mlp_layer_types=["dense", "sparse", "dense", "sparse"]),
+    ),
+    "glm4_moe_lite_yarn": (
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        dict(MLA, q_lora_rank=None, rope_interleave=False, rope_parameters=MLA_YARN, norm_topk_prob=False),
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        dict(MLA, qk_nope_head_dim=8, rope_parameters={**MINISTRAL_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    ),
+    "mistral4_plain": (
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        dict(
+            MLA,
+            q_lora_rank=None,
+            first_k_dense_replace=0,
+            n_group=2,
+            topk_group=1,
+            rope_interleave=False,
+            attention_bias=True,
+            rope_parameters={**MINISTRAL_ROPE, "llama_4_scaling_beta": 0.0},
         ),
     ),
     "gemma4_text": (

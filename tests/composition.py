@@ -29,7 +29,7 @@ from kvasir.scaling.strategy import STRATEGIES, load_strategy
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.speculation.router import load_drafter
 from kvasir.technique import Technique, check_conflicts, find, load, own
-from kvasir.types import Grammar, ModelInfo, SamplingParams
+from kvasir.types import CacheRow, Grammar, ModelInfo, SamplingParams
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods" / "composition.md"
 # Tokens in the vocabulary of the smallest shipped tokenizer.
@@ -219,11 +219,11 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("request: `processors`", "no tokenizer"): admitted(processors=("tip",)),
     ("request: `thinking_token_budget`", "a model that does not think"): admitted(thinking_token_budget=8),
     ("request: `finish_after` above `n`", "any model"): admitted(n=2, finish_after=3),
-    ("codec `nvfp4`", "heads of 80"): lambda: load(CODECS, "nvfp4", Codec).planes(80, torch.bfloat16),
+    ("codec `nvfp4`", "heads of 80"): lambda: load(CODECS, "nvfp4", Codec).planes(CacheRow(1, 80, 80), torch.bfloat16),
     ("codec `int4_bdr:order=64`", "heads of 80"): lambda: load(CODECS, "int4_bdr:order=64", Codec).planes(
-        80, torch.bfloat16
+        CacheRow(1, 80, 80), torch.bfloat16
     ),
-    ("codec `int4`", "heads of 33"): lambda: load(CODECS, "int4", Codec).planes(33, torch.bfloat16),
+    ("codec `int4`", "heads of 33"): lambda: load(CODECS, "int4", Codec).planes(CacheRow(1, 33, 33), torch.bfloat16),
     **{
         (f"`--attention-backend {name}`", f"codec `{codec}`" + (", exact mode" if exact else "")): backend_of(
             name, codec, exact
@@ -251,7 +251,7 @@ def started(drafter: str = "none", codec: str = "plain", policy: str = "fcfs", *
         load(POLICIES, policy, class_of(POLICIES, policy, Technique)),
     ]
     check_conflicts(used + ([load_drafter(spec)] if spec else []))
-    used[0].planes(SHAPE["head_dim"], torch.float32)  # type: ignore[attr-defined]
+    used[0].planes(CacheRow(1, SHAPE["head_dim"], SHAPE["head_dim"]), torch.float32)  # type: ignore[attr-defined]
     admitted(**params)()
 
 
@@ -395,7 +395,10 @@ def page() -> str:
                     "yes" if c.exact else "no",
                     "yes" if c.affects_kv else "no",
                     "yes" if c.fuses else "no",
-                    *("refused" if refusal(lambda c=c, d=d: c.planes(d, torch.bfloat16)) else "yes" for d in dims),
+                    *(
+                        "refused" if refusal(lambda c=c, d=d: c.planes(CacheRow(1, d, d), torch.bfloat16)) else "yes"
+                        for d in dims
+                    ),
                 ]
                 for n in own(CODECS)
                 for c in [load(CODECS, n, Codec)]

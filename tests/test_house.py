@@ -20,6 +20,7 @@ LAYERS = [
     ["client"],
     ["cluster"],
     ["kernels"],
+    ["hooks"],
     ["layers", "attention", "kv"],
     ["models"],
     ["decoding", "speculation"],
@@ -98,10 +99,12 @@ def test_types_import_no_other_room():
 
 TECHNIQUES = [
     "kv/codecs",
+    "layers/formats",
     "attention/backends",
     "engine/schedulers",
     "models/families",
     "convert/converters",
+    "hooks/ops",
     "scaling/strategies",
     "speculation/drafters",
     "speculation/head_kinds",
@@ -127,9 +130,10 @@ def test_a_technique_imports_no_sibling(family):
 NAMED = {
     "config.py": {"plain", "fcfs", "cost"},  # defaults of settings
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
+    "layers/weight_format.py": {"plain"},  # the format of a weight that nobody quantised
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
     "tuned.py": {"int4"},  # a layout
-    "kernels/native/program.py": {"plain", "int4", "int8", "fp8"},  # layouts
+    "kernels/native/program.py": {"plain", "int4", "int8", "fp8", "add"},  # layouts, and a call
     "kernels/decode_attention.py": {"budget"},  # an argument: tiles that a program may read
     "kernels/paged_attention.py": {"budget"},  # likewise
     "kernels/quantized_attention.py": {"int4", "budget"},  # a layout, and likewise
@@ -149,6 +153,8 @@ NAMED = {
     "api/service.py": {"priority"},  # the request's parameter
     "client/admission.py": {"priority"},  # likewise
     "client/crash_dump.py": {"priority"},  # likewise
+    "api/responses_journal.py": {"record"},  # a field of a line
+    "api/routes_responses.py": {"record"},  # likewise
     "models/advice.py": {"merge_lora"},  # the command that helps with an adapter's folder
 }
 MEASURE = ("bench/", "lab/", "cli/solve_ablation.py")

@@ -76,7 +76,7 @@ def matrices(shape: str) -> dict[str, tuple[int, int]]:
                 if isinstance(product, Linear):
                     for part, width in product.widths.items():
                         name = view_of(family.stored(f"layers.{i}.{room}.{part}.weight", spec)).name
-                        found[name.removesuffix(".weight")] = width, product.weight_NK.shape[1]
+                        found[name.removesuffix(".weight")] = width, product.num_inputs
     return found
 
 

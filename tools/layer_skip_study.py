@@ -36,7 +36,7 @@ def fade(engine: Any, share: float) -> None:
     with torch.inference_mode():
         for block in blocks[len(blocks) // 2 :]:
             for layer in (block.mixer.o, block.ffn.down):
-                layer.weight_NK.mul_(share)
+                layer.weight.tensor.mul_(share)
     engine.runner.weights_changed()
 
 

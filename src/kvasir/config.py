@@ -182,6 +182,25 @@ class AdapterConfig:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookConfig:
+    """Sets of hooks on hidden states. Each request may name one."""
+
+    hook: tuple[str, ...] = opt((), "Set of hooks that requests may name: NAME=FOLDER (repeatable).")
+
+    def folders(self) -> dict[str, str]:
+        """The folders of ``hook`` by name. Raises ConfigError for what is not NAME=FOLDER."""
+        found: dict[str, str] = {}
+        for text in self.hook:
+            name, _, path = text.partition("=")
+            if not name or not path:
+                raise ConfigError(f"hook: {text!r} is not NAME=FOLDER")
+            if name in found:
+                raise ConfigError(f"hook: two sets are named '{name}'")
+            found[name] = path
+        return found
+
+
 def _modules(text: str) -> list[tuple[str, str]]:
     """Names and folders in one value of ``lora_modules``."""
     if text.lstrip().startswith(("{", "[")):
@@ -331,6 +350,7 @@ class EngineConfig:
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    hooks: HookConfig = field(default_factory=HookConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
 
     @classmethod

@@ -70,7 +70,8 @@ def tokenizer() -> Tokenizer:
 class FakeClient:
     """The fake client. ``gate``: requests are accepted only while it is set. ``refusal``: raised instead of accepting.
     ``failure``: raised after ``fail_after`` tokens. ``delay``: seconds before each event of ``group`` tokens.
-    ``drafter``: name that every second token of a group is said to be drafted by.
+    ``drafter``: name that every second token of a group is said to be drafted by. ``forced``: places of the tokens that
+    are said to be forced.
     ``backwards``: the last branch comes first. ``open``: the running requests."""
 
     info: ModelInfo
@@ -97,6 +98,7 @@ class FakeClient:
         self.delay = 0.0
         self.group = 1
         self.drafter: str | None = None
+        self.forced: tuple[int, ...] = ()
         self.backwards = False
         self.ready = True
         self.live = True
@@ -235,6 +237,7 @@ class FakeClient:
             branch=branch,
             index=place,
             token_ids=piece,
+            forced=[i for i in self.forced if place <= i < place + len(piece)],
             logprobs=logprobs,
             prompt_logprobs=scores,
             num_cached=cached,

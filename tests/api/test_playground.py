@@ -125,6 +125,7 @@ class Api(BaseHTTPRequestHandler):
             for delta in [{"role": "assistant", "content": ""}, *deltas]:
                 choice = {"index": 0, "delta": dict(delta), "finish_reason": None}
                 choice["logprobs"] = choice["delta"].pop("logprobs", None)
+                choice |= {"kvasir": choice["delta"].pop("kvasir")} if "kvasir" in delta else {}
                 self.event({"choices": [choice], "usage": USAGE})
                 if script == "slow":
                     time.sleep(0.02)

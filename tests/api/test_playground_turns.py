@@ -33,11 +33,16 @@ TOKENS = [
         (EVIL, [token(EVIL, 0.001, EVIL)]),
     )
 ]
+FORCED = [
+    {"content": "so ", "logprobs": {"content": [token("so ", 0.9)]}},
+    {"content": "it is", "logprobs": {"content": [token("it", 0.1), token(" is", 0.2)]}, "kvasir": {"forced": [1, 2]}},
+]
 
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
     monkeypatch.setitem(test_playground.SCRIPTS, "tokens", TOKENS)
+    monkeypatch.setitem(test_playground.SCRIPTS, "forced", FORCED)
 
 
 def say(browser, text, state="stop"):
@@ -226,6 +231,18 @@ def test_tokens_are_coloured_by_probability_and_by_drafter(page, server):
         browser.js("document.title") == "Kvasir playground"
         and browser.js("document.querySelector('article img')") is None
     )
+
+
+@needs_chromium
+def test_forced_tokens_are_marked(page, server):
+    browser = page()
+    view(browser, "drafter")
+    say(browser, "forced")
+    assert text_of(browser, ".tokens .forced") == ["it", " is"]
+    assert ", forced" in browser.js("document.querySelector('.tokens .forced').title")
+    assert text_of(browser, "article.counted .legend > span") == ["forced: 2", "drawn by the model: 1"]
+    reload(browser)
+    assert text_of(browser, ".tokens .forced") == ["it", " is"]
 
 
 def test_the_page_keeps_nothing_beyond_the_tab():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 
@@ -95,6 +97,28 @@ def test_a_model_that_does_not_think_has_no_budget():
     with pytest.raises(RequestError, match="no reasoning parser") as e:
         Processing(tokenizer(), None)(SamplingParams(thinking_token_budget=4), [1])
     assert e.value.param == "thinking_token_budget"
+
+
+def test_forced_tokens_are_marked_in_a_field_that_clients_ignore(http, server):
+    """The places are those in the choice's output tokens, streamed or not, for chat and plain completions."""
+    from openai.types.chat import ChatCompletionChunk
+
+    server.engine.forced, server.engine.group = (1, 2), 2
+    try:
+        text = {"messages": [{"role": "user", "content": "say: hello world to everyone"}], "max_tokens": 8}
+        whole = http.post(CHAT, json=text).json()
+        assert whole["choices"][0]["kvasir"] == {"forced": [1, 2]}
+        assert whole["usage"]["completion_tokens_details"]["forced_tokens"] == 2
+        lines = http.post(CHAT, json=text | {"stream": True}).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        marks = [c["kvasir"]["forced"] for chunk in chunks for c in chunk["choices"] if "kvasir" in c]
+        assert marks == [[1], [2]]
+        assert all(ChatCompletionChunk.model_validate(chunk) for chunk in chunks)
+        plain = {"prompt": "say: hello world to everyone", "max_tokens": 8}
+        assert http.post("/v1/completions", json=plain).json()["choices"][0]["kvasir"] == {"forced": [1, 2]}
+    finally:
+        server.engine.forced, server.engine.group = (), 1
+    assert "kvasir" not in http.post(CHAT, json=text).json()["choices"][0]
 
 
 def test_conflicts_are_seen_at_admission():

@@ -52,6 +52,14 @@ def test_an_event_that_cannot_be_joined_keeps_its_place():
     assert [e.token_ids for e in pieces.ready([scored, tokens("r", 0, 4, [5], "stop")])] == [[1, 2], [4, 5]]
 
 
+def test_joined_events_keep_the_places_of_forced_tokens():
+    pieces = Pieces()
+    pieces.open(request("r", 32))
+    first, second = tokens("r", 0, 1, [1, 2]), tokens("r", 0, 3, [4, 5], "stop")
+    first.forced, second.forced = [2], [3, 4]
+    assert [e.forced for e in pieces.ready([first, second])] == [[2, 3, 4]]
+
+
 def test_an_end_without_tokens_sends_the_unsent_ones():
     pieces = Pieces()
     pieces.open(request("r", 32))

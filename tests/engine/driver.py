@@ -31,6 +31,7 @@ class Output:
     prompt_logprobs: list | None = None
     queued: float | None = None
     score: object = None
+    forced: list[int] = field(default_factory=list)
 
 
 class Driver:
@@ -71,6 +72,7 @@ class Driver:
                 assert e.index == len(out.tokens), "a gap or a duplicate"
                 out.tokens += e.token_ids
                 out.logprobs += e.logprobs or []
+                out.forced += e.forced
                 out.prompt_logprobs, out.score = out.prompt_logprobs or e.prompt_logprobs, out.score or e.score
                 out.queued = e.queued if out.queued is None else out.queued
                 out.num_cached = max(out.num_cached, e.num_cached)

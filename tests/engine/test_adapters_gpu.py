@@ -36,7 +36,7 @@ def test_rows_without_an_adapter_keep_their_bits(shape, rows, exact):
     torch.manual_seed(0)
     place = Placement(torch.device("cuda"), torch.bfloat16, exact=exact)
     product = Linear(width, dict(zip("abc", widths)), bias=False, place=place)
-    product.weight_NK.normal_(0, width**-0.5)
+    product.weight.tensor.normal_(0, width**-0.5)
     product.use_adapters(3, 16)
     pairs = product.low_rank.pairs
     pairs.a_SCK.normal_(0, width**-0.5)

@@ -51,7 +51,7 @@ def fleet(driver: Driver, kinds: list[dict] = KINDS):
 
 def outcome(driver: Driver) -> dict:
     assert not driver.errors
-    return {key: (out.tokens, out.finish_reason, out.logprobs) for key, out in driver.outputs.items()}
+    return {key: (out.tokens, out.finish_reason, out.logprobs, out.forced) for key, out in driver.outputs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,7 @@ def test_forced_tokens_come_in_one_step():
         driver.run(list(fleet(driver, [KINDS[6]])))
         out = driver.outputs["r0", 0]
         assert out.tokens[10:19] == [END, *TEXTS["e"]]
+        assert out.forced == list(range(10, 19)), "the mark and the text after it are marked"
         assert driver.engine.stats().forced_tokens == 9 and len(out.logprobs) == len(out.tokens)
         assert driver.engine.stats().forwards <= 40 - 9
         driver.close()

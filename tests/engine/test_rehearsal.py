@@ -39,11 +39,12 @@ torch.cuda.is_available = lambda: True
 import kvasir.kernels
 from kvasir.kernels import _triton, compile_ahead
 torch.cuda.is_available = lambda: False
-from kvasir.layers import linear
+from kvasir.layers import products, weight_format
+from kvasir.layers.formats import plain
 from kvasir.models import decoder
 found = pkgutil.iter_modules(kvasir.kernels.__path__)
 modules = [importlib.import_module("kvasir.kernels." + m.name) for m in found if not m.ispkg]
-for module in (*modules, linear, decoder):
+for module in (*modules, products, weight_format):
     for name in ("pdl", "by_hand", "use_triton", "streams", "multiprocessors"):
         here = 132 if name == "multiprocessors" else True
         if hasattr(module, name):
@@ -51,7 +52,8 @@ for module in (*modules, linear, decoder):
 from kvasir.kernels.hopper_gemv import MEASURED, Ring
 MEASURED[512, 64, False] = MEASURED[128, 64, True] = Ring(block_k=64)
 MEASURED[64, 256, False] = Ring(block_k=64, splits=2)
-linear.matrix = decoder.matrix = lambda *shape, place: torch.empty(shape, dtype=place.dtype)  # as on a GPU
+dense = lambda *shape, place: torch.empty(shape, dtype=place.dtype)  # as on a GPU
+products.matrix = plain.matrix = decoder.matrix = dense
 
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.decoding.sampler import Sampler

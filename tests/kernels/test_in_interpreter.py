@@ -15,18 +15,30 @@ import pytest
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent / "triton"
-# Files that take minutes in the interpreter: every commit runs every second case of them, `make test-all` the others.
-LONG = {"test_decode_attention.py", "test_moe.py", "test_quantized.py"}
+# Files that take long in the interpreter, in parts of cases chosen by a hash: every commit runs the first part,
+# `make test-all` the others.
+PARTS = {
+    "test_decode_attention.py": 3,
+    "test_dense_attention.py": 2,
+    "test_exact_attention.py": 2,
+    "test_exact_decoder.py": 2,
+    "test_fused.py": 2,
+    "test_matmul.py": 2,
+    "test_moe.py": 3,
+    "test_paged_attention.py": 2,
+    "test_quantized.py": 3,
+}
 
 
 def runs():
-    """Yield (file, part): the whole file, or one of its two halves."""
+    """List (file, part): the whole file, or one of its parts."""
+    found = []
     for file in sorted(p.name for p in FOLDER.glob("test_*.py")):
-        if file in LONG:
-            yield pytest.param(file, "0/2", id=f"{file}-0")
-            yield pytest.param(file, "1/2", id=f"{file}-1", marks=pytest.mark.slow)
-        else:
-            yield pytest.param(file, "0/1", id=file)
+        parts = PARTS.get(file, 1)
+        for part in range(parts):
+            name = file if parts == 1 else f"{file}-{part}"
+            found.append(pytest.param(file, f"{part}/{parts}", id=name, marks=[pytest.mark.slow] * (part > 0)))
+    return found
 
 
 @pytest.mark.parametrize("file, part", runs())

@@ -48,6 +48,6 @@ def test_a_layer_packs_what_few_rows_read(exact, bias, stays):
         slot.fill(stored(*slot.shape) if name.endswith("weight") else torch.ones(slot.shape))
     for rows in (1, packed_fp16.MAX_ROWS, packed_fp16.MAX_ROWS + 1):
         x = torch.randn(rows, 512)
-        want = x.double() @ layer.weight_NK.double().t() + (0 if layer.bias_N is None else layer.bias_N)
+        want = x.double() @ layer.weight.tensor.double().t() + (0 if layer.bias_N is None else layer.bias_N)
         torch.testing.assert_close(layer(x).double(), want, atol=1e-5, rtol=1e-5)
-    assert (layer.packed is None) == stays
+    assert (layer.weight.made.packed is None) == stays

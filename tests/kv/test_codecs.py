@@ -80,7 +80,7 @@ def test_the_hadamard_matrix_is_sylvesters():
 @pytest.mark.parametrize("order", [3, 1, 256, 64])
 def test_an_order_that_does_not_fit_is_refused(order):
     with pytest.raises(ConfigError, match="power of two"):
-        codec_of(f"int4_bdr:order={order}").planes(96, torch.float32)
+        codec_of(f"int4_bdr:order={order}").planes(CacheRow(1, 96, 96), torch.float32)
 
 
 def test_the_largest_order():
@@ -270,7 +270,7 @@ def test_signs_save_a_constant_offset():
 @pytest.mark.parametrize("spec, dim", [("nvfp4", 48), ("int4", 33)])
 def test_head_dims_that_do_not_pack_are_refused(spec, dim):
     with pytest.raises(ConfigError, match="head dim"):
-        codec_of(spec).planes(dim, torch.float32)
+        codec_of(spec).planes(CacheRow(1, dim, dim), torch.float32)
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "plain"])

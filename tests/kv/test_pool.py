@@ -26,8 +26,8 @@ MIXED = [
 class Ragged(Codec):
     """Planes whose sizes are no multiple of 16 bytes."""
 
-    def planes(self, head_dim, dtype):
-        return [Plane("k", head_dim, torch.int8), Plane("scale", 1, torch.float16), Plane("v", 3, dtype)]
+    def planes(self, row, dtype):
+        return [Plane("k", row.key_dim, torch.int8), Plane("scale", 1, torch.float16), Plane("v", 3, dtype)]
 
 
 def pool_of(codec=None, page_slots=16, dtype=torch.float32, groups=GROUPS) -> KVPool:
@@ -58,8 +58,7 @@ def test_planes_are_aligned_disjoint_and_where_the_contract_says(groups, codec, 
             assert (cache.group, cache.page_slots, cache.codec) == (i, page_slots, codec)
             end = begin + KVPool.page_bytes_of(CacheGroup("", (0,), (row,)), codec, page_slots, torch.bfloat16)
             for side in ("k", "v", "scale"):
-                dim = row.key_dim if side == "k" else row.value_dim
-                plane = next((p for p in codec.planes(dim, torch.bfloat16) if p.name == side), None)
+                plane = next((p for p in codec.planes(row, torch.bfloat16) if p.name == side), None)
                 if plane is None:
                     continue
                 view = cache.planes[plane.name]

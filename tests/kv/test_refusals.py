@@ -15,6 +15,7 @@ from kvasir.kernels import _triton
 from kvasir.kv.codec import Codec
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.technique import load
+from kvasir.types import CacheRow
 
 HEADS = AttentionSpec(4, 2, 64, 0.125)
 
@@ -38,7 +39,7 @@ def choose_backend(name, site):
 )
 def test_head_dims(spec, dim, why, fix):
     with pytest.raises(ConfigError, match=why) as refused:
-        load("kvasir.kv.codecs", spec, Codec).planes(dim, torch.float32)
+        load("kvasir.kv.codecs", spec, Codec).planes(CacheRow(1, dim, dim), torch.float32)
     assert fix in str(refused.value)
 
 

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters import training as drafter_training
+from kvasir.lab.drafters.acceptance import acceptance, walk
 from kvasir.lab.drafters.data import Texts, batches, load_texts, mixture, save_texts
-from kvasir.lab.drafters.training import STATE, Plan, Target, Trainer, acceptance, main, walk
+from kvasir.lab.drafters.target import Target
+from kvasir.lab.drafters.training import STATE, Plan, Trainer, main
 from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model, Shape
 from kvasir.lab.tokenizer import shipped_tokenizer
@@ -57,17 +58,17 @@ def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
     """Compare with plain loops: one text, one root, one step at a time."""
     t = trainer(target, texts, kind)
     with torch.no_grad():
-        for p in t.head.parameters():
+        for p in t.kind.module.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     batch = next(batches(texts, 256, 0, 0))
     assert len(batch.ids) > 1
-    found = t.losses(batch).detach()
+    found = t.losses(batch)[1]
     wanted: list[list[float]] = [[] for _ in found]
     with torch.no_grad():
         for ids, begin, length in zip(batch.ids, batch.begins.tolist(), batch.lengths.tolist()):
-            features, normed, following = target.features(ids[None, :length], t.head.shape.layers)
+            features, normed, following = target.features(ids[None, :length], t.kind.module.shape.layers)
             log_p = target.logits(normed[0]).log_softmax(-1)
-            for j, x in enumerate(t.head.unroll(features, normed, following)):
+            for j, x in enumerate(t.kind.module.unroll(features, normed, following)):
                 log_q = target.logits(x[0]).log_softmax(-1)
                 for root in range(begin - 1, length - 2 - j):
                     wanted[j].append(
@@ -86,7 +87,7 @@ def test_prompt_tokens_are_rows_of_the_model_like_others(ensemble, target, texts
     t = trainer(target, texts, "ppd")
     batch = next(batches(texts, 256, 0, 0))
     assert len(batch.ids) > 1
-    found, trunk = t.losses(batch).detach(), target.model.model
+    found, trunk = t.losses(batch)[1], target.model.model
     wanted: list[list[float]] = [[] for _ in found]
     with torch.no_grad():
         for ids, begin, length in zip(batch.ids, batch.begins.tolist(), batch.lengths.tolist()):
@@ -94,7 +95,7 @@ def test_prompt_tokens_are_rows_of_the_model_like_others(ensemble, target, texts
             for j in range(2):
                 for root in range(begin - 1, length - 2 - j):
                     logits = []
-                    for member in t.head.weight:
+                    for member in t.kind.module.weight:
                         x = torch.cat([trunk.embed_tokens(ids[: root + 1]), member[: j + 1]])[None]
                         for layer in trunk.layers:
                             x = layer(x, target.model.rope(x.shape[1]), None)
@@ -122,7 +123,7 @@ def test_the_loss_falls_and_a_resumed_run_goes_on_to_the_bit(kind, target, texts
     stream = second.stream()
     for _ in range(6):
         second.step(next(stream))
-    assert all(torch.equal(a, b) for a, b in zip(whole.head.parameters(), second.head.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(whole.kind.module.parameters(), second.kind.module.parameters()))
     with pytest.raises(ConfigError, match="another"):
         trainer(target, texts, KINDS[kind == "medusa"]).restore(tmp_path)
 
@@ -148,11 +149,11 @@ def test_acceptance_of_a_head_that_knows_and_of_one_that_does_not(kind, forwards
             ids.append(int(target.model(torch.tensor([ids]))[0, -1].argmax()))
     own = Texts(np.array(ids, np.int32), np.array([0, 27]), np.array([3]), np.array([0]), ("own",))
     t = trainer(target, own, kind, steps=60)
-    before = acceptance(t.head, target, own)
+    before = acceptance(t.kind.served(), own)
     stream = t.stream()
     for _ in range(60):
         t.step(next(stream))
-    after = acceptance(t.head, target, own)
+    after = acceptance(t.kind.served(), own)
     assert after["tokens"] == before["tokens"] == 23 and after["tokens_per_forward"] > max(
         forwards, before["tokens_per_forward"]
     )
@@ -179,7 +180,7 @@ def test_the_mixture_names_tasks_that_exist():
 
 
 def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(drafter_training.BATCH_TOKENS, "cpu", 256)
+    monkeypatch.setitem(drafter_data.BATCH_TOKENS, "cpu", 256)
     export.export(Model(SHAPE, 1), shipped_tokenizer(), tmp_path / "model")
     out = tmp_path / "out"
     plan = Plan("eagle", steps=3, replies=8, held_out=4, reply_tokens=6, mix=TINY)
@@ -203,7 +204,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     shutil.copy(tmp_path / "s.safetensors", out / STATE)
     with pytest.raises(ConfigError, match="--resume"):
         main(plan, str(tmp_path / "model"), out, device="cpu")
-    with pytest.raises(ConfigError, match="no trained drafter named 'egle'.*eagle"):
+    with pytest.raises(ConfigError, match="no trained_drafters named 'egle'.*eagle"):
         Trainer(
             Target(Model(SHAPE, 1), "x"),
             load_texts(tmp_path / "s.safetensors", facts["weights"])["train"],

@@ -8,7 +8,8 @@ from kvasir.kernels.activation import ACTIVATIONS, gated, sigmoid
 from kvasir.kernels.norm import rms_norm
 from kvasir.kernels.rope import rotate
 from kvasir.layers.ffn.moe import FFN as MoE
-from kvasir.layers.linear import Linear, linear, matrix
+from kvasir.layers.linear import Linear
+from kvasir.layers.products import linear, matrix
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import MoESpec, RopeSpec
 from kvasir.layers.weights import Placement
@@ -87,7 +88,7 @@ def test_exact_linear_is_the_plain_one_in_other_bits():
     for slot in layer.slots().values():
         slot.fill(torch.randn(slot.shape))
     x = torch.randn(37, 40)
-    torch.testing.assert_close(layer(x), x @ layer.weight_NK.T + layer.bias_N)
+    torch.testing.assert_close(layer(x), x @ layer.weight.tensor.T + layer.bias_N)
     torch.testing.assert_close(
         layer(x)[:, 16:], x @ layer.slots()["b.weight"].target.T + layer.slots()["b.bias"].target
     )
@@ -136,13 +137,13 @@ def test_mixture_of_experts_against_the_definition():
     for slot in moe.slots().values():
         slot.fill(torch.randn(slot.shape))
     x = torch.randn(9, 24)
-    probabilities = (x @ moe.router.weight_NK.T).softmax(-1)
+    probabilities = (x @ moe.router.weight.tensor.T).softmax(-1)
     want = torch.zeros(9, 24)
     for t in range(9):
         chosen = probabilities[t].topk(2).indices
         for e in chosen:
-            gate, up = (moe.gate_up_XFE[e] @ x[t]).chunk(2)
+            gate, up = (moe.gate_up.tensor[e] @ x[t]).chunk(2)
             share = probabilities[t, e] / probabilities[t, chosen].sum()
-            want[t] += share * (moe.down_XEF[e] @ (torch.nn.functional.silu(gate) * up))
+            want[t] += share * (moe.down.tensor[e] @ (torch.nn.functional.silu(gate) * up))
     torch.testing.assert_close(moe.forward(x), want, atol=1e-4, rtol=1e-4)
     assert moe.forward(x[:0]).shape == (0, 24)

@@ -41,7 +41,7 @@ def router(seed=0, correction=True, **changes):
     with torch.no_grad():
         theirs.weight.copy_(torch.randn(X, E, generator=generator) * E**-0.5)
         theirs.e_score_correction_bias.copy_(torch.randn(X, generator=generator) * (0.3 if correction else 0.0))
-    ours.router.weight_NK.copy_(theirs.weight.detach())
+    ours.router.weight.tensor.copy_(theirs.weight.detach())
     ours.correction_X.copy_(theirs.e_score_correction_bias)
     return theirs, ours
 
@@ -84,10 +84,10 @@ def test_groups_hide_experts():
 def test_a_softmax_over_the_chosen_logits_is_a_renormalised_softmax():
     """As gpt-oss and Mixtral route."""
     ffn = FFN(MoESpec(X, K, 4, True, router_bias=True), E, Placement(torch.device("cpu"), torch.float32))
-    ffn.router.weight_NK.normal_()
+    ffn.router.weight.tensor.normal_()
     ffn.router.bias_N.normal_()
     x = torch.randn(20, E)
-    best, ids = (x @ ffn.router.weight_NK.t() + ffn.router.bias_N).topk(K, -1)
+    best, ids = (x @ ffn.router.weight.tensor.t() + ffn.router.bias_N).topk(K, -1)
     torch.testing.assert_close(by_expert(*ffn.route(x)), by_expert(best.softmax(-1), ids), atol=1e-6, rtol=1e-5)
 
 

@@ -61,7 +61,7 @@ def test_a_layer_may_read_the_cache_of_an_earlier_one():
     torch.testing.assert_close(run(model, 3), whole, atol=1e-4, rtol=1e-4)
     with torch.inference_mode():
         model.slots()["layers.1.mixer.v.weight"].target.neg_()
-        model.blocks[1].mixer.o.weight_NK.neg_()  # layer 1 itself computes what it did
+        model.blocks[1].mixer.o.weight.tensor.neg_()  # layer 1 itself computes what it did
     assert (run(model, 20) - whole).abs().max() > 1e-2, "layer 2 reads what layer 1 wrote"
 
 

@@ -87,13 +87,13 @@ def test_shards_load_as_one_file_does(sharded, tmp_path_factory):
 def test_dtypes_convert(stored, llama):
     rewrite(llama, lambda t: t.update({n: v.to(stored) for n, v in t.items()}))
     want = load_file(llama / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(load(llama).head_VE, want.float())
-    assert torch.equal(load(llama, dtype=torch.bfloat16).head_VE, want.to(torch.bfloat16))
+    assert torch.equal(load(llama).head.tensor, want.float())
+    assert torch.equal(load(llama, dtype=torch.bfloat16).head.tensor, want.to(torch.bfloat16))
 
 
 def test_tied_head_is_the_embedding(tied):
     decoder = load(tied)
-    assert decoder.head_VE is decoder.embed_VE and "head.weight" not in decoder.slots()
+    assert decoder.head.tensor is decoder.embed_VE and "head.weight" not in decoder.slots()
 
 
 def test_tied_checkpoint_that_stores_the_head_too(tied, tmp_path):

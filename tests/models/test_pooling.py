@@ -47,7 +47,7 @@ def test_a_checkpoint_without_a_head_embeds(tmp_path, variant):
     pooling = read(folder)
     assert pooling == Pooling(task="embed", width=32)
     model = load_model(folder, read_config(folder), device="cpu", dtype=torch.float32, pooling=pooling)
-    assert model.head_VE is model.embed_VE and "head.weight" not in model.slots()
+    assert model.head.tensor is model.embed_VE and "head.weight" not in model.slots()
 
 
 @pytest.mark.parametrize("headless", [True, False])

@@ -31,7 +31,7 @@ def fade(d, after: int, share: float) -> None:
     """Scale what the layers after ``after`` add by ``share``: with 0, that exit equals the model."""
     for block in d.engine.runner.model.blocks[after:]:
         for layer in (block.mixer.o, block.ffn.down):
-            layer.weight_NK.mul_(share)
+            layer.weight.tensor.mul_(share)
     d.engine.weights_changed()
 
 

@@ -11,7 +11,6 @@ from kvasir.lab.drafters.data import Texts
 from kvasir.lab.drafters.training import Plan, Trainer, load_target
 from kvasir.lab.lookup import load_task
 from kvasir.lab.tokenizer import shipped_tokenizer
-from kvasir.speculation import heads
 from tests.engine.driver import Driver
 
 TASKS = ("schema", "chain:min_steps=1,max_steps=2")
@@ -70,7 +69,7 @@ def trained(kind: str, folder: Path, steps: int) -> Path:
     stream = trainer.stream()
     for _ in range(steps):
         trainer.step(next(stream))
-    heads.write(trainer.head, folder, trainer.target.facts)
+    trainer.kind.write(folder, None)
     return folder
 
 
@@ -80,7 +79,7 @@ def random_head(kind: str, folder: Path) -> Path:
     trainer = Trainer(target, SHORT, Plan(kind, steps=1))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in trainer.head.parameters():
+        for p in trainer.kind.module.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
-    heads.write(trainer.head, folder, target.facts)
+    trainer.kind.write(folder, None)
     return folder

@@ -27,7 +27,7 @@ from kvasir.kernels.gemv import Config
 from kvasir.kernels.store_kv import store_kv_triton
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
-from kvasir.layers import linear
+from kvasir.layers.formats import plain
 from kvasir.layers.weights import Placement
 from kvasir.models import decoder
 from kvasir.models.families import build_spec
@@ -305,7 +305,7 @@ class Model:
 
 def variants(table: Table) -> dict[str, list[Any]]:
     """Patches that make each variant of a step: torch with our attention, then one more part of ours each."""
-    blas = [mock.patch.object(module, "choose", lambda *_: None) for module in (linear, decoder)]
+    blas = [mock.patch.object(plain, "choose", lambda *_: None)]
     no_triton = [mock.patch.object(m, "use_triton", lambda *_: False) for m in (norm, activation, fused_qkv)]
     measured = mock.patch.object(gemv, "MEASURED", {**gemv.MEASURED, **table})
     no_overlap = [mock.patch.object(m, "pdl", lambda *_: False) for m in (norm, activation, fused_qkv, gemv)]

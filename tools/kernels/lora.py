@@ -45,7 +45,7 @@ def make_products(width: int, widths: tuple[int, ...], adapters: int) -> list[Li
     place, products = Placement(torch.device("cuda"), BF16), []
     for _ in range(max(1, COLD_BYTES // (2 * width * sum(widths)))):
         product = Linear(width, dict(zip("abc", widths)), bias=False, place=place)
-        product.weight_NK.normal_(0, width**-0.5)
+        product.weight.tensor.normal_(0, width**-0.5)
         product.use_adapters(adapters, RANK)
         pairs = product.low_rank.pairs
         pairs.a_SCK.normal_(0, width**-0.5)

@@ -121,8 +121,8 @@ def make_layers(count: int) -> list[FFN]:
     layers = []
     for _ in range(count):
         layer = FFN(SPEC, DIM, Placement(torch.device("cuda"), BF16))
-        for weight in (layer.router.weight_NK, layer.gate_up_XFE, layer.down_XEF):
-            weight.normal_(std=0.02)
+        for weight in (layer.router.weight, layer.gate_up, layer.down):
+            weight.tensor.normal_(std=0.02)
         layers.append(layer)
     return layers
 
@@ -133,7 +133,13 @@ def run_layers(layers: list[FFN], x_TE: torch.Tensor, tiling: Tiling | None = No
             layer.forward(x_TE)
         else:
             moe.moe_triton(
-                x_TE, layer.router(x_TE), layer.gate_up_XFE, layer.down_XEF, SPEC.top_k, SPEC.renormalize, tiling=tiling
+                x_TE,
+                layer.router(x_TE),
+                layer.gate_up.tensor,
+                layer.down.tensor,
+                SPEC.top_k,
+                SPEC.renormalize,
+                tiling=tiling,
             )
 
 

@@ -25,9 +25,9 @@ from kvasir.types import Event, Request, TokenLogprob
 class Delta:
     """New tokens and text of one choice. ``text`` may be empty while half a character or stop string is held back.
 
-    ``index``: place of the first token in the choice's output. ``offsets``: where each token's text starts in the
-    choice's text. ``ends``: for each token, the length of ``text`` that came with it and those before it.
-    ``finish_reason`` is set on the last delta of the choice.
+    ``index``: place of the first token in the choice's output; ``forced``: places of forced tokens. ``offsets``: where
+    each token's text starts in the choice's text. ``ends``: for each token, the length of ``text`` that came with it
+    and those before it. ``finish_reason`` is set on the last delta of the choice.
     """
 
     choice: int
@@ -39,6 +39,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     ends: list[int] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
 
     def singly(self) -> Iterator[Delta]:
         """Split into deltas of one token, for results that must not depend on how many tokens came at once."""
@@ -54,6 +55,7 @@ class Delta:
                 [token],
                 self.logprobs and self.logprobs[i : i + 1],
                 self.offsets[i : i + 1],
+                forced=[place for place in self.forced if place == self.index + i],
             )
             if i == last:
                 part.finish_reason, part.stop_reason = self.finish_reason, self.stop_reason
@@ -64,7 +66,7 @@ class Delta:
 @dataclass(slots=True)
 class Usage:
     """Token counts. ``completion`` counts every generated token up to the one that completed a stop string; ``forced``
-    of them were forced and came in chains."""
+    of them were forced."""
 
     prompt: int = 0
     cached: int = 0
@@ -228,7 +230,6 @@ class Generation:
             r.cached = event.num_cached
         if event.kind != "tokens" or branch.done:
             return None
-        self.usage.forced += event.num_forced
         if event.finish_reason == "error":
             raise RequestError(
                 event.message or "generation failed", status=event.status or 500, code=event.code or "internal_error"
@@ -247,7 +248,9 @@ class Generation:
             event.finish_reason,
             event.stop_reason,
             piece.ends,
+            [place for place in event.forced if place < event.index + count],
         )
+        self.usage.forced += len(delta.forced)
         branch.num_tokens += count
         self.usage.completion += count
         branch.done = finished

@@ -247,6 +247,8 @@ class SamplingBody(Body):
     drafter: str | None = None
     thinking_token_budget: int | None = None
     processors: list[str] | None = None
+    hook: str | None = None
+    hook_strength: float | None = None
     stop: Strings = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

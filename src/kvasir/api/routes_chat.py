@@ -266,7 +266,8 @@ class ChatJob:
         generation.usage.reasoning = sum(m.reasoning_tokens for m in self.messages)
         shown = self.body.include_reasoning is not False
         deltas = [piece_delta(p) for p in pieces if shown or p.kind != "reasoning"]
-        if not deltas and (delta.finish_reason is not None or delta.logprobs or self.body.return_token_ids):
+        told = delta.finish_reason is not None or delta.logprobs or delta.forced or self.body.return_token_ids
+        if not deltas and told:
             deltas = [{}]
         choices = [{"index": delta.choice, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
         if choices:
@@ -279,6 +280,8 @@ class ChatJob:
                 )
             if self.body.return_token_ids:
                 choices[-1]["token_ids"] = delta.token_ids
+            if delta.forced:
+                choices[-1]["kvasir"] = {"forced": delta.forced}
             if delta.finish_reason is not None:
                 choices[-1] |= {
                     "finish_reason": message.finish_reason(delta.finish_reason),
@@ -290,6 +293,7 @@ class ChatJob:
         choices: list[dict[str, Any]] = [{"index": i} for i in range(len(self.messages))]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in self.messages]
         ids: list[list[int]] = [[] for _ in self.messages]
+        forced: list[list[int]] = [[] for _ in self.messages]
         async for delta in generation.deltas():
             for choice in self._push(delta, generation):
                 if choice["finish_reason"] is not None:
@@ -299,11 +303,14 @@ class ChatJob:
                     }
                 logprobs[delta.choice] += (choice["logprobs"] or {"content": []})["content"]
             ids[delta.choice] += delta.token_ids
+            forced[delta.choice] += delta.forced
         for i, (choice, message) in enumerate(zip(choices, self.messages, strict=True)):
             choice["message"] = message_object(message, self.body.include_reasoning is not False)
             choice["logprobs"] = {"content": logprobs[i]} if self.body.logprobs else None
             if self.body.return_token_ids:
                 choice["token_ids"] = ids[i]
+            if forced[i]:
+                choice["kvasir"] = {"forced": forced[i]}
         result = {**self.head, "choices": choices, "usage": generation.usage.object()}
         if self.body.prompt_logprobs is not None:
             result["prompt_logprobs"] = prompt_logprobs(

@@ -92,7 +92,8 @@ class CompletionJob:
         async for delta in generation.deltas():
             running, first = generation.of(delta), delta.choice not in begun
             begun.add(delta.choice)
-            if not (first or delta.text or delta.finish_reason or delta.logprobs or self.body.return_token_ids):
+            told = delta.text or delta.finish_reason or delta.logprobs or delta.forced
+            if not (first or told or self.body.return_token_ids):
                 continue
             chunk = {**self.head, "choices": [self._choice(running, delta, first)]}
             if self.options.include_usage:
@@ -138,6 +139,8 @@ class CompletionJob:
             choice["token_ids"] = delta.token_ids
             if first:
                 choice["prompt_token_ids"] = running.request.prompt_ids
+        if delta.forced:
+            choice["kvasir"] = {"forced": delta.forced}
         return choice
 
     def _echoed(self, running: Running) -> dict[str, Any]:
@@ -161,3 +164,5 @@ def _append(choice: dict[str, Any], new: dict[str, Any]) -> None:
         choice["logprobs"][name] += values
     if "token_ids" in new:
         choice["token_ids"] += new["token_ids"]
+    if "kvasir" in new:
+        choice.setdefault("kvasir", {"forced": []})["forced"] += new["kvasir"]["forced"]

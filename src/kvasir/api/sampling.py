@@ -40,6 +40,8 @@ SHARED = (
     "drafter",
     "thinking_token_budget",
     "processors",
+    "hook",
+    "hook_strength",
 )
 # A rule of EBNF, as vLLM and llama.cpp write it; Lark has a colon.
 EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

@@ -14,6 +14,7 @@ from kvasir.technique import Technique
 if TYPE_CHECKING:
     import torch
 
+    from kvasir.attention.latent import UpProjection
     from kvasir.kv.codec import LayerCache
     from kvasir.types import StepBatch
 
@@ -21,9 +22,22 @@ BACKENDS = "kvasir.attention.backends"
 
 
 @dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Widths of the keys and values that a head makes of a latent (`kvasir.layers.spec.MLASpec`): ``nope_dim``
+    elements of a key and ``value_dim`` elements of a value."""
+
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """The attention of one layer. ``scale`` multiplies q.k; ``softcap`` c means c * tanh(s / c); with a ``window`` of w
-    a row sees the last w positions, itself included; ``sinks``: the layer has one learned logit per query head."""
+    a row sees the last w positions, itself included; ``sinks``: the layer has one learned logit per query head.
+
+    ``value_dim``: width of values and results (None: as ``head_dim``). ``latent``: one cached row is the key of all
+    heads, and its first ``value_dim`` elements are their value; queries and results of ``run`` are in that basis, and
+    ``run_latent`` takes those of heads with the widths given."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,6 +46,18 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    value_dim: int | None = None
+    latent: LatentHeads | None = None
+
+    @property
+    def result_dim(self) -> int:
+        """Width of a head's result of ``run``."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def mixed_dim(self) -> int:
+        """Width of a head's result as a mixer gets it: of ``run_latent`` where there is a latent."""
+        return self.result_dim if self.latent is None else self.latent.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +80,8 @@ class AttentionBackend(Technique):
     # has the same bits in any batch.
     exact = False
     affects_kv = False
+    # Whether it attends to latents (``AttentionSpec.latent``).
+    latents = False
     # Layouts that it reads directly. Queries then come in the cache's basis.
     codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})
     # Preference of ``auto``: of equally fast backends it takes the highest rank; rank 0 only where no other can serve.
@@ -112,9 +140,27 @@ class AttentionBackend(Technique):
         out_THD: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Causal attention of every row over its own sequence: [T, H, D], and with ``return_lse`` the natural
-        log-sum-exp [T, H] fp32. ``out_THD``: the memory for the result; None: new memory.
+        log-sum-exp [T, H] fp32. D is ``spec.result_dim``. ``out_THD``: the memory for the result; None: new memory.
 
         Row i of span s sees positions <= context[s] + i, bottom-right causal; with ``batch.ancestors`` a row of a tree
         sees the context and its ancestors. ``cache.group`` picks the page table.
         """
         raise NotImplementedError
+
+    def run_latent(
+        self,
+        q_THD: torch.Tensor,
+        up: UpProjection,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        *,
+        out_THV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend as ``run`` does, for heads that read a latent through ``up``: [T, H, V].
+
+        ``q_THD``: queries of the heads, D = nope_dim + rope_dim. This form brings queries into the latent's basis and
+        results back. A backend may compute long spans over keys and values made of the latents, which is the same up
+        to rounding.
+        """
+        return up.project(self.run(up.absorb(q_THD), cache, spec, batch), out_THV)

@@ -10,7 +10,8 @@ import typer
 from kvasir.cli.options import check_output
 from kvasir.technique import own
 
-HEAD_KINDS = "kvasir.speculation.head_kinds"
+# Packages of `kvasir.lab.drafters.kind`, named here because importing it imports torch.
+DRAFTERS, MODELS = "kvasir.lab.trained_drafters", "kvasir.lab.trained_models"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train parts that make a model cheaper to serve.")
 
@@ -20,37 +21,83 @@ def _group() -> None:
     pass
 
 
+Target = Annotated[str, typer.Option(help="Model to train for: a lab checkpoint, by folder or name.")]
+Minutes = Annotated[float, typer.Option(min=0.01, help="Training time; sampling and measuring come on top.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Number of training steps, instead of --minutes.")]
+Replies = Annotated[
+    int | None, typer.Option(min=8, help="Replies of the target to train on; default: 32768 on a GPU, 1024 on a CPU.")
+]
+Samples = Annotated[
+    Path | None, typer.Option(help="File to keep the replies in, or to read them from: several runs can share it.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the state in the folder.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of problems, replies and weights.")]
+
+
 @app.command()
 def drafter(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"Which drafter: {', '.join(own(HEAD_KINDS))}.")],
-    target: Annotated[str, typer.Option(help="Model to draft for: a lab checkpoint, by folder or name.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help=f"Which drafter, with options (idlm:rank=16): {', '.join(own(DRAFTERS))}."),
+    ],
+    target: Target,
     out: Annotated[Path, typer.Option(help="Folder to write; --drafter NAME:model=FOLDER then serves it.")],
-    minutes: Annotated[float, typer.Option(min=0.01, help="Training time; sampling and measuring come on top.")] = 2.0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Number of training steps, instead of --minutes.")] = None,
-    replies: Annotated[
-        int | None,
-        typer.Option(min=8, help="Replies of the target to train on; default: 32768 on a GPU, 1024 on a CPU."),
-    ] = None,
-    samples: Annotated[
-        Path | None, typer.Option(help="File to keep the replies in, or to read them from: drafters can share it.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state in the folder.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of problems, replies and weights.")] = 0,
+    minutes: Minutes = 2.0,
+    steps: Steps = None,
+    replies: Replies = None,
+    samples: Samples = None,
+    resume: Resume = False,
+    device: Device = None,
+    seed: Seed = 0,
 ) -> None:
     """Train a drafter on the target's own replies to the lab's problems."""
+    _run(DRAFTERS, name, target, out, minutes, steps, replies, samples, resume, device, seed)
+
+
+@app.command()
+def idlm(
+    out: Annotated[Path, typer.Option(help="Folder to write: a model that --drafter idlm then serves.")],
+    target: Target = "base",
+    options: Annotated[str, typer.Option(help="Options of the method: stride=4,objective=ce,data=self.")] = "",
+    minutes: Minutes = 8.0,
+    steps: Steps = None,
+    replies: Replies = None,
+    samples: Samples = None,
+    resume: Resume = False,
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Train a whole model on, so that it drafts for itself with mask rows (I-DLM)."""
+    name = f"idlm:{options}" if options else "idlm"
+    _run(MODELS, name, target, out, minutes, steps, replies, samples, resume, device, seed)
+
+
+def _run(
+    package: str,
+    name: str,
+    target: str,
+    out: Path,
+    minutes: float,
+    steps: int | None,
+    replies: int | None,
+    samples: Path | None,
+    resume: bool,
+    device: str | None,
+    seed: int,
+) -> None:
+    """Train the kind ``name`` of ``package`` (`kvasir.lab.drafters.kind`)."""
     import shlex
     import sys
 
     from kvasir.lab.drafters.training import REPLIES, Plan, default_device, main
-    from kvasir.speculation.heads import class_of
 
-    class_of(name)  # refuses an unknown name before anything is made
+    Plan(name, package).load()  # refuses an unknown name before anything is made
     check_output(out / "config.json", make=True)
     if samples is not None and not samples.exists():
         check_output(samples, make=True)
     count = replies or REPLIES.get((device or default_device()).split(":")[0], REPLIES["cpu"])
-    plan = Plan(name, minutes=minutes, steps=steps, replies=count, held_out=max(8, count // 32), seed=seed)
+    plan = Plan(name, package, minutes=minutes, steps=steps, replies=count, held_out=max(8, count // 32), seed=seed)
     main(
         plan,
         target,
@@ -72,8 +119,8 @@ def adapter(
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 300,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of 512 tokens.")] = 8,
     lr: Annotated[float | None, typer.Option(help="Largest learning rate; default: the method's.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of problems and weights.")] = 0,
+    device: Device = None,
+    seed: Seed = 0,
 ) -> None:
     """Train an adapter of a lab model on one task."""
     from kvasir.lab.adapters.training import Plan, train

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, nearest
 from kvasir.types import U64, Grammar, ModelInfo, PoolingParams, ProcessorParams, Request, SamplingParams, Variant
 
 # Limits on one request. They bound what a client can make this process and the engine store or compute.
@@ -34,6 +34,7 @@ MAX_GRAMMAR_BYTES = 64 << 10
 MAX_END_MARK_IDS = 64
 MAX_PROCESSORS = 4
 MAX_SPEC_CHARS = 512
+MAX_HOOK_STRENGTH = 8.0
 I64 = (1 << 63) - 1
 
 
@@ -87,6 +88,7 @@ def admit(
         tenant=tenant,
         bad_words=_encode_bad_words(params.bad_words, encode, ids_end),
         variant=None if adapter is None else _variant(adapter, info),
+        hook=_hook(params, len(prompt_ids), info),
         processors=processors,
     )
 
@@ -116,6 +118,23 @@ def _variant(adapter: str, info: ModelInfo) -> Variant:
         message = f"no adapter '{adapter[:200]}' is loaded; loaded are {', '.join(sorted(info.adapters)) or 'none'}"
         raise RequestError(message, status=404, param="model", code="model_not_found")
     return Variant(found.name, found.key)
+
+
+def _hook(params: SamplingParams, num_prompt: int, info: ModelInfo) -> Variant | None:
+    """The set of hooks as it is now, for all of the request's life; None at strength 0."""
+    if params.hook is None:
+        return None
+    if not _is_text(params.hook, MAX_SPEC_CHARS):
+        _refuse("hook", f"hook must be the name of a set of hooks, not {_shown(params.hook)}")
+    found = info.hooks.get(params.hook)
+    if found is None:
+        served = ", ".join(sorted(info.hooks)) or "none"
+        message = f"no hooks '{params.hook[:200]}' are served; there are {served}.{nearest(params.hook, info.hooks)}"
+        raise RequestError(message, status=404, param="hook", code="hook_not_found")
+    if not params.hook_strength:
+        return None
+    start = num_prompt - 1 if found.answers else 0
+    return Variant(found.name, found.key, start, found.changes_kv, params.hook_strength)
 
 
 def admit_pooling(
@@ -270,6 +289,7 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
         num_draft_tokens=None
         if p.num_draft_tokens is None
         else _integer("num_draft_tokens", p.num_draft_tokens, 0, I64),
+        hook_strength=_number("hook_strength", p.hook_strength, 0.0, MAX_HOOK_STRENGTH),
         logit_bias=_bias(p.logit_bias, ids_end),
         allowed_token_ids=_allowed(p.allowed_token_ids, ids_end),
     )

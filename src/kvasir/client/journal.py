@@ -105,7 +105,13 @@ class Entry:
         logprobs = event.logprobs[seen:] if event.logprobs is not None else None
         bare = event.bare and BareLogprobs(event.bare.logprobs[seen:], event.bare.confidences[seen:])
         return dataclasses.replace(
-            event, index=event.index + seen, token_ids=tokens, logprobs=logprobs, bare=bare, prompt_logprobs=prompt
+            event,
+            index=event.index + seen,
+            token_ids=tokens,
+            logprobs=logprobs,
+            bare=bare,
+            prompt_logprobs=prompt,
+            forced=[place for place in event.forced if place >= event.index + seen],
         )
 
     def rewind(self) -> None:

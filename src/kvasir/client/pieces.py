@@ -100,5 +100,5 @@ def join(first: Event, second: Event) -> bool:
             first.bare.confidences.extend(second.bare.confidences)
     first.finish_reason, first.stop_reason = second.finish_reason, second.stop_reason
     first.num_cached = second.num_cached
-    first.num_forced += second.num_forced
+    first.forced.extend(second.forced)
     return True

@@ -29,7 +29,8 @@ class PrefixMap:
 
     def keys(self, request: Request, output: Sequence[int] = ()) -> list[bytes]:
         """The keys of the full blocks of the prompt with ``output`` behind it."""
-        variant = request.variant.key if request.variant is not None and request.variant.changes_kv else ""
+        used = (request.variant, request.hook)
+        variant = " ".join(v.kv_key(len(request.prompt_ids)) for v in used if v is not None)
         key = self._digest(repr((request.tenant, variant)).encode())
         tokens = array("q", [*request.prompt_ids, *output]).tobytes()
         size, found = BLOCK * 8, []

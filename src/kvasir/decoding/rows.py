@@ -113,12 +113,12 @@ class SeatState:
     def _allows(self, token: int) -> bool:
         return self.allowed is None or bool(self.allowed[token // 32] >> (token % 32) & 1)
 
-    def accepted(self, tokens: list[int]) -> None:
+    def accepted(self, tokens: list[int]) -> list[int]:
+        """Take committed tokens. Returns the numbers of those that a processor forced."""
         if self.history is not None:
             self.history.add(tokens)
-        if self.steering is not None:
-            self.steering.advance(tokens)
         self._advance(tokens)
+        return self.steering.commit(tokens) if self.steering is not None else []
 
     def _advance(self, tokens: list[int]) -> None:
         if self.matcher is not None and not self.matcher.accept(tokens):

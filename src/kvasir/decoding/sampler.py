@@ -176,18 +176,18 @@ class Sampler:
         """Whether a processor of some sequence may force the next token or the one after it."""
         return bool(self._near)
 
-    def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
-        """Advance the counts, processors and grammar of a sequence by committed ``tokens``."""
+    def accepted(self, seq: Sequence, tokens: Many[int]) -> Many[int]:
+        """Advance a sequence by committed ``tokens``. Returns the numbers of those that a processor forced."""
         state = self._states[seq.seat]
         assert state is not None, f"{seq} is not open"
-        if state.follows:
-            state.accepted(list(tokens))
-            if state.steering is not None:
-                if state.steering.over():
-                    self._count(state, -1)
-                    state.drop_steering()
-                    self._count(state, 1)
-                (self._near.add if state.near() else self._near.discard)(seq.seat)
+        forced = state.accepted(list(tokens)) if state.follows else []
+        if state.steering is not None:
+            if state.steering.over():
+                self._count(state, -1)
+                state.drop_steering()
+                self._count(state, 1)
+            (self._near.add if state.near() else self._near.discard)(seq.seat)
+        return forced
 
     # --------------------------------------------------------------------------------------------------------- one step
 

@@ -35,6 +35,18 @@ class Steering:
         """Take committed tokens."""
         self._states = [p.advance(s, tokens) for p, s in zip(self.processors, self._states)]
 
+    def commit(self, tokens: list[int]) -> list[int]:
+        """Take committed tokens. Returns the numbers of those that were forced, whether they came in a chain or not."""
+        if not self.forces:
+            self.advance(tokens)
+            return []
+        forced = []
+        for i in range(len(tokens)):
+            if self.force([]) is not None:
+                forced.append(i)
+            self.advance(tokens[i : i + 1])
+        return forced
+
     def over(self) -> bool:
         """Whether no processor wants anything of a later row."""
         return all(p.over(s) for p, s in zip(self.processors, self._states))

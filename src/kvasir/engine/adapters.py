@@ -1,9 +1,5 @@
-"""Adapters while the engine runs: read in the background, kept in host memory, and resident in slots while used.
-
-An adapter has a slot from the start of its first sequence, and keeps it when the last one ends, until another adapter
-needs the slot: the one used least recently goes. A sequence whose adapter finds no slot waits in the queue, and the
-adapter whose turn began first takes no more sequences until it has given up its slot. So turns go by age, and none
-starves.
+"""Adapters while the engine runs: read in the background, kept in host memory, and resident in slots while used
+(``turns.py``).
 
 Filling a slot is a number of copies behind the work that was launched before. Files are read and pinned by another
 thread, so that no step waits for a disk.
@@ -15,29 +11,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from kvasir.client.messages import error_event
 from kvasir.config import AdapterConfig
 from kvasir.engine.grammars import Failure, failure
 from kvasir.engine.residents import Residents
+from kvasir.engine.turns import Turns
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.models.adapters import Adapter, AdapterSlots
 from kvasir.types import AdapterInfo, Event, ModelInfo, Request, Sequence
-
-
-@dataclass(slots=True)
-class Turn:
-    """A resident adapter. ``began``: number of its turn; ``users``: its running sequences; ``closing``: it takes no
-    more of them, because an older one waits for the slot."""
-
-    slot: int
-    began: int
-    users: int = 0
-    closing: bool = False
 
 
 class Adapters(Residents):
@@ -60,9 +44,7 @@ class Adapters(Residents):
         self.fill_seconds = 0.0  # of the last slot that was filled, as the host spent them
         self._base, self._most, self._poison, self._in_use = info.name, config.max_cpu_loras, poison, in_use
         self._held: OrderedDict[str, Adapter] = OrderedDict()  # in host memory, by key, least recently used first
-        self._turns: OrderedDict[str, Turn] = OrderedDict()  # resident, by key, least recently used first
-        self._free = list(range(slots.num_slots - 1, -1, -1))
-        self._began = count()
+        self._turns = Turns(slots.num_slots, self._fill, self._empty)
         self._reader: ThreadPoolExecutor | None = None
         self._loading: dict[str, Future[Adapter]] = {}  # by name: asked for by a caller of ``start_loading``
         self._again: dict[str, Future[Adapter]] = {}  # by key: left host memory, and is read again
@@ -100,12 +82,10 @@ class Adapters(Residents):
         if self._in_use(name):
             raise RequestError(f"adapter '{name}' is in use", status=409, param="lora_name", code="adapter_in_use")
         shared = any(other.key == info.key for other in self.infos.values() if other.name != name)
-        turn = self._turns.get(info.key)
         del self.infos[name]
         if not shared:
             self._held.pop(info.key, None)
-            if turn is not None:
-                self._vacate(info.key)
+            self._turns.vacate(info.key)
 
     def _check_name(self, name: str) -> None:
         if name in self.infos or name in self._loading or name == self._base:
@@ -164,41 +144,29 @@ class Adapters(Residents):
     # --------------------------------------------------------------------------------------------------------- turns
 
     def begin(self) -> None:
-        for turn in self._turns.values():
-            turn.closing = False
+        self._turns.begin()
 
     def may_start(self, seq: Sequence) -> bool:
         variant = seq.request.variant
         if variant is None:
             return True
-        turn = self._turns.get(variant.key)
-        if turn is not None:
-            return not turn.closing
-        if not self._is_held(variant.key, variant.name):
+        if variant.key not in self._turns and not self._is_held(variant.key, variant.name):
             return False
-        if self._free or any(not turn.users for turn in self._turns.values()):
-            return True
-        first = min((t for t in self._turns.values() if not t.closing), key=lambda t: t.began, default=None)
-        if first is not None:
-            first.closing = True
-        return False
+        return self._turns.may_start(variant.key)
+
+    def promise(self, seq: Sequence) -> None:
+        if seq.request.variant is not None:
+            self._turns.promise(seq.request.variant.key)
 
     def enter(self, seq: Sequence) -> None:
         variant = seq.request.variant
-        if variant is None:
-            return
-        turn = self._turns.get(variant.key)
-        if turn is None:
-            turn = self._turns[variant.key] = self._fill(variant.key)
-        self._turns.move_to_end(variant.key)
-        self._held.move_to_end(variant.key)
-        turn.users += 1
-        seq.variant = turn.slot + 1
+        if variant is not None:
+            seq.variant = self._turns.enter(variant.key) + 1
+            self._held.move_to_end(variant.key)
 
     def leave(self, seq: Sequence) -> None:
         if seq.variant:
-            turn = self._turns[seq.request.variant.key]
-            turn.users -= 1
+            self._turns.leave(seq.request.variant.key)
             seq.variant = 0
 
     def _is_held(self, key: str, name: str) -> bool:
@@ -209,25 +177,17 @@ class Adapters(Residents):
             self._again[key] = self._read(name, self.infos[name].path)
         return False
 
-    def _fill(self, key: str) -> Turn:
-        if not self._free:
-            self._vacate(next(key for key, turn in self._turns.items() if not turn.users))
-        slot, start = self._free.pop(), time.perf_counter()
+    def _fill(self, slot: int, key: str) -> None:
+        start = time.perf_counter()
         self.slots.put(slot, self._held[key])
         self.fill_seconds = time.perf_counter() - start
-        return Turn(slot, next(self._began))
 
-    def _vacate(self, key: str) -> None:
-        slot = self._turns.pop(key).slot
-        self._free.append(slot)
+    def _empty(self, slot: int) -> None:
         if self._poison:
             self.slots.poison(slot)
 
     def check(self) -> None:
-        """Assert that every slot is in one place."""
-        slots = [turn.slot for turn in self._turns.values()] + self._free
-        assert sorted(slots) == list(range(self.slots.num_slots)), "a slot is in no place or in two"
-        assert all(turn.users >= 0 for turn in self._turns.values()), "an adapter is left twice"
+        self._turns.check()
 
     def close(self) -> None:
         if self._reader is not None:

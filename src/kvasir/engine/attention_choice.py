@@ -50,7 +50,7 @@ def choose_backend(name: str, site: Site, codec: Codec) -> Choice:
         if name == "auto"
         else Choice(technique.load(BACKENDS, name, AttentionBackend), "as asked for")
     )
-    if reasons := choice.backend.why_not(site):
+    if reasons := reasons_against(choice.backend, site):
         raise ConfigError(
             f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use "
             "--attention-backend auto."
@@ -59,24 +59,31 @@ def choose_backend(name: str, site: Site, codec: Codec) -> Choice:
     return choice
 
 
+def reasons_against(backend: AttentionBackend, site: Site) -> list[str]:
+    """Reasons why the backend cannot serve ``site``; empty: it can."""
+    if any(spec.latent is not None for spec in site.specs) and not backend.latents:
+        return ["attends to heads of keys and values, and this model caches latents (torch and triton read them)"]
+    return backend.why_not(site)
+
+
 def _automatic(site: Site, codec: Codec) -> Choice:
     found = technique.of_all(BACKENDS, lambda n: technique.load(BACKENDS, n, AttentionBackend))
-    able = [b for b in found if not b.why_not(site)]
+    able = [b for b in found if not reasons_against(b, site)]
     if not able:
         raise ConfigError(
             "no attention backend can serve this model here: "
-            + "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found)
+            + "; ".join(f"{b.name}: {', '.join(reasons_against(b, site))}" for b in found)
         )
     willing = [b for b in able if not b.why_only_named()] or able  # better such a one than none
     ready = [b for b in willing if b.rank]
     first = max(ready or willing, key=lambda b: b.rank)
     if not ready:
         if site.device == "cuda" and len(able) < len(found):
-            nearest = min((b for b in found if b not in able), key=lambda b: len(b.why_not(site)))
+            nearest = min((b for b in found if b not in able), key=lambda b: len(reasons_against(b, site)))
             log.warning(
                 "attention runs in plain torch, which is slow on a GPU: '%s' %s",
                 nearest.name,
-                "; ".join(nearest.why_not(site)),
+                "; ".join(reasons_against(nearest, site)),
             )
         return Choice(first, "no other is a candidate")
     if len(ready) == 1 or site.exact:
@@ -136,7 +143,8 @@ def _step(
     """A call that attends ``LAYERS`` times. Every sequence has pages of its own, or they would be read once for all."""
     device, dtype, slots = backend.site.device, backend.site.dtype, backend.site.page_slots
     pages = len(spans) * pages_for(max(map(sum, spans)), slots)
-    group = CacheGroup("scratch", (0,), (CacheRow(spec.num_kv_heads, spec.head_dim, spec.head_dim),), spec.window)
+    values = (spec.head_dim, 0) if spec.latent is None else (0, spec.result_dim)
+    group = CacheGroup("scratch", (0,), (CacheRow(spec.num_kv_heads, spec.head_dim, *values),), spec.window)
     cache = KVPool([group], codec, [pages], slots, device, dtype).layer(0)
     batch = batch_of(spans, (torch.arange(pages, dtype=torch.int32, device=device).view(len(spans), -1),))
     q_THD = torch.zeros(len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=dtype, device=device)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvasir.types import Span, StepBatch
+from kvasir.types import HOOK_SHIFT, Span, StepBatch
 
 # A section of a staging buffer begins at a multiple of so many elements. Kernels are compiled again for pointers that
 # are aligned otherwise.
@@ -205,14 +205,18 @@ def guest_rows(spans: list[Span], row_start: list[int]) -> list[tuple[int, int]]
 
 
 def row_variants(span: Span, out: np.ndarray) -> None:
-    """Write each row's variant into ``out`` [length]: the sequence's from its first position on; that of the drafter
-    for guests."""
+    """Write each row's variant into ``out`` [length]: the sequence's adapter and hooks, each from its first position
+    on; that of the drafter for guests."""
     seq = span.seq
     if not span.parents:
         first = min(max(0, seq.variant_from - span.start), span.length)
         out[:first], out[first:] = 0, seq.variant
+        if seq.hook:
+            out[min(max(0, seq.hook_from - span.start), span.length) :] |= seq.hook << HOOK_SHIFT
         return
-    out[:] = np.where(tree_positions(span) >= seq.variant_from, seq.variant, 0)
+    positions = tree_positions(span)
+    out[:] = np.where(positions >= seq.variant_from, seq.variant, 0)
+    out[:] |= np.where(positions >= seq.hook_from, seq.hook << HOOK_SHIFT, 0)
     if span.guests:
         out[len(out) - len(span.guests) :] = seq.guest_variant
 

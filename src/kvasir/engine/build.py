@@ -30,15 +30,15 @@ from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool,
 from kvasir.engine.spans import next_span
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
+from kvasir.engine.variants import VariantSlots, make_slots
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kernels.compile_ahead import compiling
 from kvasir.kernels.hardware import rates
-from kvasir.kv.codec import CODECS, Codec
+from kvasir.kv.codec import CODECS, Codec, planes_of
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
-from kvasir.models.adapters import AdapterSlots
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
@@ -46,7 +46,7 @@ from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
 from kvasir.models.spec import ModelSpec
-from kvasir.types import ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
+from kvasir.types import CacheRow, ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
 
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
@@ -73,7 +73,7 @@ class Built:
     tokenizer_file: Path | None
     startup: dict[str, float] = field(default_factory=dict)
     weight_bytes: int = 0
-    adapters: AdapterSlots | None = None
+    variants: VariantSlots = field(default_factory=lambda: VariantSlots(None, None, {}))
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -109,19 +109,19 @@ def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
     return technique.load(CODECS, CacheConfig().kv_codec if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
 
 
-def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> None:
+def check_layout(codec: Codec, rows: Iterable[CacheRow], dtype: torch.dtype) -> None:
     """Check that a codec which takes one of our ``kernel`` names has our planes: our kernels will read them. Raises
     ConfigError."""
     known = () if codec.ours else (technique.load(CODECS, name, Codec) for name in technique.own(CODECS))
     ours = next((c for c in known if c.kernel == codec.kernel), None)
-    for dim in head_dims if ours is not None else ():
+    for row in rows if ours is not None else ():
         stored, read = (
-            [f"{p.name}: {p.width} x {str(p.dtype).removeprefix('torch.')}" for p in c.planes(dim, dtype)]
+            [f"{p.name}: {p.width} x {str(p.dtype).removeprefix('torch.')}" for p in planes_of(c, row, dtype)]
             for c in (codec, ours)
         )
         if stored != read:
             raise ConfigError(
-                f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {dim} is read as "
+                f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {row.key_dim} is read as "
                 f"{', '.join(read)}, but it stores {', '.join(stored)}. Give this layout a name of its own, such as "
                 f"kernel = '{codec.name}'."
             )
@@ -173,8 +173,7 @@ def build(
         num_positions=config.model.max_model_len,
         pooling=pooling,
     )
-    lora = config.adapters
-    adapters = AdapterSlots(model, lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
+    variants = make_slots(model, config, path)
     clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
@@ -183,7 +182,7 @@ def build(
     codec = choose_codec(config.cache.kv_codec, dtype)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
-    check_layout(codec, {row.key_dim for g in groups for row in g.rows}, dtype)
+    check_layout(codec, {row for g in groups for row in g.rows}, dtype)
     site = Site(
         device=device.type,
         dtype=dtype,
@@ -207,7 +206,7 @@ def build(
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
         parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len, pooling=pooling)
-        parts.num_variants = 0 if adapters is None else adapters.num_slots
+        parts.have(variants.count, variants.hooks is not None)
         rehearse(parts)
         use_graphs = config.runner.cuda_graphs and device.type == "cuda" and backend.graphs
         capture = CudaCapture(device) if use_graphs else None
@@ -271,7 +270,7 @@ def build(
         tokenizer_file,
         clock.laps,
         loading.num_bytes,
-        adapters,
+        variants,
     )
 
 

@@ -181,7 +181,7 @@ class _Step:
             moved |= self._turn(row, table[: last + 1])
             self._see(row, start)
             if self.batch.variants is not None:
-                self.batch.variants[row] = span.seq.variant if span.varied else 0
+                self.batch.variants[row] = span.seq.variant_at(start)
         for row in range(len(spans), len(self.ids)):
             self.slots[row] = 0
             moved |= self._turn(row, [])

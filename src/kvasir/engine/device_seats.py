@@ -1,9 +1,9 @@
 """Device state of running sequences, so that a decode step sends two numbers for each row.
 
-A seat (``Sequence.seat``) holds a sequence's last drawn token, the numbers of its sampling parameters, its variant with
-the position from which that acts, and its page tables. All seats lie in one flat int32 tensor, so that any number of
-changes is one copy to the device and one scatter. The device writes the token itself, step by step: the next step may
-be launched before the host has read it.
+A seat (``Sequence.seat``) holds a sequence's last drawn token, the numbers of its sampling parameters, its adapter and
+its hooks with the positions from which they act, and its page tables. All seats lie in one flat int32 tensor, so that
+any number of changes is one copy to the device and one scatter. The device writes the token itself, step by step: the
+next step may be launched before the host has read it.
 
 The last seat is for padding rows and belongs to no sequence. Its token is what was drawn for it last, it is greedy, and
 its tables hold the dummy page.
@@ -20,10 +20,11 @@ import torch
 
 from kvasir.engine.batch import row_variants, tree_ancestors, tree_positions
 from kvasir.kernels.decode_rows import Kept
-from kvasir.types import Sequence, Span
+from kvasir.types import HOOK_SHIFT, Sequence, Span
 
 # Where the sections of the flat tensor begin, in units of R words. A stream takes two words of a seat.
-TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE, VARIANT, VARIANT_FROM, TABLES = 0, 1, 2, 3, 4, 5, 7, 8, 9, 10
+TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE = 0, 1, 2, 3, 4, 5, 7
+VARIANT, VARIANT_FROM, HOOK, HOOK_FROM, TABLES = 8, 9, 10, 11, 12
 # Position of a seat whose token the device does not have.
 UNKNOWN = -1
 # Words that a row takes in a step of drafts which share their keys: see ``draft_words``.
@@ -92,6 +93,8 @@ class DeviceSeats:
         self.sure = section(SURE)  # the k of the confidence that is asked for; 0: none
         self.stream = section(STREAM, 2).view(count, 2)  # low and high word: a gathered pair is an int64
         self._variant, self._variant_from = section(VARIANT), section(VARIANT_FROM)
+        self._hook, self._hook_from = section(HOOK), section(HOOK_FROM)
+        self.hooks = False  # whether any sequence can have hooks
         self._bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
         self.kept = Kept(
             self.token,
@@ -119,10 +122,11 @@ class DeviceSeats:
         stream = np.array([seq.stream], np.uint64).view(np.int32).tolist()
         at = [self.count * part + seat for part in (TEMPERATURE, TOP_P, MIN_P, TOP_K, SURE)]
         at += [self.count * STREAM + 2 * seat, self.count * STREAM + 2 * seat + 1]
-        at += [self.count * part + seat for part in (VARIANT, VARIANT_FROM)]
-        self._open[seat] = seq, at, [*numbers, top_k, sure, *stream, seq.variant, seq.variant_from]
+        at += [self.count * part + seat for part in (VARIANT, VARIANT_FROM, HOOK, HOOK_FROM)]
+        variants = [seq.variant, seq.variant_from, seq.hook << HOOK_SHIFT, seq.hook_from]
+        self._open[seat] = seq, at, [*numbers, top_k, sure, *stream, *variants]
         self._unsent.add(seat)
-        if seq.variant:
+        if seq.variant or seq.hook:
             self.varied.add(seat)
         self._position[seat] = UNKNOWN
         seq.num_sent = 0
@@ -130,7 +134,11 @@ class DeviceSeats:
     def variants(self, seats_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
         """The variants int32 [B] of the rows of these seats at these positions."""
         acts_B = positions_B >= self._variant_from.index_select(0, seats_B)
-        return self._variant.index_select(0, seats_B) * acts_B
+        found_B = self._variant.index_select(0, seats_B) * acts_B
+        if self.hooks:
+            acts_B = positions_B >= self._hook_from.index_select(0, seats_B)
+            found_B = found_B + self._hook.index_select(0, seats_B) * acts_B
+        return found_B
 
     def close(self, seat: int) -> None:
         """Free a seat for another sequence."""

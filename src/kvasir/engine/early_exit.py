@@ -46,7 +46,8 @@ class EarlyExit:
                 f"choose exits from 1 to {layers - 1}"
             )
         weights = sum(slot.target.numel() for name, slot in served.model.slots().items() if name.startswith("layers."))
-        self.head_layers = served.model.head_VE.numel() / max(1.0, weights / self.num_layers)
+        head = served.model.head.num_outputs * served.model.head.num_inputs
+        self.head_layers = head / max(1.0, weights / self.num_layers)
         sampler = Sampler(
             served.sampler.vocab_size,
             served.sampler.tokenizer_size,

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 
 from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
-from kvasir.engine.adapters import Adapters, refusal
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
-from kvasir.engine.forcing import Forcing
+from kvasir.engine.forcing import Forcing, forced_places
 from kvasir.engine.gate import Gate
 from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
 from kvasir.engine.groups import Groups
@@ -36,6 +35,7 @@ from kvasir.engine.second_model import EngineHost
 from kvasir.engine.step_time import StepTimeModel
 from kvasir.engine.steps import StepRunner
 from kvasir.engine.stop import until_stop
+from kvasir.engine.variants import all_of, refusal
 from kvasir.errors import ConfigError
 from kvasir.kernels.compile_ahead import helping
 from kvasir.logs import log
@@ -100,9 +100,7 @@ class Engine:
         self.pages = PageManager(pool.groups, built.plan.num_pages, pool.page_slots, built.prefix_root, on_free=poison)
         host.bind(built, self.pages)
         self.info.priorities = policy.priorities
-        self.adapters = None
-        if built.adapters is not None:
-            self.adapters = Adapters(built.adapters, config.adapters, self.info, self._names, config.runner.poison)
+        self.adapters, self.hooks = built.variants.residents(config, self.info, self._names)
         self.scheduler = Scheduler(
             config.scheduler,
             self.pages,
@@ -110,7 +108,7 @@ class Engine:
             max_rows=built.max_rows,
             max_model_len=self.info.max_model_len,
             pace=self.pace,
-            residents=self.adapters,
+            residents=all_of(self.adapters, self.hooks),
         )
         self._drafting = (
             None
@@ -181,7 +179,7 @@ class Engine:
                 code="duplicate_request_id",
                 message=f"request id {request.id!r} is in use",
             )
-        return refusal(self.adapters, request) or self._gate.refusal(request, self.steps.max_rows)
+        return refusal(self.adapters, self.hooks, request) or self._gate.refusal(request, self.steps.max_rows)
 
     def _names(self, adapter: str) -> bool:
         """Whether a request that has not ended names this adapter."""
@@ -398,8 +396,8 @@ class Engine:
         if result.pooled is not None:
             reason = "stop"
             self._num_pooled += 1
-        forced = min(seq.num_forced, len(tokens)) if result.path else 0
-        self._forcing.num_forced += forced
+        forced = self._forcing.committed(seq, len(tokens)) if result.path else 0
+        pushed: Iterable[int] = ()
         drafted = self._drafting is not None and bool(result.path)
         if drafted:
             self._drafting.commit(span, result, tokens)
@@ -410,7 +408,7 @@ class Engine:
             self._num_generated += len(tokens)
             self._num_forwards += 1
             if self.runner.sampler.num_following:
-                self.runner.sampler.accepted(seq, tokens)
+                pushed = self.runner.sampler.accepted(seq, tokens)
         elif reason is None:
             return None
         request = seq.request
@@ -424,7 +422,7 @@ class Engine:
             logprobs=result.logprobs,
             pooled=result.pooled,
             num_cached=seq.num_cached,
-            num_forced=forced,
+            forced=forced_places(index, forced, pushed),
         )
         if index == 0:
             event.prompt_logprobs, event.score = prompt_logprobs(seq), prompt_score(seq)

@@ -25,6 +25,14 @@ LEAST_FOR_DRAFT = 4
 HORIZON = 8
 
 
+def forced_places(index: int, chain: int, pushed: Iterable[int]) -> list[int]:
+    """Return the places in an output of the forced ones of tokens from place ``index`` on: the first ``chain`` came in
+    a forced chain, and a processor forced those numbered ``pushed``."""
+    if not chain and not pushed:
+        return []
+    return [index + i for i in sorted({*range(chain), *pushed})]
+
+
 class Forcing:
     """Proposes forced chains. ``overlap``: whether steps are launched before the step before is read."""
 
@@ -68,6 +76,12 @@ class Forcing:
                 seq.draft, seq.num_forced = run, len(run)
                 spare, forced = spare - len(run), forced + len(run)
         self._average(forced, len(decodes), forced + len(decodes))
+
+    def committed(self, seq: Sequence, count: int) -> int:
+        """Return how many of ``count`` committed tokens came in the sequence's chain, and count them."""
+        forced = min(seq.num_forced, count)
+        self.num_forced += forced
+        return forced
 
     def watch(self, plan: Plan) -> None:
         """Count the draws of a launched plan that are forced while no chains are proposed."""

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from kvasir.attention.backend import AttentionSpec
+from kvasir.attention.backend import AttentionBackend, AttentionSpec
+from kvasir.attention.latent import UpProjection
 from kvasir.engine.batch import ALIGNED, Frame
 from kvasir.engine.capture import EAGER_STEPS, GRAPH_BYTES, PieceCapture, Work, check_memory, peak_bytes
 from kvasir.engine.step_way import CapturingWay, StepParts
@@ -68,13 +69,23 @@ def sizes(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments of one call of a backend's ``run``. ``q_THD`` is noted as an address while the piece is captured."""
+    """Arguments of one call of a backend's ``run`` or ``run_latent``. ``q_THD`` is noted as an address while the piece
+    is captured."""
 
     q_THD: Any
     cache: LayerCache
     spec: AttentionSpec
     sinks_H: torch.Tensor | None
     out_THD: torch.Tensor
+    up: UpProjection | None = None  # set: the call is of ``run_latent``
+
+    def attend(self, backend: AttentionBackend, rows: int, batch: StepBatch) -> None:
+        """Make the call, for the step's ``rows``."""
+        q_THD, out_THD = self.q_THD[:rows], self.out_THD[:rows]
+        if self.up is None:
+            backend.run(q_THD, self.cache, self.spec, batch, sinks_H=self.sinks_H, out_THD=out_THD)
+        else:
+            backend.run_latent(q_THD, self.up, self.cache, self.spec, batch, out_THV=out_THD)
 
 
 class _Cuts:
@@ -95,8 +106,23 @@ class _Cuts:
         *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out_THD = self._outs[q_THD.shape[1:]][: len(q_THD)]
-        self._calls.append(_Call(_Address(q_THD) if q_THD.is_cuda else q_THD, cache, spec, sinks_H, out_THD))
+        return self._note(q_THD, cache, spec, sinks_H, None)
+
+    def run_latent(
+        self, q_THD: torch.Tensor, up: UpProjection, cache: LayerCache, spec: AttentionSpec, batch: StepBatch
+    ) -> torch.Tensor:
+        return self._note(q_THD, cache, spec, None, up)
+
+    def _note(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        sinks_H: torch.Tensor | None,
+        up: UpProjection | None,
+    ) -> torch.Tensor:
+        out_THD = self._outs[spec.num_heads, spec.mixed_dim][: len(q_THD)]
+        self._calls.append(_Call(_Address(q_THD) if q_THD.is_cuda else q_THD, cache, spec, sinks_H, out_THD, up))
         self._cut()
         return out_THD
 
@@ -137,7 +163,7 @@ class MixedSteps(CapturingWay):
         self._memory = torch.zeros(words, dtype=torch.int64, device=place.device)
         self._hidden = torch.zeros(self._max_wanted, model.spec.hidden_size, dtype=place.dtype, device=place.device)
         # Zero at first: padding rows go on from what stands there, and must be numbers.
-        heads = {(spec.num_heads, spec.head_dim) for spec in model.spec.attentions()}
+        heads = {(spec.num_heads, spec.mixed_dim) for spec in model.spec.attentions()}
         self._outs = {shape: torch.zeros(most, *shape, dtype=place.dtype, device=place.device) for shape in heads}
         self._ready: dict[int, tuple[list[Work], list[_Call]]] = {}  # size -> pieces, and the calls between them
         self._coarse = [*self.sizes[COARSE - 1 : -1 : COARSE], most]
@@ -192,10 +218,7 @@ class MixedSteps(CapturingWay):
         rows, backend = sum(batch.lengths), self._parts.backend
         for i, piece in enumerate(pieces):
             piece()
-            call = calls[i]
-            backend.run(
-                call.q_THD[:rows], call.cache, call.spec, batch, sinks_H=call.sinks_H, out_THD=call.out_THD[:rows]
-            )
+            calls[i].attend(backend, rows, batch)
         last()
         return self._hidden[: frame.wanted]
 

@@ -112,8 +112,9 @@ class Pooler:
         if self.pooling.labels:
             return logit(model.labels_LE[0])
         no, yes = self.pooling.tokens
-        wanted = model.scaled(logit(model.head_VE[yes]))
-        return wanted if no is None else wanted - model.scaled(logit(model.head_VE[no]))
+        head_VE = model.head.dequantise()
+        wanted = model.scaled(logit(head_VE[yes]))
+        return wanted if no is None else wanted - model.scaled(logit(head_VE[no]))
 
 
 @dataclass(slots=True)

@@ -76,6 +76,7 @@ def _forward(parts: StepParts, rows: int, varied: bool = False) -> None:
     model, batch = parts.model, _batch(parts, [(0, 1)] * rows)
     if varied:
         batch.variants = torch.zeros(rows, dtype=torch.int32, device=parts.device)
+        batch = model.begin(batch)
     parts.backend.plan(batch)
     stream, angles = model.stream(batch.input_ids, model.embed(batch.input_ids)), model.angles(batch.positions)
     for i in {layer: i for i, layer in enumerate(model.spec.layers)}.values():

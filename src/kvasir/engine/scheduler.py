@@ -353,7 +353,8 @@ class Scheduler:
         for seq in islice(self.backlog.candidates(step.now), MAX_VISITS):
             if step.left <= 0:
                 break
-            if seq.request.variant is not None and not self.residents.may_start(seq):
+            varied = seq.request.variant is not None or seq.request.hook is not None
+            if varied and not self.residents.may_start(seq):
                 continue
             source, hit = self._start_point(seq)
             if source is None and computing.hold_next_of(seq, hit):

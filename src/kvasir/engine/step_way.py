@@ -127,6 +127,10 @@ class StepParts:
         parts.model, parts.caches = model, self.caches[:num_layers]
         return parts
 
+    def have(self, num_variants: int, hooks: bool) -> None:
+        """Take so many variants into account, sets of hooks among them or not."""
+        self.num_variants, self.seats.hooks = num_variants, hooks
+
     def open(self, seq: Sequence) -> None:
         """Set up seat ``seq.seat`` for a sequence that starts or starts again."""
         self.sampler.open(seq)

@@ -32,18 +32,20 @@ def route_reference(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> t
 
 
 def choose_reference(scores_TX: torch.Tensor, correction_X: torch.Tensor | None, top_k: int, renormalize: bool,
-                     scale: float, groups: int = 1, top_groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+                     scale: float, groups: int = 1, top_groups: int = 1,
+                     best: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose by scores (softmax or sigmoid, fp32): weights [T, K] and expert ids [T, K] int64, the best choice first.
 
     ``correction_X`` counts for the choice alone. Of several ``groups`` of experts, those of the ``top_groups`` may be
-    chosen whose two best scores sum to most. ``renormalize``: weights sum to one before ``scale``. Source: DeepSeek-V3
-    (arXiv:2412.19437), section 2.1.2.
+    chosen whose ``best`` best scores sum to most. ``renormalize``: weights sum to one before ``scale``. Source:
+    DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
     choice_TX = scores_TX if correction_X is None else scores_TX + correction_X
     if groups > 1:
         by_group = choice_TX.unflatten(-1, (groups, -1))
-        best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1).topk(top_groups, -1).indices
-        kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores_TX.device).scatter_(1, best, True)
+        sums = by_group.topk(min(best, by_group.shape[-1]), -1).values.sum(-1)
+        kept = torch.zeros(sums.shape, dtype=torch.bool, device=scores_TX.device)
+        kept.scatter_(1, sums.topk(top_groups, -1).indices, True)
         choice_TX = by_group.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
     ids_TK = choice_TX.topk(top_k, -1).indices
     weights_TK = scores_TX.gather(-1, ids_TK)

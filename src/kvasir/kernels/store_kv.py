@@ -89,6 +89,15 @@ def store_kv(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_N
     (store_kv_triton if use_triton(k_TGD) else store_kv_ref)(k_TGD, v_TGD, k_NGPD, v_NGPD, slots_T)
 
 
+def store_rows(row_TD: torch.Tensor, pages_NGPD: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """Write row t of [T, D] to slot ``slots[t]`` of pages [N, 1, P, D], as ``store_kv`` does for keys and values."""
+    rows_TGD = row_TD.unsqueeze(1)
+    if use_triton(row_TD):  # the values take the keys' place: the same bytes once more, from registers
+        store_kv_triton(rows_TGD, rows_TGD, pages_NGPD, pages_NGPD, slots_T)
+    else:
+        store_kv_ref(rows_TGD, rows_TGD, pages_NGPD, pages_NGPD, slots_T)
+
+
 @dataclass(frozen=True)
 class Case:
     """One point of the test grid. ``skip``: every ``skip``-th row has slot -1 (0: none)."""

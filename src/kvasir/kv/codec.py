@@ -14,6 +14,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from kvasir.errors import ConfigError
 from kvasir.technique import Technique
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvasir.kernels.fused_qkv import HeadOps
     from kvasir.kv.rotation import Rotation
+    from kvasir.types import CacheRow
 
 CODECS = "kvasir.kv.codecs"
 
@@ -48,6 +50,7 @@ class LayerCache:
     head_dim: int
     dtype: torch.dtype  # the model's
     views: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    latent: int = 0  # as in ``CacheRow``
 
 
 class Codec(Technique):
@@ -71,11 +74,13 @@ class Codec(Technique):
     fuses = False  # whether ``write_fused`` exists
     fuses_partial = False  # whether ``write_fused`` turns a part of a head
     native = False  # whether the C kernels encode and decode ``kernel``, if they know that layout, as this codec does
+    latents = False  # whether rows with a ``CacheRow.latent`` may be stored, by ``write_row``
 
     @abstractmethod
-    def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
-        """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not
-        fit. At least one plane must hold floats, so that a read of a freed page shows as NaN (``poison``)."""
+    def planes(self, row: CacheRow, dtype: torch.dtype) -> list[Plane]:
+        """The planes of one slot and head of a layer with such cache rows; ``dtype`` is the model's. A latent's rows
+        have planes of keys only. Raises ConfigError for a width that does not fit. At least one plane must hold floats,
+        so that a read of a freed page shows as NaN (``poison``)."""
         raise NotImplementedError
 
     @abstractmethod
@@ -91,6 +96,13 @@ class Codec(Technique):
 
         ``shared``: what does not depend on the layer; empty at first, passed again for the group's other layers with
         the same slots."""
+        raise NotImplementedError
+
+    def write_row(
+        self, cache: LayerCache, row_TD: torch.Tensor, slots_T: torch.Tensor, shared: dict | None = None
+    ) -> None:
+        """Store one row with a latent per slot: as ``write``, for a layer that has keys only. The first
+        ``cache.latent`` elements may be stored otherwise than the rotary ones after them."""
         raise NotImplementedError
 
     def write_fused(
@@ -109,7 +121,7 @@ class Codec(Technique):
 
     def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
         """A read of pages [..., W] as one gather: rows of the pool seen as a matrix of blocks, and the shape of what
-        they hold, [2, ..., G, W * P, D]. None: pages cannot be read so.
+        they hold, [2, ..., G, W * P, D], or [1, ...] where there are keys only. None: pages cannot be read so.
 
         Recorded steps call such a codec with more in ``shared``: its ``write`` must take ``rows``
         (``kernels.store_kv.row_index``), and its ``read`` must take ``blocks``, ``shape`` and ``pages``."""
@@ -128,6 +140,17 @@ class Codec(Technique):
         self, cache: LayerCache, pages: torch.Tensor, shared: dict | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode whole pages: page ids [..., W] -> two [..., G, W * P, D] tensors in the model's dtype, of any strides.
+        Values of latent rows are a view of their keys.
 
         They are the caller's own. ``shared``: as in ``write``, for the same pages."""
         raise NotImplementedError
+
+
+def planes_of(codec: Codec, row: CacheRow, dtype: torch.dtype) -> list[Plane]:
+    """The planes of a layer. Raises ConfigError for a row that the codec cannot store, with the nearest choice."""
+    if row.latent and not codec.latents:
+        raise ConfigError(
+            f"kv_codec '{codec.name}' is for heads of keys and values, and this model caches latents (multi-head "
+            "latent attention). Use --kv-codec plain, int8 or fp8."
+        )
+    return codec.planes(row, dtype)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvasir.kv.codec import Codec, LayerCache, Plane
+from kvasir.kv.codec import Codec, LayerCache, planes_of
 from kvasir.types import CacheGroup, CacheRow, PageCopy
 
 ALIGN = 16  # bytes; every plane starts at a multiple, so that vector loads and views as any dtype work
@@ -24,14 +24,8 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-def _planes(row: CacheRow, codec: Codec, dtype: torch.dtype) -> list[Plane]:
-    """The planes of a layer: those of its keys and those of its values, in the codec's order."""
-    keys, values = codec.planes(row.key_dim, dtype), codec.planes(row.value_dim, dtype)
-    return [k if k.name[0] == "k" else v for k, v in zip(keys, values)]
-
-
 def _plane_bytes(row: CacheRow, codec: Codec, page_slots: int, dtype: torch.dtype) -> list[int]:
-    return [_aligned(row.heads * page_slots * p.width * p.dtype.itemsize) for p in _planes(row, codec, dtype)]
+    return [_aligned(row.heads * page_slots * p.width * p.dtype.itemsize) for p in planes_of(codec, row, dtype)]
 
 
 def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
@@ -123,7 +117,7 @@ class KVPool:
             (row.heads, plane.width * plane.dtype.itemsize, size)
             for row in group.rows
             for plane, size in zip(
-                _planes(row, self.codec, dtype), _plane_bytes(row, self.codec, self.page_slots, dtype)
+                planes_of(self.codec, row, dtype), _plane_bytes(row, self.codec, self.page_slots, dtype)
             )
         ]
         unit = next(
@@ -151,10 +145,11 @@ class KVPool:
         row = group.rows[place]
         offset = sum(sum(_plane_bytes(r, self.codec, self.page_slots, dtype)) for r in group.rows[:place])
         planes = {}
-        for plane, size in zip(_planes(row, self.codec, dtype), _plane_bytes(row, self.codec, self.page_slots, dtype)):
+        sizes = _plane_bytes(row, self.codec, self.page_slots, dtype)
+        for plane, size in zip(planes_of(self.codec, row, dtype), sizes):
             typed = raw.view(plane.dtype)
             shape = (raw.shape[0], row.heads, self.page_slots, plane.width)
             strides = (typed.stride(0), self.page_slots * plane.width, plane.width, 1)
             planes[plane.name] = typed.as_strided(shape, strides, offset // plane.dtype.itemsize)
             offset += size
-        return LayerCache(planes, self.codec, index, self.page_slots, row.key_dim, dtype)
+        return LayerCache(planes, self.codec, index, self.page_slots, row.key_dim, dtype, latent=row.latent)

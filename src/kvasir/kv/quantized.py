@@ -16,6 +16,16 @@ from kvasir.kernels.fused_qkv import HeadOps
 from kvasir.kernels.quantize import dequantize, pack_nibbles, quantize, unpack_nibbles
 from kvasir.kernels.quantized_qkv import quantized_qkv, turn
 from kvasir.kv.codec import Codec, LayerCache, Plane
+from kvasir.types import CacheRow
+
+# Elements of a latent that share a scale: an outlier costs precision in its own block only.
+LATENT_BLOCK = 128
+ROPE = "k_rope"  # plane of a latent row's rotary elements, in the model's dtype
+
+
+def blocks_of_latent(rank: int) -> list[int]:
+    """Sizes of the blocks of a latent: the last one may be shorter."""
+    return [min(LATENT_BLOCK, rank - first) for first in range(0, rank, LATENT_BLOCK)]
 
 
 class QuantizedCodec(Codec):
@@ -56,10 +66,18 @@ class QuantizedCodec(Codec):
         if rotation is not None:
             out_THD.copy_(rotation.undo_product(out_THD))
 
-    def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
-        self.rotation("k", head_dim)  # refuses a head dim that it does not fit
-        parts = self.side(head_dim)
-        return [Plane(side + suffix, *parts[suffix]) for suffix in parts for side in ("k", "v")]
+    def planes(self, row: CacheRow, dtype: torch.dtype) -> list[Plane]:
+        if row.latent:
+            blocks = [self.side(size) for size in blocks_of_latent(row.latent)]
+            found = [
+                Plane("k" + suffix, sum(block[suffix][0] for block in blocks), form)
+                for suffix, (_, form) in blocks[0].items()
+            ]
+            rope = row.key_dim - row.latent
+            return [*found, Plane(ROPE, rope, dtype)] if rope else found
+        self.rotation("k", row.key_dim)  # refuses a head dim that it does not fit
+        sides = {"k": self.side(row.key_dim), "v": self.side(row.value_dim)}
+        return [Plane(side + suffix, *sides[side][suffix]) for suffix in sides["k"] for side in ("k", "v")]
 
     def write(
         self,
@@ -69,15 +87,7 @@ class QuantizedCodec(Codec):
         slots_T: torch.Tensor,
         shared: dict | None = None,
     ) -> None:
-        shared = {} if shared is None else shared
-        if "page" not in shared:
-            keep = slots_T >= 0
-            shared["keep"] = None if bool(keep.all()) else keep
-            slots = slots_T if shared["keep"] is None else slots_T[keep]
-            shared["page"], shared["offset"] = (
-                torch.div(slots, cache.page_slots, rounding_mode="floor"),
-                slots % cache.page_slots,
-            )
+        shared = self._locate(cache, slots_T, {} if shared is None else shared)
         for side, x_TGD in (("k", k_TGD), ("v", v_TGD)):
             if shared["keep"] is not None:
                 x_TGD = x_TGD[shared["keep"]]
@@ -87,11 +97,51 @@ class QuantizedCodec(Codec):
             for suffix, values in self.encode(x_TGD).items():
                 cache.planes[side + suffix][shared["page"], :, shared["offset"]] = values
 
+    def write_row(
+        self, cache: LayerCache, row_TD: torch.Tensor, slots_T: torch.Tensor, shared: dict | None = None
+    ) -> None:
+        """Encode the latent in blocks of ``LATENT_BLOCK``, each as a row of its own; rotary elements stay."""
+        shared = self._locate(cache, slots_T, {} if shared is None else shared)
+        if shared["keep"] is not None:
+            row_TD = row_TD[shared["keep"]]
+        blocks = [self.encode(block) for block in row_TD[:, : cache.latent].split(LATENT_BLOCK, -1)]
+        for suffix in blocks[0]:
+            cache.planes["k" + suffix][shared["page"], 0, shared["offset"]] = torch.cat([b[suffix] for b in blocks], -1)
+        if ROPE in cache.planes:
+            cache.planes[ROPE][shared["page"], 0, shared["offset"]] = row_TD[:, cache.latent :]
+
+    def _locate(self, cache: LayerCache, slots_T: torch.Tensor, shared: dict) -> dict:
+        """Pages and places of the slots, and the rows that have one (None: all)."""
+        if "page" not in shared:
+            keep = slots_T >= 0
+            shared["keep"] = None if bool(keep.all()) else keep
+            slots = slots_T if shared["keep"] is None else slots_T[keep]
+            shared["page"], shared["offset"] = (
+                torch.div(slots, cache.page_slots, rounding_mode="floor"),
+                slots % cache.page_slots,
+            )
+        return shared
+
     def read(
         self, cache: LayerCache, pages: torch.Tensor, shared: dict | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cache.latent:
+            k = self._read_latent(cache, pages.long())
+            return k, k[..., : cache.latent]
         k, v = (self._read(cache, side, pages.long()) for side in ("k", "v"))
         return k, v
+
+    def _read_latent(self, cache: LayerCache, pages: torch.Tensor) -> torch.Tensor:
+        """[..., 1, W * P, D] in the model's dtype."""
+        found = {name: plane[pages].transpose(-4, -3).flatten(-3, -2) for name, plane in cache.planes.items()}
+        rope = found.pop(ROPE, None)
+        sizes = blocks_of_latent(cache.latent)
+        parts = {
+            name[1:]: plane.split([self.side(size)[name[1:]][0] for size in sizes], -1) for name, plane in found.items()
+        }
+        blocks = [self.decode({name: part[i] for name, part in parts.items()}, size) for i, size in enumerate(sizes)]
+        decoded = [block.to(cache.dtype) for block in blocks]
+        return torch.cat(decoded if rope is None else [*decoded, rope], -1)
 
     def _read(self, cache: LayerCache, side: str, pages: torch.Tensor) -> torch.Tensor:
         """[..., G, W * P, D] in the model's dtype and basis."""

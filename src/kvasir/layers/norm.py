@@ -83,6 +83,12 @@ class Stream:
             self.h_TE = (x if post is None else post(x)).add_(self.h_TE)
         return self.h_TE
 
+    @property
+    def rest(self) -> torch.Tensor | None:
+        """The result [T, E] that is still to be added, which a hook may change; None: there is none."""
+        assert self._post is None, "a norm is left to it: hooks at 'resid' are refused"
+        return self._x_TE
+
     def peek(self, out: torch.Tensor) -> None:
         """Write the stream's value into ``out`` [T, E] and leave the stream as it is, so that observing it changes no
         bit."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
-from kvasir.attention.backend import AttentionSpec
+from kvasir.attention.backend import AttentionSpec, LatentHeads
 from kvasir.types import CacheRow
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -170,6 +170,97 @@ class GQASpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentWriter:
+    """How a layer with ordinary keys and values writes a latent, where the norm of its keys keeps them from being one
+    product of the row: ``num_kv_heads`` keys of ``head_dim``, normed, and as many values are computed first, and stored
+    matrices make the latent of both and the rotary key of the keys. Queries are normed likewise, and a head's rotary
+    query is a product of its query."""
+
+    num_kv_heads: int
+    head_dim: int
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): all heads share a cached latent of ``rank`` elements
+    and a rotary key of ``rope_dim`` (0: no RoPE).
+
+    A head's key is ``nope_dim`` elements that it makes of the latent and the rotary key; its value is ``value_dim``
+    elements made of the latent. ``q_rank``: width between the two products that make queries (None: one product).
+    ``interleaved``: stored weights have the two elements of a rotary pair side by side. ``norm``: of the latent, and
+    between those products (None: neither has one). ``biases``: the products among q, q_a,
+    kv_a and o that have biases. ``query_scale``: see `QueryScale`; it follows RoPE. ``writer``: see `LatentWriter`.
+    Layers of a model may differ in ``rank``.
+    """
+
+    kind: ClassVar[str] = "mla"
+    window: ClassVar[int | None] = None
+    num_heads: int
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+    q_rank: int | None = None
+    norm: NormSpec | None = None
+    biases: tuple[str, ...] = ()
+    query_scale: QueryScale | None = None
+    writer: LatentWriter | None = None
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        if (writer := self.writer) is not None:
+            assert self.q_rank is None and not self.biases, "a writer has one product for queries, and no biases"
+            assert writer.head_dim == self.nope_dim, "a head's whole query reads the latent"
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a cached row."""
+        return self.rank + self.rope_dim
+
+    def attention(self) -> AttentionSpec:
+        """The attention that a backend is asked for: all heads read one row, in the latent's basis."""
+        heads = LatentHeads(self.nope_dim, self.value_dim)
+        return AttentionSpec(self.num_heads, 1, self.row_dim, self.scale, value_dim=self.rank, latent=heads)
+
+    def cache_row(self) -> CacheRow:
+        return CacheRow(1, self.row_dim, 0, latent=self.rank)
+
+    def entries(self) -> dict[str, int]:
+        """Outputs of the products of the row itself."""
+        if (writer := self.writer) is not None:
+            side = writer.num_kv_heads * writer.head_dim
+            return {"q": self.num_heads * self.nope_dim, "k": side, "v": side}
+        query = {"q": self.num_heads * self.qk_dim} if self.q_rank is None else {"q_a": self.q_rank}
+        return {**query, "kv_a": self.row_dim}
+
+    def matrices(self, hidden: int, writes: bool = True) -> int:
+        heads = self.num_heads
+        up = heads * self.rank * (self.nope_dim + self.value_dim)
+        found = (sum(self.entries().values()) + heads * self.value_dim) * hidden + up
+        if self.q_rank is not None:
+            found += self.q_rank * heads * self.qk_dim
+        if (writer := self.writer) is not None:
+            side = writer.num_kv_heads * writer.head_dim
+            found += 2 * side * self.rank + (side + heads * self.nope_dim) * self.rope_dim
+        return found
+
+    def vectors(self, hidden: int, writes: bool = True) -> int:
+        widths = self.entries() | {"o": hidden}
+        norms = 0 if self.norm is None else self.rank + (self.q_rank or 0)
+        return sum(widths[name] for name in self.biases) + norms + (2 * self.nope_dim if self.writer else 0)
+
+    def pair_flops(self) -> int:
+        return 2 * self.num_heads * (2 * self.rank + self.rope_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class DenseSpec:
     """down(activation(gate(x)) * up(x)). ``intermediate_size``: the width F."""
 
@@ -204,7 +295,8 @@ class MoESpec:
 
     ``router_bias``, ``bias``: the products of router and experts have biases. ``shared_size``: width of an expert that
     every row uses (0: none); ``shared_gate``: its result is multiplied by the sigmoid of a product of the row.
-    ``expert_scale``: a stored factor of each expert's weight, after all others.
+    ``expert_scale``: a stored factor of each expert's weight, after all others. ``group_best``: scores of a group that
+    are summed, if not two.
     """
 
     kind: ClassVar[str] = "moe"
@@ -223,6 +315,7 @@ class MoESpec:
     shared_size: int = 0
     shared_gate: bool = False
     expert_scale: bool = False
+    group_best: int = 2
 
     def matrices(self, hidden: int) -> int:
         router = self.num_experts + (1 if self.shared_gate else 0)

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+
+from kvasir.technique import Technique
+
+# Types by their names in safetensors that fill a place for plain numbers.
+NUMBERS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Device, dtype and mode of a model's layers. ``exact``: exact mode. ``fused`` False: norms, RoPE, activations and
-    products of few rows are torch's own, one after the other, to measure what fusing gains."""
+    products of few rows are torch's own, one after the other, to measure what fusing gains.
+
+    ``formats``: the weight format (``layers/weight_format.py``) of a matrix that is filled through these slots; None:
+    all are plain. ``path``: what the names of slots begin with here, such as ``layers.0.mixer.``."""
 
     device: torch.device
     dtype: torch.dtype
     exact: bool = False
     fused: bool = True
+    formats: Callable[[tuple[str, ...]], Technique] | None = None
+    path: str = ""
+
+    def within(self, name: str) -> Placement:
+        """The same placement for a part of the model, whose slots are named ``name``.something."""
+        return replace(self, path=f"{self.path}{name}.")
+
+    def plain(self, dtype: torch.dtype | None = None) -> Placement:
+        """The same placement for weights that are plain in every checkpoint, perhaps in another type."""
+        return replace(self, formats=None, dtype=dtype or self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """The place of one stored tensor, often a slice of a fused weight. ``offset`` is added to the stored value;
     ``repeat``: one stored vector fills every row of the target; ``index``: the part of the stored tensor that fills the
-    target (empty: all of it), as ``models.stored.View`` gives it."""
+    target (empty: all of it), as ``models.stored.View`` gives it; ``types``: those that the stored tensor may have."""
 
     target: torch.Tensor
     offset: float = 0.0
     repeat: bool = False
     index: tuple[int | slice, ...] = ()
+    types: tuple[str, ...] = NUMBERS
 
     @property
     def shape(self) -> torch.Size:
@@ -36,16 +56,16 @@ class Slot:
 
     def through(self, index: tuple[int | slice, ...], transposed: bool) -> Slot:
         """The same place, filled by a part of a stored tensor, perhaps transposed."""
-        return Slot(self.target.mT if transposed else self.target, self.offset, self.repeat, index)
+        return replace(self, target=self.target.mT if transposed else self.target, index=index)
 
     def rows(self, first: int, count: int) -> Slot | None:
         """The place of these rows of the stored tensor, its first dimension; None: they go elsewhere."""
         if not self.index:
-            return Slot(self.target[first : first + count], self.offset)
+            return replace(self, target=self.target[first : first + count])
         picked, rest = self.index[0], self.index[1:]
         if isinstance(picked, int):
             inside = first <= picked < first + count
-            return Slot(self.target, self.offset, index=(picked - first, *rest)) if inside else None
+            return replace(self, index=(picked - first, *rest)) if inside else None
         start, step = picked.start or 0, picked.step or 1
         begin = max(0, -(-(first - start) // step))
         end = min(len(self.target), -(-(first + count - start) // step))
@@ -53,7 +73,7 @@ class Slot:
             return None
         at = start + begin * step - first
         part = slice(at, at + (end - begin - 1) * step + 1, step)
-        return Slot(self.target[begin:end], self.offset, index=(part, *rest))
+        return replace(self, target=self.target[begin:end], index=(part, *rest))
 
     def row(self, place: int) -> Slot | None:
         """The place of one row of the stored tensor, without its first dimension; None: it goes elsewhere."""
@@ -61,7 +81,7 @@ class Slot:
         if found is None:
             return None
         target = found.target if found.index and isinstance(found.index[0], int) else found.target[0]
-        return Slot(target, self.offset, index=found.index[1:])
+        return replace(found, target=target, index=found.index[1:])
 
     def fill(self, stored: torch.Tensor) -> None:
         """Copy ``stored``, or the part of it that ``index`` names, into place, converting dtype and device."""

@@ -136,7 +136,7 @@ class AdapterSlots:
         return HostPair(a_PRK, b_NR, columns_PR if gathered and 0 in parts else None)
 
     def _inputs(self, product: str) -> int:
-        return self.products[product].weight_NK.shape[1]
+        return self.products[product].num_inputs
 
     def _kinds(self) -> list[str]:
         return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in self._parts))

@@ -17,6 +17,7 @@ from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
 from kvasir.models import advice
 from kvasir.models.families import find_family, text_of
+from kvasir.models.quantisation import reader_of
 
 # Files to download: no pickles, no code, and no second copy of the weights in another layout.
 WANTED = [
@@ -35,7 +36,10 @@ WANTED = [
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "[0-9]_*/config.json",
+    "kvasir.json",
 ]
+# What kvasir itself says of a model: how it drafts (`kind`), the id of its mask, its stride.
+SIDECAR = "kvasir.json"
 UNWANTED = ["[!0-9]*/*", "consolidated*"]
 # Names of the models that "embedded" stands for; the first that exists is taken.
 DEFAULTS = ("base", "nano")
@@ -178,19 +182,10 @@ def _other_layout(path: Path) -> str:
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:
-    """Raise ConfigError for configs that no family serves: quantised weights, parts that are not text, unknown
-    families."""
-    model_type, text = config.get("model_type"), config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        quantization = part.get("quantization_config") or part.get("compression_config")
-        if not quantization:
-            continue
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        if isinstance(quantization, dict) and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
-            method = quantization.get("quant_method", "bitsandbytes")
-        raise ConfigError(
-            f"config.json: quantization_config (quant_method '{method}') is not served. {advice.dequantize(method)}"
-        )
+    """Raise ConfigError for configs that no family serves: weights quantised in a way that no reader knows, parts that
+    are not text, unknown families."""
+    model_type = config.get("model_type")
+    reader_of(config)
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
             "config.json: model_type is missing" + ("" if config.get("architectures") else ", and so is architectures")

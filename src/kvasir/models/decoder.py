@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.kernels.gemv import choose, gemv
+from kvasir.kernels.steer import Gates, gate_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.layer_embedding import LayerEmbeddings, LayerInput
-from kvasir.layers.linear import Linear, linear, matrix, streams
+from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm, Stream
+from kvasir.layers.products import matrix
 from kvasir.layers.rope import Angles, RopeTable
+from kvasir.layers.steering import LayerHooks
+from kvasir.layers.weight_format import MATRIX, Weight
 from kvasir.layers.weights import Placement, Slot
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import StepBatch
@@ -36,8 +40,9 @@ class Block:
             self.mixer_norm, self.ffn_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
         if spec.norms != "pre":
             self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
-        self.mixer = mixer.Mixer(spec.mixer, hidden_size, place, writes=spec.cache_of is None)
-        self.ffn = ffn.FFN(spec.ffn, hidden_size, place)
+        here = place.within(f"layers.{index}")
+        self.mixer = mixer.Mixer(spec.mixer, hidden_size, here.within("mixer"), writes=spec.cache_of is None)
+        self.ffn = ffn.FFN(spec.ffn, hidden_size, here.within("ffn"))
         self.ffn_fuses = getattr(self.ffn, "fuses", False)
         self.residual_scale = spec.residual_scale
         # Whether a sublayer's last product may add to the stream.
@@ -47,8 +52,9 @@ class Block:
         self.native = self.mixer.native and self.ffn.native and plain
         self.ffn_reads_stream = getattr(self.ffn, "reads_stream", False)
         self.embedding = self.scale_1 = None
+        self.hooks: LayerHooks | None = None
         if spec.embedding is not None:
-            self.embedding = LayerInput(spec.embedding, hidden_size, place)
+            self.embedding = LayerInput(spec.embedding, hidden_size, here.within("embedding"))
         if spec.scaled:
             self.scale_1 = torch.empty(1, device=place.device, dtype=place.dtype)
 
@@ -88,6 +94,13 @@ class Block:
             stream.add(self.embedding.forward(stream.value(), input_TP), self.embedding.norm)
         if self.scale_1 is not None:
             stream.h_TE = stream.value().mul_(self.scale_1)
+        if self.hooks is not None and batch.hooks is not None:
+            self.hooks.leave(stream, batch)
+
+    @property
+    def records(self) -> bool:
+        """Whether a hook copies states of this layer, so that all rows are computed to its end."""
+        return self.hooks is not None and bool(self.hooks.recorders)
 
     def _add(self, stream: Stream, out_TE: torch.Tensor, post: RMSNorm | None) -> None:
         """Let a sublayer's result join the stream."""
@@ -119,17 +132,20 @@ class Decoder:
     def __init__(self, spec: ModelSpec, place: Placement, num_positions: int | None = None) -> None:
         self.spec = spec
         self.place = place
-        self.streams = streams(place)
+        self.gates: Gates | None = None  # of the sets of hooks that are loaded; None: there are none
         self.embed_VE = torch.empty(spec.vocab_size, spec.hidden_size, device=place.device, dtype=place.dtype)
         # The scale is rounded to the model's dtype, as the models were trained.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=place.dtype).item()
         self.layer_embeddings = None
         if (own := spec.layer_embedding) is not None:
-            self.layer_embeddings = LayerEmbeddings(own, len(spec.layers), spec.vocab_size, spec.hidden_size, place)
+            here = place.within("layer_embeddings")
+            self.layer_embeddings = LayerEmbeddings(own, len(spec.layers), spec.vocab_size, spec.hidden_size, here)
         self.blocks = [Block(layer, i, spec.hidden_size, place) for i, layer in enumerate(spec.layers)]
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, place)
         headless = spec.tied or spec.labels is not None
-        self.head_VE = self.embed_VE if headless else matrix(spec.vocab_size, spec.hidden_size, place=place)
+        shared = {"place": place.plain(), "planes": {MATRIX: self.embed_VE}} if headless else {"place": place}
+        self.head = Weight({"head": spec.vocab_size}, spec.hidden_size, **shared)
+        self.head.copies = False  # the largest matrix
         self.labels_LE = matrix(spec.labels, spec.hidden_size, place=place) if spec.labels else None
         kinds = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
         self.ropes = [RopeTable(kind, num_positions or spec.max_position, place.device) for kind in kinds]
@@ -150,6 +166,7 @@ class Decoder:
         the rows, at least one, whose hidden states [M, E] are wanted. For the other rows the last layer computes keys,
         values and attention only, which saves a fiftieth of a long prompt's time for 32 layers.
         """
+        batch = self.begin(batch)
         h_TE = self.embed(batch.input_ids)
         if batch.inputs is not None:
             h_TE.index_copy_(0, batch.guests[0], batch.inputs)
@@ -157,11 +174,20 @@ class Decoder:
         stream = self.stream(batch.input_ids, h_TE)
         last = len(self.blocks) - 1
         early = wanted_M if taps is None or last not in taps else None
+        if batch.hooks is not None and self.blocks[last].records:
+            early = None
         for i, block in enumerate(self.blocks):
             block.forward(stream, angles[i], caches[i], backend, batch, early if i == last else None)
             if taps is not None and i in taps:
                 stream.peek(taps[i][: len(h_TE)])
         return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
+
+    def begin(self, batch: StepBatch) -> StepBatch:
+        """The batch as layers see it: where sets of hooks are loaded, each row's adapter and its open gates apart."""
+        if self.gates is None or batch.variants is None:
+            return batch
+        adapters_T, hooks_T = gate_rows(batch.variants, batch.input_ids, batch.positions, self.gates)
+        return replace(batch, variants=adapters_T, hooks=hooks_T)
 
     def stream(self, ids_T: torch.Tensor, h_TE: torch.Tensor) -> Stream:
         """The residual stream of a step, which begins with the embeddings ``h_TE`` of its rows."""
@@ -180,7 +206,7 @@ class Decoder:
 
     def read_out(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of states [..., E] that went through a norm already, such as a drafter's own."""
-        return self.scaled(F.linear(normed, self.head_VE))
+        return self.scaled(F.linear(normed, self.head.dequantise()))
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [..., E] as the first layer reads them."""
@@ -200,9 +226,7 @@ class Decoder:
 
     def _head(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """Run the final norm and the head, in one kernel where few rows are wanted."""
-        if self.streams and (config := choose(hidden_ME.shape[0], *self.head_VE.shape)) is not None:
-            return gemv(hidden_ME, self.head_VE, config, norm=self.norm.parameters)
-        return linear(self.norm(hidden_ME), self.head_VE, exact=self.place.exact)
+        return self.head(hidden_ME, norm=self.norm)
 
     def forget_copies(self) -> None:
         """Drop what was made of the weights for faster products, since they have changed; it is made again when
@@ -212,14 +236,14 @@ class Decoder:
             for part in (block.mixer, block.ffn, *([] if shared is None else [shared])):
                 for layer in vars(part).values():
                     if isinstance(layer, Linear):
-                        layer.packed = None
+                        layer.weight.forget()
 
     def slots(self) -> dict[str, Slot]:
         """Every place that a stored tensor goes to, by our names. The head is among them only if it is not the
         embedding."""
         found = {"embed.weight": Slot(self.embed_VE), "norm.weight": self.norm.slots()["weight"]}
-        if self.head_VE is not self.embed_VE:
-            found["head.weight"] = Slot(self.head_VE)
+        if self.head.planes.get(MATRIX) is not self.embed_VE:
+            found |= self.head.slots()
         if self.labels_LE is not None:
             found["labels.weight"] = Slot(self.labels_LE)
         if self.layer_embeddings is not None:

@@ -171,7 +171,11 @@ class _Staging:
 
 
 def _range(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack(torch.aminmax(x)).float() if x.numel() else torch.zeros(2, device=x.device)
+    if x.numel() and x.dtype == torch.float8_e4m3fn:  # one code of each sign is NaN
+        return torch.where((x.view(torch.uint8) & 0x7F).amax() == 0x7F, torch.nan, 0.0).expand(2)
+    if not x.numel() or x.dtype.itemsize == 1 or not x.is_floating_point():
+        return torch.zeros(2, device=x.device)
+    return torch.stack(torch.aminmax(x)).float()
 
 
 def _read(file: int, into: memoryview, part: Part) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.layers.weights import Placement, Slot
+from kvasir.layers.weights import NUMBERS, Placement, Slot
 from kvasir.logs import log
 from kvasir.models import advice
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import DTYPES, Filling, Stored, list_names, read_tensor
+from kvasir.models.formats import Formats
 from kvasir.models.packed import chunks_of, is_packed, stored_as
+from kvasir.models.quantisation import Reader, reader_of
 from kvasir.models.spec import ModelSpec
 from kvasir.models.stored import View, uneven, view_of
 from kvasir.types import Pooling
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Types of weights that are served; a tensor of another type must be left out.
-SERVED = ("F32", "F16", "BF16")
 # Largest header of a safetensors file, as the format says.
 MAX_HEADER_BYTES = 100_000_000
 # Most names listed in a message.
@@ -70,26 +70,30 @@ def start_loading(
     spec = build_spec(config)
     if pooling is not None and pooling.tokens is None:  # no token's logit is wanted
         spec = replace(spec, labels=pooling.labels)
+    reader = reader_of(config)
     place = Placement(torch.device(device), dtype, exact, fused)
     filling = Filling(place.device)
     if load_format == "dummy":
+        place = replace(place, formats=choose_formats((), spec, reader))
         decoder = Decoder(spec, place, num_positions)
         fill_random(decoder, seed, str(config.get("dtype") or config.get("torch_dtype")).endswith("bfloat16"))
         return decoder, filling
-    assigned = assign(read_headers(path), spec)
+    stored = read_headers(path)
+    place = replace(place, formats=choose_formats(stored, spec, reader))
+    assigned = assign(stored, spec, place)
     for prefix, tensors in assigned.left_out.items():
         size = sum(t.num_bytes for t in tensors) / (1 << 20)
         log.info("left out of %s: %s* (%d tensors, %.1f MiB)", path.name, prefix, len(tensors), size)
     decoder = Decoder(spec, place, num_positions)
     slots = decoder.slots()
-    stored = {slot: tensor for slot, tensor, _ in assigned.placed}
-    checks = [partial(_check_tied, tensor, stored[EMBED]) for slot, tensor in stored.items() if slot not in slots]
+    sources = {slot: tensor for slot, tensor, _ in assigned.placed}
+    checks = [partial(_check_tied, tensor, sources[EMBED]) for slot, tensor in sources.items() if slot not in slots]
     return decoder, filling.start(assigned.into(slots), checks)
 
 
 def load_again(decoder: Decoder, path: Path) -> None:
     """Load other weights of the same model into the same tensors. Raises ConfigError that names file and tensor."""
-    assigned = assign(read_headers(path), decoder.spec)
+    assigned = assign(read_headers(path), decoder.spec, decoder.place)
     Filling(decoder.place.device).start(assigned.into(decoder.slots()), []).wait()
 
 
@@ -191,7 +195,7 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[Stored, int, i
             f"{file}: the header entry of tensor '{name}' has a shape or offset that is not a whole number"
         )
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ConfigError(f"{file}: tensor '{name}' has dtype {dtype}; served are {', '.join(SERVED)}")
+        raise ConfigError(f"{file}: tensor '{name}' has dtype {dtype}; served are {', '.join(NUMBERS)}")
     num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
     if is_packed(file) and "high" in entry:
         try:
@@ -225,29 +229,47 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Assigned:
-    """Slots by name with the tensors that fill them and the part of each; and what the family leaves out, by prefix."""
+    """Slots by name with the tensors that fill them and the part of each; and what the family leaves out, by prefix.
+    ``formats``: those of quantised matrices."""
 
     placed: list[tuple[str, Stored, View]]
     left_out: dict[str, list[Stored]]
+    formats: Formats | None = None
 
     def into(self, slots: dict[str, Slot]) -> list[tuple[Stored, Slot]]:
         """The slots to fill. A tied head that is stored as well is not among them."""
-        return [
-            (tensor, slots[slot].through(view.index, view.transposed))
-            for slot, tensor, view in self.placed
-            if slot in slots
-        ]
+        found = []
+        for name, tensor, view in self.placed:
+            if name in slots:
+                tensor, slot = _fitted(self.formats, name, tensor, slots[name])
+                found.append((tensor, slot.through(view.index, view.transposed)))
+        return found
 
 
-def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
+def choose_formats(stored: Sequence[Stored], spec: ModelSpec, reader: Reader | None) -> Formats | None:
+    """The formats of a model's matrices; None: all are plain. ``stored``: the checkpoint's tensors, none: only
+    config.json is known."""
+    if reader is None:
+        return None
+    prefixes = getattr(find_family(spec.family), "RENAMED", {})
+    return Formats(reader, _view_of_slots(stored, spec), {renamed(t.name, prefixes): t for t in stored})
+
+
+def _fitted(formats: Formats | None, name: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+    return (tensor, slot) if formats is None else formats.fit(name, tensor, slot)
+
+
+def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None) -> Assigned:
     """Find the tensor and the part of it for every slot. Raises ConfigError for missing and unexpected tensors, wrong
     shapes, and elements that nobody reads.
 
-    It uses a decoder without memory, so that a wrong checkpoint is refused before anything is allocated.
+    It uses a decoder without memory, so that a wrong checkpoint is refused before anything is allocated. ``place``: the
+    one of the decoder that will be filled (None: of plain weights).
     """
-    slots = Decoder(spec, Placement(torch.device("meta"), torch.float32), num_positions=1).slots()
-    family = find_family(spec.family)
-    view = _view_of_slots(stored, spec)
+    place = replace(place or Placement(torch.device("meta"), torch.float32), device=torch.device("meta"))
+    slots = Decoder(spec, place, num_positions=1).slots()
+    family, formats = find_family(spec.family), place.formats
+    view = _view_of_slots(stored, spec, formats)
     views = {slot: view(slot) for slot in slots}
     tied_head = view(HEAD) if spec.tied and spec.labels is None else None
     left_out: dict[str, list[Stored]] = {}
@@ -258,6 +280,8 @@ def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
     for tensor in stored:
         name = renamed(tensor.name, getattr(family, "RENAMED", {}))
         prefix = next((p for p in prefixes if name.startswith(p)), None)
+        if formats is not None and name.endswith(formats.reader.unread):
+            prefix = "*." + name.rpartition(".")[2]
         if spec.labels is not None and name == view(HEAD).name:
             prefix = name  # a head for tokens is not read where labels are scored
         if prefix is not None:
@@ -281,8 +305,9 @@ def assign(stored: list[Stored], spec: ModelSpec) -> Assigned:
             f"the weights do not fit config.json ({spec.family}, {len(spec.layers)} layers): {'; '.join(problems)}"
         )
     for name, mine in readers.items():
-        _check_reads(found[name], {slot: (views[slot], tuple(slots[slot].shape)) for slot in mine})
-    return Assigned([(slot, found[view.name], view) for slot, view in views.items()], left_out)
+        fitted = [_fitted(formats, slot, found[name], slots[slot]) for slot in mine]
+        _check_reads(fitted[0][0], {slot: (views[slot], one) for slot, (_, one) in zip(mine, fitted)})
+    return Assigned([(slot, found[view.name], view) for slot, view in views.items()], left_out, formats)
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
@@ -290,17 +315,18 @@ def renamed(name: str, prefixes: Mapping[str, str]) -> str:
     return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
 
 
-def _check_reads(tensor: Stored, views: dict[str, tuple[View, tuple[int, ...]]]) -> None:
+def _check_reads(tensor: Stored, views: dict[str, tuple[View, Slot]]) -> None:
     """Raise ConfigError unless the views have the shapes of their slots and together read every element once."""
     where = f"{tensor.file}: tensor '{tensor.name}'"
-    if tensor.dtype not in SERVED:
-        raise ConfigError(f"{where} has dtype {tensor.dtype}; served are {', '.join(SERVED)}")
-    for slot, (view, shape) in views.items():
+    for slot, (view, place) in views.items():
+        if tensor.dtype not in place.types:
+            raise ConfigError(f"{where} has dtype {tensor.dtype}; served are {', '.join(place.types)}")
+        shape = tuple(place.shape)
         if view.shape(tensor.shape) != shape:
             part = f" for its part '{slot}'" if view.index else ""
             expected = [*shape[:-2], shape[-1], shape[-2]] if view.transposed else [*shape]
             raise ConfigError(f"{where} has shape {list(tensor.shape)}, config.json asks for {expected}{part}")
-    if len(views) == 1 and not view.index:
+    if not tensor.shape or len(views) == 1 and not view.index:
         return
     wrong = uneven(tensor.shape, tuple(view.picks(tensor.shape) for view, _ in views.values()))
     if wrong is not None:
@@ -311,17 +337,20 @@ def _check_reads(tensor: Stored, views: dict[str, tuple[View, tuple[int, ...]]])
         )
 
 
-def _view_of_slots(stored: list[Stored], spec: ModelSpec) -> Callable[[str], View]:
+def _view_of_slots(stored: Sequence[Stored], spec: ModelSpec, formats: Formats | None = None) -> Callable[[str], View]:
     """The stored tensor of each slot. A model that was saved without a head lacks the prefix ``model.``."""
     family = find_family(spec.family)
     names, embed = {t.name for t in stored}, view_of(family.stored(EMBED, spec)).name
+    known = {renamed(name, getattr(family, "RENAMED", {})) for name in names}
     bare = embed not in names and embed.removeprefix(PREFIX) in names
 
     def view(slot: str) -> View:
         if slot == LABELS:
             return View(STORED_LABELS)
+        slot, _, plane = slot.partition("/")
         found = view_of(family.stored(slot, spec))
-        return replace(found, name=found.name.removeprefix(PREFIX)) if bare else found
+        found = replace(found, name=found.name.removeprefix(PREFIX)) if bare else found
+        return found if formats is None else formats.stored(slot, plane, found, known)
 
     return view
 

@@ -10,7 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -35,6 +35,7 @@ from kvasir.kernels.native.program import (
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
+from kvasir.layers.weight_format import Weight
 from kvasir.models.decoder import Block, Decoder
 from kvasir.types import StepBatch
 
@@ -62,6 +63,8 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
         return f"attention is by {backend.name}"
     if (other := next((cache.codec.name for cache in caches if not _is_known(cache)), None)) is not None:
         return f"no native kernel knows the cache's layout: '{other}'"
+    if (other := next((w.format.name for w in _weights(model) if not w.format.native), None)) is not None:
+        return f"no native kernel knows the weights' format: '{other}'"
     if not all(block.native for block in model.blocks):
         return "some layers are not plain grouped-query attention and a dense block"
     if any(rope is None or rope.shape[1] != dim for rope, dim in _turned(model)):
@@ -210,7 +213,7 @@ class NativeDecoder:
         self._logits_MV = program.tensor(LOGIT_ROWS, model.spec.vocab_size)
         program.linear(
             h_TE,
-            pack(library, model.head_VE),
+            pack(library, model.head.tensor),
             self._logits_MV,
             norm=_norm(model.norm),
             wanted=True,
@@ -238,7 +241,7 @@ class NativeDecoder:
         """Add a layer's attention to the program. Returns where its result [T, H D] will lie."""
         mixer = block.mixer
         spec, attention = mixer.spec, mixer.attention
-        heads_TN = scratch("heads", mixer.qkv.weight_NK.shape[0])
+        heads_TN = scratch("heads", mixer.qkv.num_outputs)
         program.linear(h_TE, self._packed(mixer.qkv), heads_TN, bias_N=mixer.qkv.bias_N, norm=_norm(block.mixer_norm))
         heads_TXD = heads_TN.view(MAX_ROWS, -1, spec.head_dim)
         planes = planes_of(cache)
@@ -267,7 +270,7 @@ class NativeDecoder:
 
     def _feed(self, program: Program, block: Block, h_TE: torch.Tensor, scratch: Scratch, wanted: bool) -> None:
         ffn = block.ffn
-        gated_TF = scratch("gated", ffn.down.weight_NK.shape[1])
+        gated_TF = scratch("gated", ffn.down.num_inputs)
         program.linear(
             h_TE,
             self._packed(ffn.gate_up, gated=True),
@@ -298,7 +301,14 @@ class NativeDecoder:
         program.norm(y_TE, h_TE, _norm(post), add=True, wanted=wanted)
 
     def _packed(self, layer: Linear, gated: bool = False) -> Packed:
-        return pack(native().library, layer.weight_NK, gated)
+        return pack(native().library, layer.weight.tensor, gated)
+
+
+def _weights(model: Decoder) -> Iterator[Weight]:
+    """The weights of all products."""
+    yield model.head
+    for block in model.blocks:
+        yield from (p.weight for part in (block.mixer, block.ffn) for p in vars(part).values() if isinstance(p, Linear))
 
 
 def _turned(model: Decoder) -> list[tuple[torch.Tensor | None, int]]:

@@ -19,15 +19,10 @@ from torch import nn
 class Head(nn.Module):
     """Weights that guess tokens from the served model's hidden states. Embedding and output matrix are the model's own.
 
-    ``title`` heads the card of a trained drafter and ``rate`` is the peak learning rate. ``reads_as_rows`` says that
-    the weights are embeddings, which the model itself reads as rows: training runs them through the model, and
-    ``unroll`` is never called.
+    How a kind is trained is said in ``kvasir.lab.trained_drafters``, by the same name.
     """
 
-    title: ClassVar[str]
     shape_class: ClassVar[type]  # a frozen dataclass with ``dim``, ``layers`` (tapped) and ``depth`` (tokens guessed)
-    rate: ClassVar[float] = 2e-3
-    reads_as_rows: ClassVar[bool] = False
 
     def __init__(self, shape: Any) -> None:
         super().__init__()
@@ -53,5 +48,6 @@ class Head(nn.Module):
         self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
     ) -> Iterator[torch.Tensor]:
         """Yield for k = 0, 1, ... a tensor [B, T, E] whose row p predicts token p + 2 + k, from the tapped layers'
-        outputs, the final norm's, and the embeddings of the tokens that follow."""
+        outputs, the final norm's, and the embeddings of the tokens that follow. Never called where the weights are
+        embeddings, which the model itself reads as rows."""
         raise NotImplementedError

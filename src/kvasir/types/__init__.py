@@ -12,6 +12,7 @@ from kvasir.types.event import (
     BareLogprobs,
     EngineStats,
     Event,
+    HookInfo,
     Load,
     ModelInfo,
     PromptScore,
@@ -33,6 +34,7 @@ from kvasir.types.request import (
     Variant,
 )
 from kvasir.types.sequence import (
+    HOOK_SHIFT,
     FinishReason,
     Sequence,
     Status,
@@ -62,7 +64,9 @@ __all__ = [
     "Event",
     "FinishReason",
     "Grammar",
+    "HOOK_SHIFT",
     "Handle",
+    "HookInfo",
     "Load",
     "ModelInfo",
     "PageCopy",

@@ -53,7 +53,8 @@ class Event:
     ``queued``: seconds from arrival to the first granted rows; only on the first ``tokens`` event of branch 0.
     ``bare``: replaces ``logprobs`` for requests with ``Request.bare``. ``pooled``: the embedding or score of a request
     with ``Request.pooling``, as little-endian fp32, with its only ``tokens`` event.
-    ``num_forced``: how many of the tokens were forced and came in chains.
+    ``forced``: places in the branch's output of those tokens that nobody drew: a processor or a grammar's chain forced
+    them.
     """
 
     kind: Literal["accepted", "tokens", "error"]
@@ -68,7 +69,7 @@ class Event:
     score: PromptScore | None = None
     pooled: bytes | None = None
     num_cached: int = 0
-    num_forced: int = 0
+    forced: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     status: int = 0
@@ -91,6 +92,20 @@ class AdapterInfo:
     base: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookInfo:
+    """A set of hooks that is served. ``path``: its folder; ``key``: digest of its content, as in ``Variant``;
+    ``answers``: it acts from the last row of the prompt on, not on the whole prompt; ``changes_kv``: as in ``Variant``;
+    ``parts``: a line about each hook."""
+
+    name: str
+    path: str
+    key: str
+    answers: bool = False
+    changes_kv: bool = True
+    parts: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelInfo:
     """Facts about a loaded model that front ends need."""
@@ -105,6 +120,7 @@ class ModelInfo:
     timed_attention: str = ""  # the attention backend that was chosen by timing; a restarted process keeps it
     priorities: bool = False  # whether the scheduler looks at the priorities of requests
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)  # by name
+    hooks: dict[str, HookInfo] = field(default_factory=dict)  # by name
     max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
     max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)

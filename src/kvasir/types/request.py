@@ -43,7 +43,8 @@ class SamplingParams:
     to stop by themselves count, by tokens and not by time; a branch that can no longer be among them is cancelled.
     ``lease``: seconds to keep the pages of an ended branch for a request that goes on from it, unless others need them.
     ``thinking_token_budget``: most tokens of thinking, after which its end is forced. ``processors``: specs of logit
-    processors (``name:key=value``), applied in this order.
+    processors (``name:key=value``), applied in this order. ``hook``: name of the set of hooks that acts on the hidden
+    states. ``hook_strength``: factor on what it does, 0 to 8; 0: off.
     """
 
     n: int = 1
@@ -79,6 +80,8 @@ class SamplingParams:
     drafter: str | None = None
     thinking_token_budget: int | None = None
     processors: tuple[str, ...] = ()
+    hook: str | None = None
+    hook_strength: float = 1.0
 
     def __post_init__(self) -> None:
         # As in vLLM, callers may pass lists and single strings; they are stored as tuples.
@@ -96,17 +99,31 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A set of changes to the model that computes a request's rows, for example a LoRA adapter.
+    """A set of changes to the model that computes a request's rows: a LoRA adapter, or a set of hooks.
 
     ``name``: as it is served. ``key``: hex digest of its content, so that other bytes under the same name are another
     variant. ``start``: the first position that it computes; rows before it run on the base model.
-    ``changes_kv``: whether keys and values of its rows differ from the base model's.
+    ``changes_kv``: whether keys and values of its rows differ from the base model's. ``strength``: factor on what a
+    set of hooks does.
     """
 
     name: str
     key: str
     start: int = 0
     changes_kv: bool = True
+    strength: float = 1.0
+
+    @property
+    def resident(self) -> str:
+        """The key of what lies in a slot of the device: a set of hooks lies there with its strength."""
+        return self.key if self.strength == 1 else f"{self.key}*{self.strength!r}"
+
+    def kv_key(self, end: int) -> str:
+        """What changed keys and values of positions before ``end``; "": nothing did. It names the first position, too:
+        a prompt may hold what was an answer before."""
+        if not self.changes_kv or end <= self.start:
+            return ""
+        return f"{self.resident}@{self.start}" if self.start else self.resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +155,8 @@ class Request:
     ``affinity``: name that requests of one problem share; some scheduler policies keep them together.
     ``piece``: number of tokens that may leave the engine together; 1 where a client reads them as they come.
     ``bare``: whether log-probabilities are wanted as plain numbers (`Event.bare`), without ranks and alternatives.
-    ``variant``: the variant of the model that computes it; None: the base model.
+    ``variant``: the adapter that computes it; None: the base model. ``hook``: the set of hooks that acts on its rows;
+    None: no hook does.
     ``processors``: its logit processors, in order, with their texts as token ids.
     ``pooling``: an embedding or a score of the prompt is wanted, and no tokens (None: tokens are).
     ``epoch``: number of re-submissions. ``emitted``, ``ended``: what earlier epochs delivered, by branch.
@@ -160,5 +178,6 @@ class Request:
     piece: int = 1
     bare: bool = False
     variant: Variant | None = None
+    hook: Variant | None = None
     pooling: PoolingParams | None = None
     processors: list[ProcessorParams] = field(default_factory=list)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from kvasir.types.request import Request
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+# Bits of a row's variant that hold the slot of its adapter. Those above hold the slot of its set of hooks.
+HOOK_SHIFT = 16
 
 
 def branch_stream(parent: int, branch: int) -> int:
@@ -35,7 +37,7 @@ class Sequence:
         "request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft",
         "draft_parents", "num_forced", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids",
         "max_output", "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent",
-        "finish_reason", "state", "first_scheduled", "variant", "guest_variant", "pools",
+        "finish_reason", "state", "first_scheduled", "variant", "hook", "guest_variant", "pools",
     )
     # fmt: on
 
@@ -69,7 +71,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.state: dict[str, Any] = {}  # what techniques attach, by technique name (grammar matcher, drafter state)
         self.first_scheduled: float | None = None
-        self.variant = 0  # slot of the resident variant that computes its rows while it runs; 0: the base model
+        self.variant = 0  # slot of the resident adapter that computes its rows while it runs; 0: the base model
+        self.hook = 0  # slot of the resident set of hooks that acts on its rows while it runs; 0: none
         self.guest_variant = 0  # slot of the one that computes the guests of the next span
         self.pools = request.pooling is not None  # wants one vector of its prompt, and draws nothing
 
@@ -89,14 +92,29 @@ class Sequence:
 
     @property
     def variant_from(self) -> int:
-        """The first position that the request's variant computes."""
+        """The first position that the request's adapter computes."""
         variant = self.request.variant
         return 0 if variant is None else variant.start
 
+    @property
+    def hook_from(self) -> int:
+        """The first position that the request's set of hooks acts on."""
+        hook = self.request.hook
+        return 0 if hook is None else hook.start
+
+    def variant_at(self, position: int) -> int:
+        """The resident variant of the row at ``position``, as `StepBatch.variants` has it."""
+        adapter = self.variant if position >= self.variant_from else 0
+        return adapter | (self.hook << HOOK_SHIFT if position >= self.hook_from else 0)
+
     def kv_variant(self, end: int) -> str:
-        """The content key of the variant that changed keys and values of positions before ``end``; "": none did."""
-        variant = self.request.variant
-        return "" if variant is None or not variant.changes_kv or end <= variant.start else variant.key
+        """The content keys of the adapter and the hooks that changed keys and values of positions before ``end``; "":
+        none did."""
+        adapter, hook = self.request.variant, self.request.hook
+        if hook is None:
+            return "" if adapter is None else adapter.kv_key(end)
+        keys = "" if adapter is None else adapter.kv_key(end), hook.kv_key(end)
+        return " ".join(keys) if any(keys) else ""
 
     @property
     def num_guests(self) -> int:

@@ -22,11 +22,15 @@ Commit = Literal["all", "walk"]
 @dataclass(frozen=True, slots=True)
 class CacheRow:
     """A token's place in a layer's pages: ``heads`` keys of ``key_dim`` elements and as many values of
-    ``value_dim``."""
+    ``value_dim``.
+
+    ``latent``: the first elements of a key are also the value, so that only keys are stored; 0: values are stored.
+    Such a row has one head and a ``value_dim`` of 0."""
 
     heads: int
     key_dim: int
     value_dim: int
+    latent: int = 0
 
     @property
     def width(self) -> int:
@@ -93,7 +97,8 @@ class Span:
     def varied(self) -> bool:
         """Whether a variant of the model may compute some of its rows."""
         seq = self.seq
-        own = seq.variant and self.start + self.length - len(self.guests) > seq.variant_from
+        end = self.start + self.length - len(self.guests)
+        own = (seq.variant and end > seq.variant_from) or (seq.hook and end > seq.hook_from)
         return bool(own or (self.guests and seq.guest_variant))
 
     @property
@@ -156,8 +161,11 @@ class StepBatch:
     ``borrowed``: two [K] int64, rows of this batch and the seats on the device that hold the tokens for them.
     ``guests``: two [K] int64, the guest rows and the numbers of their embeddings in the drafter's table.
     ``inputs`` [K, E]: those embeddings as the first layer reads them.
-    ``variants`` [T] int32: the slot of the resident variant that computes each row, 0 for the base model; None: no row
-    has a variant. A row's slot depends on its sequence and its input position alone; guests have that of their drafter.
+    ``variants`` [T] int32: the resident variant that computes each row, 0 for the base model; None: no row has one. It
+    is the slot of an adapter, and above ``HOOK_SHIFT`` that of a set of hooks; where a decoder has hooks, layers get
+    the former alone (``Decoder.begin``). A row's variant depends on its sequence and its input position alone; guests
+    have that of their drafter. ``hooks`` [T] int32: each row's set of hooks with its open gates, as ``kernels.steer``
+    reads it; None: no row has one.
     ``together``: set if each row is a span of its own here and the rows of one draft share the read of their keys. Then
     ``context`` is each row's position, ``tables`` has a line a row, and every row has ``ancestors``, in chains too.
     ``starts`` and ``lengths``: host copies of context and span lengths. ``scratch``: belongs to the attention backend.
@@ -177,14 +185,17 @@ class StepBatch:
     guests: tuple[torch.Tensor, torch.Tensor] | None = None
     inputs: torch.Tensor | None = None
     variants: torch.Tensor | None = None
+    hooks: torch.Tensor | None = None
     together: Together | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def only(self, rows_M: torch.Tensor) -> StepBatch:
         """The batch as layers see it that compute only these rows [M]: with their variants."""
-        if self.variants is None:
+        if self.variants is None and self.hooks is None:
             return self
-        return replace(self, variants=self.variants.index_select(0, rows_M), scratch={})
+        own = self.variants, self.hooks
+        variants, hooks = (None if part is None else part.index_select(0, rows_M) for part in own)
+        return replace(self, variants=variants, hooks=hooks, scratch={})
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from kvasir.kernels import matmul, moe, paged_attention
 from kvasir.kernels.norm import rms_norm
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
-from kvasir.layers import linear
+from kvasir.layers import products as matrix_products
 from kvasir.layers.spec import NormSpec
 from kvasir.layers.weights import Placement
 from kvasir.models.decoder import Decoder
@@ -103,7 +103,7 @@ def test_a_rows_logits_have_the_same_bits_in_any_company(kind, device, monkeypat
         experts.append(options["fixed"])
         return moe.moe_triton(*arguments, **options)
 
-    monkeypatch.setattr(linear, "matmul_invariant", product)
+    monkeypatch.setattr(matrix_products, "matmul_invariant", product)
     monkeypatch.setattr("kvasir.layers.ffn.moe.moe_triton", place)
     world = World(layers, device, torch.float32 if device == "cpu" else torch.bfloat16)
     whole = world.logits((LENGTH,))

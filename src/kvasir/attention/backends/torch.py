@@ -48,6 +48,7 @@ class TorchBackend(AttentionBackend):
 
     exact = True
     reference = True
+    latents = True
 
     def run(
         self,
@@ -91,7 +92,7 @@ class TorchBackend(AttentionBackend):
         results = [self._part(q_THD, cache, spec, part, sinks_H, want_lse) for part in parts]
         if len(parts) == 1 and parts[0].whole:
             return results[0]
-        out_THD = torch.empty_like(q_THD)
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.result_dim)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if want_lse else None
         for part, (out, lse) in zip(parts, results):
             out_THD[part.rows] = out
@@ -114,7 +115,9 @@ class TorchBackend(AttentionBackend):
         if part.keep is not None:
             k, v = k[:, :, part.keep], v[:, :, part.keep]
         if part.stale is not None:
-            k, v = _clean(k, part.stale), _clean(v, part.stale)
+            k, v = _clean(k, part.stale), v if spec.latent else _clean(v, part.stale)
+        if spec.latent is not None:
+            v = k[..., : spec.value_dim]
         q = (q_THD if part.whole else q_THD[part.rows]).view(-1, groups, spec.num_heads // groups, spec.head_dim)
         sinks = None if sinks_H is None else sinks_H.view(groups, -1)
         # A single row's query heads that share a KV head are rows over the same keys: [B, G, R, D].
@@ -123,7 +126,7 @@ class TorchBackend(AttentionBackend):
             sinks = None if sinks is None else sinks.unsqueeze(-1)
         if spec.softcap is None and sinks is None and not want_lse:
             if not part.single:
-                k, v = (x.expand(*q.shape[:2], *k.shape[2:]) for x in (k, v))
+                k, v = (x.expand(*q.shape[:2], *x.shape[2:]) for x in (k, v))
             out, lse = scaled_dot_product_attention(q, k, v, attn_mask=part.bias, scale=spec.scale), None
         else:
             out, lse = attend(q, k, v, spec.scale, part.seen, spec.softcap, sinks)
@@ -143,7 +146,7 @@ class TorchBackend(AttentionBackend):
         want_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
-        out_THD = torch.empty_like(q_THD)
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.result_dim)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=wide, device=q_THD.device)
         sinks = None if sinks_H is None else sinks_H.view(spec.num_kv_heads, -1)
         row = 0

@@ -18,6 +18,7 @@ class Fp8Codec(QuantizedCodec):
     """E4M3 codes with an fp32 scale for each row."""
 
     kernel = "fp8"
+    latents = True
     page_slots = 32  # as large as a page of 16 in bf16; a block of the decode kernel lies in one page
     fuses = True
 

@@ -13,5 +13,6 @@ class Int8Codec(IntegerCodec):
     """8-bit integers without a rotation."""
 
     kernel = "int8"
+    latents = True
     page_slots = 32  # as large as a page of 16 in bf16; a block of the decode kernel lies in one page
     bits = 8

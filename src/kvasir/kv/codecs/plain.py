@@ -1,5 +1,5 @@
 """Keys and values as the model computed them, in the model's dtype. Exact. 2 x G x D x itemsize bytes a token and
-layer."""
+layer; for a latent its own width x itemsize."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.fused_qkv import HeadOps, fused_qkv
-from kvasir.kernels.store_kv import row_index, row_view, store_kv
+from kvasir.kernels.store_kv import row_index, row_view, store_kv, store_rows
 from kvasir.kv.codec import Codec, LayerCache, Plane
+from kvasir.types import CacheRow
 
 
 class PlainCodec(Codec):
@@ -20,9 +21,11 @@ class PlainCodec(Codec):
     fuses = True
     fuses_partial = True
     native = True
+    latents = True
 
-    def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
-        return [Plane("k", head_dim, dtype), Plane("v", head_dim, dtype)]
+    def planes(self, row: CacheRow, dtype: torch.dtype) -> list[Plane]:
+        keys = [Plane("k", row.key_dim, dtype)]
+        return keys if row.latent else [*keys, Plane("v", row.value_dim, dtype)]
 
     def write(
         self,
@@ -44,6 +47,20 @@ class PlainCodec(Codec):
         cache.views["k"].index_copy_(0, index, k_TGD.reshape(-1, k_TGD.shape[-1]))
         cache.views["v"].index_copy_(0, index, v_TGD.reshape(-1, v_TGD.shape[-1]))
 
+    def write_row(
+        self, cache: LayerCache, row_TD: torch.Tensor, slots_T: torch.Tensor, shared: dict | None = None
+    ) -> None:
+        k_NGPD, shared = cache.planes["k"], {} if shared is None else shared
+        if "rows" not in shared:
+            shared["rows"] = None if use_triton(row_TD) else row_index(slots_T, k_NGPD)
+        index = shared["rows"]
+        if index is None:
+            store_rows(row_TD, k_NGPD, slots_T)
+            return
+        if "k" not in cache.views:
+            cache.views["k"] = row_view(k_NGPD)
+        cache.views["k"].index_copy_(0, index, row_TD)
+
     def write_fused(
         self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor
     ) -> torch.Tensor:
@@ -56,11 +73,12 @@ class PlainCodec(Codec):
         if not shared:
             self._locate(cache, pages, shared)
         if "blocks" not in shared:
-            k, v = (
+            found = [
                 plane[shared["pages"]].transpose(-4, -3).flatten(-3, -2)
-                for plane in (cache.planes["k"], cache.planes["v"])
-            )
-            return k, v
+                for plane in (cache.planes["k"], cache.planes.get("v"))
+                if plane is not None
+            ]
+            return (found[0], found[-1][..., : cache.latent]) if cache.latent else (found[0], found[1])
         if "blocks" not in cache.views:
             k_NGPD = cache.planes["k"]
             count, heads, size, dim = k_NGPD.shape
@@ -68,19 +86,20 @@ class PlainCodec(Codec):
             cache.views["blocks"] = k_NGPD.as_strided(
                 ((count - 1) * apart + beside + heads, size * dim), (size * dim, 1)
             )
-        k, v = cache.views["blocks"].index_select(0, shared["blocks"]).view(shared["shape"]).unbind()
-        return k, v
+        sides = cache.views["blocks"].index_select(0, shared["blocks"]).view(shared["shape"]).unbind()
+        return (sides[0], sides[0][..., : cache.latent]) if cache.latent else (sides[0], sides[1])
 
     def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
         """Rows of the matrix of blocks to gather for pages [..., W], and the shape of the result, [2, ..., G, W * P,
-        D].
+        D], or [1, ...] for latent rows.
 
         One head of one page is a dense block, so the pool is a matrix of blocks, and a read is one gather of its rows.
         K and V share one allocation: the C allocator would return two that are freed together to the system and fault
         them in again. None: pages of odd widths, whose planes are padded to their alignment, and pages of layers that
         differ in width, are no such matrix.
         """
-        k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
+        k_NGPD = cache.planes["k"]
+        v_NGPD = k_NGPD if cache.latent else cache.planes["v"]
         _, heads, size, dim = k_NGPD.shape
         if k_NGPD.shape != v_NGPD.shape or k_NGPD.stride(0) % (size * dim):
             return None
@@ -88,12 +107,13 @@ class PlainCodec(Codec):
             return None
         apart, beside = self._steps(cache)
         index = pages[..., None, :] * apart + np.arange(heads)[:, None]  # numpy: see ``row_index``
-        both = np.stack([index, index + beside])  # [2, ..., G, W]
+        both = index[None] if cache.latent else np.stack([index, index + beside])  # [2, ..., G, W]
         return torch.from_numpy(both.ravel()), (*both.shape[:-1], both.shape[-1] * size, dim)
 
     def _steps(self, cache: LayerCache) -> tuple[int, int]:
         """Blocks from a page to the next, and from a head's keys to its values."""
-        k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
+        k_NGPD = cache.planes["k"]
+        v_NGPD = k_NGPD if cache.latent else cache.planes["v"]
         block = k_NGPD.shape[2] * k_NGPD.shape[3]
         return k_NGPD.stride(0) // block, (v_NGPD.storage_offset() - k_NGPD.storage_offset()) // block
 

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvasir.speculation.heads import class_of
-
-
-def size_of(parameters: int) -> str:
-    return f"{parameters / 1e6:.2f}M" if parameters >= 1e5 else f"{parameters:,}"
+from kvasir.lab.drafters.kind import DRAFTERS, Kind
+from kvasir.technique import find
 
 
 def card(run: dict[str, Any]) -> str:
     """The folder's README.md, from the contents of `training.json`."""
+    kind = find(run.get("package", DRAFTERS), run["kind"], Kind)[0]
     found, target = run["acceptance"], run["target"]
     depths = "\n".join(
         f"| {depth} | {share:.3f} | {tried} |"
         for depth, (share, tried) in enumerate(zip(found["by_depth"], found["tried"]), 1)
     )
     tasks = "\n".join(f"| {spec} | {value:.2f} |" for spec, value in found["by_task"].items())
-    last = ", ".join(f"{x:.3f}" for x in run["history"][-1]["kl"]) if run["history"] else "none"
-    return f"""# {class_of(run["kind"]).title} for `{target["name"]}`
+    name, values = _last(run)
+    if run.get("data", "self") == "self":
+        data = "replies of the model to the lab's training problems, a third each at temperature 0, 0.7 and 1"
+    else:
+        data = "of the lab's training problems with the replies that the tasks give"
+    return f"""# {kind.title} for `{target["name"]}`
 
-A drafter for kvasir: `kvasir serve MODEL --drafter {run["kind"]}:model=FOLDER`. It changes how many tokens a forward
-pass gives. It changes no token in exact mode; elsewhere only a tie between tokens may end differently.
-
-It has {size_of(run["parameters"])} parameters; embedding and output matrix are the model's own. It was trained for the
-weights with the fingerprint `{target["weights"]}`. With other weights of the same shape it works, but drafts worse.
+{kind.intro(run)}
 
 ## Held-out problems
 
@@ -41,15 +39,22 @@ Greedy replies of the model to {found["replies"]} problems that training did not
 | task | tokens a forward |
 |---|---|
 {tasks}
-
+{kind.more(found)}
 ## Training
 
-{run["replies"]} replies of the model to the lab's training problems, a third each at temperature 0, 0.7 and 1.
+{run["replies"]} {data}.
 {run["tokens"] / 1e6:.1f}M tokens in {run["steps"]} steps, {run["train_seconds"]:.0f} s on {run["device"]}
-({run["total_seconds"]:.0f} s with sampling and measuring). The loss is the KL divergence from the model's own
-distribution on its frozen hidden states, weighted by 0.8 to the power of the depth. AdamW, peak learning rate
-{run["lr"]:g}, cosine, seed {run["seed"]}. The last KL by depth: {last}. The whole record is in
+({run["total_seconds"]:.0f} s with sampling and measuring). {kind.loss_text} AdamW, peak learning rate
+{run["lr"]:g}, cosine, seed {run["seed"]}. The last {name} by depth: {values}. The whole record is in
 `training.json`. {run["date"]}.
 
     {run["command"]}
 """
+
+
+def _last(run: dict[str, Any]) -> tuple[str, str]:
+    """Name of the loss and its last values."""
+    for name, values in (run["history"][-1] if run["history"] else {}).items():
+        if isinstance(values, list):
+            return name.upper(), ", ".join(f"{x:.3f}" for x in values)
+    return "loss", "none"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LONGEST_PROMPT = 1024
 TEMPERATURES = (0.0, 0.7, 1.0)  # The drafter must work at all of these; each gives a third of the replies.
+BATCH_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 11}  # Tokens of a batch, by device.
 ARRAYS = ("ids", "bounds", "begins", "tasks")
 PADDED = 64  # Lengths of a batch are rounded up to a multiple of this many tokens.
 
@@ -116,6 +117,28 @@ def sample_texts(
     )
     say(f"  {len(found)} replies of the target ({split}), {found.num_replied} tokens, {time.monotonic() - begin:.1f} s")
     return found
+
+
+def written_texts(
+    tokenizer: Tokenizer, mix: dict[str, float], count: int, seed: int, max_new: int, positions: int
+) -> Texts:
+    """About ``count`` training problems with the replies that the tasks give, shared as ``mix`` says; those longer
+    than ``max_new`` tokens are left out."""
+    end, kept = tokenizer.token_to_id("<|im_end|>"), []
+    for i, (spec, share) in enumerate(mix.items()):
+        for problem in load_task(spec).problems("train", seed, max(1, round(count * share))):
+            prompt, reply = (
+                tokenizer.encode(text, add_special_tokens=False).ids for text in (problem.prompt, problem.solution)
+            )
+            if len(reply) < max_new and len(prompt) <= min(LONGEST_PROMPT, positions - max_new):
+                kept.append((prompt, [*reply, end], i))
+    return Texts(
+        np.array([t for prompt, reply, _ in kept for t in prompt + reply], np.int32),
+        np.cumsum([0, *(len(prompt) + len(reply) for prompt, reply, _ in kept)]),
+        np.array([len(prompt) for prompt, _, _ in kept]),
+        np.array([i for _, _, i in kept]),
+        tuple(mix),
+    )
 
 
 def save_texts(file: Path, texts: dict[str, Texts], weights: str) -> None:

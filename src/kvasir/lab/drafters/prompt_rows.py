@@ -21,7 +21,6 @@ Keys = tuple[torch.Tensor, torch.Tensor]
 Rope = tuple[torch.Tensor, torch.Tensor]
 
 
-@torch.no_grad()
 def read(model: Model, ids_BT: torch.Tensor) -> tuple[torch.Tensor, list[Keys]]:
     """The final norm's output for a text [B, T, E], and the keys and values of each layer."""
     x, rope, kept = model.model.embed_tokens(ids_BT), model.rope(ids_BT.shape[1]), []

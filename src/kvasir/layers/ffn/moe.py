@@ -9,8 +9,6 @@ Legend: T rows, E model dim, F width of an expert, X experts, K experts per row.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from kvasir.kernels._triton import use_triton
@@ -18,9 +16,10 @@ from kvasir.kernels.activation import ACTIVATIONS, gated, sigmoid
 from kvasir.kernels.moe import moe_row_triton, moe_triton
 from kvasir.kernels.moe_routing import choose_reference, choose_sigmoid_triton
 from kvasir.layers.ffn.dense import FFN as Dense
-from kvasir.layers.linear import Linear, linear, matrix
+from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import DenseSpec, MoESpec
+from kvasir.layers.weight_format import Weight
 from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
 
@@ -40,31 +39,32 @@ class FFN:
         # Whether the kernels route. Sigmoids are close to each other where many are near 0 or 1: they need fp32.
         plain = not spec.correction and not spec.expert_scale and spec.groups == 1 and spec.weight_scale == 1
         self.softmax = spec.scoring == "softmax" and plain
-        exact_scores = place if spec.scoring == "softmax" else replace(place, dtype=torch.float32)
-        self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=spec.router_bias, place=exact_scores)
+        scores = place.plain(None if spec.scoring == "softmax" else torch.float32)
+        self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=spec.router_bias, place=scores)
         self.correction_X = None
         if spec.correction:
             self.correction_X = torch.empty(spec.num_experts, device=place.device, dtype=torch.float32)
         self.scale_X = None
         if spec.expert_scale:
             self.scale_X = torch.empty(spec.num_experts, device=place.device, dtype=torch.float32)
-        self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
+        widths = {"gate": spec.intermediate_size, "up": spec.intermediate_size}
+        self.gate_up = Weight(widths, hidden_size, place, spec.num_experts)
         self.arrived = torch.zeros(1, dtype=torch.int32, device=place.device)
-        self.down_XEF = matrix(spec.num_experts, hidden_size, spec.intermediate_size, place=place)
+        self.down = Weight({"down": hidden_size}, spec.intermediate_size, place, spec.num_experts)
         self.biases = None
         if spec.bias:
-            widths = 2 * spec.intermediate_size, hidden_size
-            first, second = (torch.empty(spec.num_experts, n, device=place.device, dtype=place.dtype) for n in widths)
+            sizes = 2 * spec.intermediate_size, hidden_size
+            first, second = (torch.empty(spec.num_experts, n, device=place.device, dtype=place.dtype) for n in sizes)
             self.biases = first, second
         self.shared = self.shared_gate = None
         if spec.shared_size:
-            self.shared = Dense(DenseSpec(spec.shared_size, spec.activation), hidden_size, place)
+            self.shared = Dense(DenseSpec(spec.shared_size, spec.activation), hidden_size, place.within("shared"))
         if spec.shared_gate:
             self.shared_gate = Linear(hidden_size, {"shared_gate": 1}, bias=False, place=place)
 
     def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, K] fp32 and expert ids [T, K] int64, the best choice first."""
-        spec, logits_TX = self.spec, self.router(x_TE.to(self.router.weight_NK.dtype))
+        spec, logits_TX = self.spec, self.router(x_TE.to(self.router.place.dtype))
         if spec.scoring == "sigmoid":
             scores_TX = sigmoid(logits_TX.float(), self.exact)
         else:
@@ -77,6 +77,7 @@ class FFN:
             spec.weight_scale,
             spec.groups,
             spec.top_groups,
+            spec.group_best,
         )
         return (weights_TK if self.scale_X is None else weights_TK * self.scale_X[ids_TK]), ids_TK
 
@@ -96,9 +97,9 @@ class FFN:
         if kernels and alone and not self.exact and self.softmax:
             return moe_row_triton(
                 x_TE,
-                self.router.weight_NK,
-                self.gate_up_XFE,
-                self.down_XEF,
+                self.router.weight.tensor,
+                self.gate_up.format.grouped(self.gate_up),
+                self.down.format.grouped(self.down),
                 spec.top_k,
                 spec.renormalize,
                 self.arrived,
@@ -121,8 +122,8 @@ class FFN:
             return moe_triton(
                 x_TE,
                 logits_TX,
-                self.gate_up_XFE,
-                self.down_XEF,
+                self.gate_up.format.grouped(self.gate_up),
+                self.down.format.grouped(self.down),
                 spec.top_k,
                 spec.renormalize,
                 spec.activation,
@@ -138,7 +139,7 @@ class FFN:
         """Route as ``route`` does, with ids int32: by a kernel where one group of experts is scored by sigmoids."""
         spec = self.spec
         if spec.scoring == "sigmoid" and spec.groups == 1 and self.scale_X is None:
-            logits_TX = self.router(x_TE.to(self.router.weight_NK.dtype))
+            logits_TX = self.router(x_TE.to(self.router.place.dtype))
             return choose_sigmoid_triton(logits_TX, self.correction_X, spec.top_k, spec.renormalize, spec.weight_scale)
         weights_TK, ids_TK = self.route(x_TE)
         return weights_TK, ids_TK.int()
@@ -163,9 +164,9 @@ class FFN:
             if count:
                 rows = slice(at, at + count)
                 first, second = (None, None) if self.biases is None else (bias[expert] for bias in self.biases)
-                gate_up = linear(sorted_rows[rows], self.gate_up_XFE[expert], first, exact=self.exact)
+                gate_up = self.gate_up[expert](sorted_rows[rows], bias_N=first)
                 inner = gated(gate_up, self.activation, self.exact)
-                out_sorted[rows] = linear(inner, self.down_XEF[expert], second, exact=self.exact)
+                out_sorted[rows] = self.down[expert](inner, bias_N=second)
                 at += count
         out_TKE = torch.empty_like(out_sorted).index_copy_(0, order, out_sorted).view(*ids_TK.shape, x_TE.shape[-1])
         out_TE = out_TKE[:, 0] * weights_TK[:, :1]
@@ -183,13 +184,9 @@ class FFN:
             found |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
         if self.shared_gate is not None:
             found |= self.shared_gate.slots()
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_XFE, self.down_XEF)):
-            gate, up = gate_up.chunk(2)
-            found |= {
-                f"experts.{expert}.gate.weight": Slot(gate),
-                f"experts.{expert}.up.weight": Slot(up),
-                f"experts.{expert}.down.weight": Slot(down),
-            }
+        for expert in range(self.spec.num_experts):
+            parts = self.gate_up.slots(expert) | self.down.slots(expert)
+            found |= {f"experts.{expert}.{name}": slot for name, slot in parts.items()}
         if self.biases is not None:
             for expert, (gate_up, down) in enumerate(zip(*self.biases)):
                 gate, up = gate_up.chunk(2)

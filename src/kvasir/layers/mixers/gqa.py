@@ -16,6 +16,7 @@ from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.rope import Angles
 from kvasir.layers.spec import GQASpec
+from kvasir.layers.steering import LayerHooks
 from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
 
@@ -52,6 +53,8 @@ class Mixer:
         # Whether the C kernels run it (``models/native_decoder.py``).
         self.native = self.plain and spec.query_scale is None
         self.sinks_H = torch.empty(heads, device=place.device, dtype=torch.float32) if spec.sinks else None
+        self.heads_out = heads, dim  # what is between attention and o
+        self.hooks: LayerHooks | None = None
 
     def forward(
         self,
@@ -97,6 +100,8 @@ class Mixer:
         out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
         if wanted_M is not None:
             out_TE, batch = out_TE.index_select(0, wanted_M), batch.only(wanted_M)
+        if self.hooks is not None and batch.hooks is not None:
+            return self.hooks.attend(out_TE, self.o, spec.num_heads, residual_TE, batch)
         return self.o(out_TE, residual_TN=residual_TE, batch=batch)
 
     def _arrange(self, heads_TXD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

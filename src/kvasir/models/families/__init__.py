@@ -29,6 +29,9 @@ from kvasir.models.fields import Fields
 from kvasir.models.spec import ModelSpec
 
 FAMILIES = "kvasir.models.families"
+# Families that are not served, and why another family of ours would be wrong for them.
+SPARSE = "its rows attend to positions that an index picks, and dense attention would be another model"
+UNSERVED = {"deepseek_v32": SPARSE, "glm_moe_dsa": SPARSE}
 # Fields that a config made of parts gives for all of them.
 OF_THE_WHOLE = (
     "architectures",
@@ -52,6 +55,8 @@ def find_family(model_type: str) -> ModuleType:
     found = technique.module(FAMILIES, model_type)
     if found is None:
         choices = technique.names(FAMILIES)
+        if model_type in UNSERVED:
+            raise ConfigError(f"config.json: model_type '{model_type}' is not served: {UNSERVED[model_type]}.")
         raise ConfigError(
             f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}."
             f"{_meant(model_type, choices)}"

@@ -56,7 +56,6 @@ class Norm(nn.Module):
 
 
 class Eagle(Head):
-    title = "EAGLE-3-type head (arXiv 2503.01840)"
     shape_class = EagleShape
 
     def __init__(self, shape: EagleShape) -> None:

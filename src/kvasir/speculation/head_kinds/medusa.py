@@ -27,7 +27,6 @@ class MedusaShape:
 
 
 class Medusa(Head):
-    title = "Medusa heads (arXiv 2401.10774)"
     shape_class = MedusaShape
 
     def __init__(self, shape: MedusaShape) -> None:

@@ -28,11 +28,7 @@ class PromptShape:
 
 
 class Prompts(Head):
-    title = "Prompt tokens for parallel prompt decoding (arXiv 2405.18628)"
     shape_class = PromptShape
-    # Half the spread of the embeddings of a lab model, for these weights are embeddings.
-    rate = 5e-2
-    reads_as_rows = True
 
     def __init__(self, shape: PromptShape) -> None:
         super().__init__(shape)

@@ -1,0 +1,1 @@
+"""Weight formats, one file each: how a matrix lies in memory, and how it is multiplied."""

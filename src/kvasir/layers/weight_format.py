@@ -1,0 +1,176 @@
+"""The seam of weight formats: how a matrix lies in memory, how it is multiplied, and what fills it.
+
+A format is one module in `kvasir/layers/formats/`. ``Weight`` holds the tensors of one matrix, its *planes*, and hands
+every question on to its format. A weight has one slot a plane, so each slot is filled by one stored tensor, part by
+part: ``models/quantisation.py`` says which one of a checkpoint that is.
+
+Legend: T rows, K inputs, N outputs, O outputs after a gated activation, X experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.products import finish, linear, streams
+from kvasir.layers.weights import NUMBERS, Placement, Slot
+from kvasir.technique import Technique, load
+
+PACKAGE = "kvasir.layers.formats"
+PLAIN = "plain"  # the format of weights that nobody quantised
+MATRIX = "weight"  # the plane whose slots have the names of plain weights
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor of a weight [rows, columns], ``columns`` None: [rows]. A row stands for ``outputs`` rows of the
+    matrix. ``types``: names of the safetensors types that may fill it."""
+
+    name: str
+    rows: int
+    columns: int | None
+    dtype: torch.dtype
+    outputs: int = 1
+    types: tuple[str, ...] = NUMBERS
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows,) if self.columns is None else (self.rows, self.columns)
+
+
+class WeightFormat(Technique):
+    """A layout of matrices with the products that read it.
+
+    ``rows_skippable``: a product may leave out inputs (rows of W^T) and read fewer bytes. ``native``: the C kernels
+    take it (``kernels/native``)."""
+
+    affects_kv = True
+    rows_skippable = False
+    native = False
+
+    @abstractmethod
+    def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        """The planes of a matrix [N, K] whose outputs are ``widths`` of several stored ones, in a model of ``dtype``.
+        Raises ConfigError for shapes that the format cannot hold."""
+
+    def allocate(
+        self, count: int | None, widths: tuple[int, ...], num_inputs: int, place: Placement
+    ) -> dict[str, torch.Tensor]:
+        """Undefined memory for the planes of a matrix, or of ``count`` of them."""
+        lead = () if count is None else (count,)
+        return {
+            plane.name: torch.empty(*lead, *plane.shape, dtype=plane.dtype, device=place.device)
+            for plane in self.planes(widths, num_inputs, place.dtype)
+        }
+
+    @abstractmethod
+    def dequantise(self, weight: Weight) -> torch.Tensor:
+        """The matrix [..., N, K] in the model's dtype; a plain one is not copied."""
+
+    def product(
+        self,
+        weight: Weight,
+        x_TK: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        bias_N: torch.Tensor | None = None,
+        activation: str | None = None,
+        residual_TO: torch.Tensor | None = None,
+        normed_TK: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x W^T + bias of x, or of ``norm``(x): [T, N] in x's dtype. With ``activation`` the halves of N are gate and
+        up, and the result is [T, O]. ``residual_TO`` is added, and its memory may be used for the result.
+        ``normed_TK``: ``norm``(x), where the caller has it."""
+        if norm is not None:
+            x_TK = norm(x_TK) if normed_TK is None else normed_TK
+        place = weight.place
+        return finish(linear(x_TK, self.dequantise(weight), bias_N, place.exact), activation, residual_TO, place)
+
+    def sums(
+        self, weight: Weight, x_TK: torch.Tensor, norm: RMSNorm | None, bias_N: torch.Tensor | None,
+        normed_TK: torch.Tensor, activation: str,
+    ) -> torch.Tensor:  # fmt: skip
+        """The product [T, N] before ``activation``: in fp32 where ``product`` applies it to fp32 sums, so that it gives
+        the same bits."""
+        return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
+
+    def grouped(self, weight: Weight) -> torch.Tensor:
+        """The matrices of all experts [X, N, K], as ``kernels.moe`` takes them."""
+        return self.dequantise(weight)
+
+
+@functools.cache
+def load_format(spec: str) -> WeightFormat:
+    """Build a format from ``name:key=value,key=value``. Raises ConfigError for an unknown name, key or value."""
+    return load(PACKAGE, spec, WeightFormat)
+
+
+class Weight:
+    """A matrix [N, K] in the planes of its format, or one for each of ``count`` experts.
+
+    Its outputs are ``widths`` of stored matrices with the same input, one below the other. ``streams``: products of few
+    rows may take kernels whose bits depend on the number of rows. ``copies``: they may keep a copy of the weight."""
+
+    def __init__(
+        self,
+        widths: dict[str, int],
+        num_inputs: int,
+        place: Placement,
+        count: int | None = None,
+        planes: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.widths, self.num_inputs, self.count, self.place = widths, num_inputs, count, place
+        self.num_outputs = sum(widths.values())
+        self.format = load_format(PLAIN)
+        if place.formats is not None:
+            experts = [""] if count is None else [f"experts.{i}." for i in range(count)]
+            self.format = place.formats(tuple(f"{place.path}{e}{part}.weight" for e in experts for part in widths))
+        self.streams, self.copies = streams(place), True
+        self.made: object | None = None  # by the format, for faster products
+        sizes = tuple(widths.values())
+        self.planes = self.format.allocate(count, sizes, num_inputs, place) if planes is None else planes
+        self._rows = {plane.name: plane for plane in self.format.planes(sizes, num_inputs, place.dtype)}
+
+    def __call__(self, x_TK: torch.Tensor, **options: object) -> torch.Tensor:
+        """The product; see ``WeightFormat.product``."""
+        return self.format.product(self, x_TK, **options)  # type: ignore[arg-type]
+
+    def __getitem__(self, expert: int) -> Weight:
+        """The matrix of one expert."""
+        found = object.__new__(Weight)
+        vars(found).update(vars(self), count=None, made=None, copies=False)
+        found.planes = {name: plane[expert] for name, plane in self.planes.items()}
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The matrix [..., N, K] of a plain weight."""
+        return self.planes[MATRIX]
+
+    def dequantise(self) -> torch.Tensor:
+        """The matrix [..., N, K] in the model's dtype; a plain one is not copied."""
+        return self.format.dequantise(self)
+
+    def forget(self) -> None:
+        """Drop what was made of the planes, since they have changed."""
+        self.made = None
+
+    def slots(self, expert: int | None = None) -> dict[str, Slot]:
+        """The places that stored tensors fill: ``part.weight``, and ``part.weight/plane`` for other planes."""
+        found, first = {}, 0
+        for part, width in self.widths.items():
+            for name, whole in self.planes.items():
+                plane, tensor = self._rows[name], whole if expert is None else whole[expert]
+                rows = tensor[first // plane.outputs : -(-(first + width) // plane.outputs)]
+                found[f"{part}.weight" if name == MATRIX else f"{part}.weight/{name}"] = Slot(rows, types=plane.types)
+            first += width
+        return found

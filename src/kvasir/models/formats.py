@@ -1,0 +1,65 @@
+"""The weight format of every matrix of a model: what the checkpoint's reader says, where its tensors are quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from kvasir.errors import ConfigError
+from kvasir.layers.weight_format import MATRIX, PLAIN, WeightFormat, load_format
+from kvasir.layers.weights import NUMBERS, Slot
+from kvasir.models.fill import Stored
+from kvasir.models.quantisation import SUFFIX, Reader
+from kvasir.models.stored import View
+
+# Matrices that are plain where only config.json can be asked: most ignore lists do not name them.
+UNQUANTISED = ("head.weight",)
+
+
+class Formats:
+    """Chooses the format of a matrix by the slots that fill it. ``Placement.formats``.
+
+    ``view``: the stored tensor of a slot, by the family. ``tensors``: the stored tensors by that name; empty: only
+    config.json can be asked. ``quantised``: slots whose format was found not to be plain."""
+
+    def __init__(self, reader: Reader, view: Callable[[str], View], tensors: Mapping[str, Stored]) -> None:
+        self.reader, self._view, self._tensors = reader, view, tensors
+        self.quantised: set[str] = set()
+
+    def __call__(self, slots: tuple[str, ...]) -> WeightFormat:
+        """Raises ConfigError where one product would need several formats."""
+        found: dict[str, str] = {}  # a module of each format
+        for slot in slots:
+            module = self._view(slot).name.removesuffix(SUFFIX)
+            found.setdefault(self._format(slot, module), module)
+        if len(found) > 1:
+            (one, first), (other, second), *_ = found.items()
+            raise ConfigError(
+                f"'{first}' is stored as {one} and '{second}' as {other}, but one product computes both. Use a "
+                "checkpoint that quantises both alike."
+            )
+        name = next(iter(found))
+        if name != PLAIN:
+            self.quantised.update(slots)
+        return load_format(name)
+
+    def _format(self, slot: str, module: str) -> str:
+        tensor = self._tensors.get(module + SUFFIX)
+        if tensor is not None and tensor.dtype in NUMBERS:
+            return PLAIN
+        stored = module if tensor is None else tensor.name.removesuffix(SUFFIX)
+        found = self.reader.format_of(stored)
+        if tensor is not None and found is None:
+            raise ConfigError(
+                f"{tensor.file}: tensor '{tensor.name}' has dtype {tensor.dtype}, but quantization_config in "
+                "config.json says that it is not quantised"
+            )
+        return PLAIN if found is None or not self._tensors and slot in UNQUANTISED else found
+
+    def stored(self, slot: str, plane: str, view: View, names: Iterable[str]) -> View:
+        """The part of a stored tensor that fills a plane, where the matrix itself would be filled by ``view``."""
+        return self.reader.stored(view, plane or MATRIX, names) if slot in self.quantised else view
+
+    def fit(self, name: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+        """A stored tensor and its slot, so that their shapes are the same."""
+        base, _, plane = name.partition("/")
+        return self.reader.fit(plane or MATRIX, tensor, slot) if base in self.quantised else (tensor, slot)

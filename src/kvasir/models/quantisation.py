@@ -1,0 +1,102 @@
+"""The seam of readers: what ``quantization_config`` says about a checkpoint's weights.
+
+A reader is one module in `kvasir/models/readers/`, named as its ``quant_method``. It refuses what is not served by
+name, says in which weight format (`kvasir.layers.weight_format`) a module's matrix is kept, and which stored tensor
+fills each plane of it. Needs no torch; the formats themselves do.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kvasir import technique
+from kvasir.errors import ConfigError
+from kvasir.models import advice
+from kvasir.models.stored import View
+from kvasir.technique import Technique
+
+if TYPE_CHECKING:
+    from kvasir.layers.weights import Slot
+    from kvasir.models.fill import Stored
+
+READERS = "kvasir.models.readers"
+SUFFIX = ".weight"
+# Tensors of activations and of the KV cache, which are not read: activations get scales of their own, row by row.
+UNREAD = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
+
+
+class Reader(Technique):
+    """The reader of one ``quant_method``. ``config``: the contents of ``quantization_config``; a reader raises
+    ConfigError from ``__init__`` for what is not served, and ignores nothing that changes the result.
+
+    ``unread``: ends of names of tensors that are not read, and are logged. ``activations``: what the checkpoint was
+    made for."""
+
+    affects_kv = True
+    unread: ClassVar[tuple[str, ...]] = UNREAD
+    activations: Literal["bf16", "fp8"] = "bf16"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.given = config
+
+    @abstractmethod
+    def format_of(self, module: str) -> str | None:
+        """The weight format, with its options, of the module of this name in the checkpoint (``model.layers.0.mlp.
+        up_proj``); None: its weight is not quantised."""
+
+    @abstractmethod
+    def stored(self, view: View, plane: str, names: Collection[str]) -> View:
+        """The part of a stored tensor that fills a plane of the weight which ``view`` would fill if it were plain.
+        ``names``: those of all stored tensors."""
+
+    def fit(self, plane: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+        """A stored tensor and the slot of the plane that it fills, so that their shapes are the same."""
+        return tensor, slot
+
+    def refuse(self, what: str, instead: str = "") -> None:
+        """Raise ConfigError that says what of this checkpoint is not served."""
+        instead = instead or advice.dequantize(self.name)
+        raise ConfigError(f"config.json: quantization_config ({self.name}): {what} is not served. {instead}")
+
+
+def reader_of(config: Mapping[str, Any]) -> Reader | None:
+    """The reader of a checkpoint, by its config.json; None: its weights are plain. Raises ConfigError for a method, or
+    a part of one, that is not served."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        given = part.get("quantization_config") or part.get("compression_config")
+        if not given:
+            continue
+        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
+        if isinstance(given, Mapping) and (given.get("load_in_4bit") or given.get("load_in_8bit")):
+            method = given.get("quant_method", "bitsandbytes")
+        name = str(method).replace("-", "_")
+        if not isinstance(given, Mapping) or name not in technique.names(READERS):
+            raise ConfigError(
+                f"config.json: quantization_config (quant_method '{method}') is not served; served are "
+                f"{', '.join(technique.names(READERS))}. {advice.dequantize(str(method))}"
+            )
+        return technique.find(READERS, name, Reader)[0](given)
+    return None
+
+
+def ignored(module: str, patterns: Iterable[str]) -> bool:
+    """Whether an ignore list holds a module: by its name, that of a part of the model which it belongs to, the end of
+    its name, or a regular expression (``re:``)."""
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], module):
+                return True
+        elif module == pattern or module.startswith(pattern + ".") or module.endswith("." + pattern):
+            return True
+    return False
+
+
+def with_suffix(view: View, suffix: str) -> View:
+    """The same part of another tensor of the module: ``.weight`` becomes ``suffix``."""
+    return replace(view, name=view.name.removesuffix(SUFFIX) + suffix)

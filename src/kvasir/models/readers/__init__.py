@@ -1,0 +1,1 @@
+"""Readers of quantised checkpoints, one ``quant_method`` of config.json each."""
