@@ -50,7 +50,7 @@ def test_kernels_of_an_older_processor(machine, lanes, flag, tmp_path):
             "no:xdist",
             "-k",
             WHICH,
-            *(str(FOLDER / f"test_{name}.py") for name in ("program", "codes", "decode")),
+            *(str(FOLDER / f"test_{name}.py") for name in ("program", "codes", "decode", "quantized")),
         ],
         env=env,
         capture_output=True,

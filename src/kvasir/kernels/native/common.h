@@ -57,7 +57,8 @@ typedef struct {
 } Step;
 
 enum { EMBED, LINEAR, NORM, HEADS, ATTEND, GATHER, OPEN, DRAW };
-enum { BF16, FP32 };
+enum { BF16, FP32, I8, U4 }; /* of weights */
+enum { NO_OFFSETS, CENTRED, OFFSETS }; /* of codes: none, -8 scales, or stored ones */
 enum { PLAIN, SILU, GELU, GELU_TANH };
 enum { NUMBERS, INT4, INT8, FP8 }; /* what a cache holds: fp32 numbers, or codes */
 
@@ -66,6 +67,7 @@ typedef struct { int64_t kind; const float *table; float *y; int64_t width; doub
 typedef struct { /* y = act(norm(x) W^T + bias) * scale, capped; or y += of it */
     int64_t kind; const float *x; float *y; const void *weights; const float *bias, *norm;
     double eps; int64_t format, num_inputs, num_outputs, activation, add, wanted; double scale, softcap;
+    int64_t group, offsets; /* codes: inputs of a scale (0: all), and how they are offset */
 } Linear;
 
 /* y = norm(x), or y += norm(x) */

@@ -5,6 +5,43 @@
 /* R rows times a panel of 2 x LANES outputs. bf16 panel: for each pair of inputs LANES words a block, the first input's
  * weight in the low half: widening is a shift or a mask. fp32 panel: for each input LANES floats a block. */
 #define UNROLL _Pragma("GCC unroll 8")
+#ifndef AHEAD
+#define AHEAD 512
+#endif
+
+/* A number in a register: gcc would load it again for each row that it is multiplied with. */
+INLINE vec held(vec v) {
+#if defined(__AVX2__)
+    __asm__("" : "+v"(v));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(v));
+#endif
+    return v;
+}
+
+/* ``far``: the panel comes from memory, and not from the first cache. */
+INLINE void product_floats(const float *x, int64_t stride, const float *w, int64_t inputs, int rows, int far,
+                           vec out[2][TILE]) {
+    vec left[TILE], right[TILE];
+    UNROLL for (int r = 0; r < rows; r++)
+        left[r] = right[r] = splat(0);
+    const float *w2 = w + inputs * LANES;
+    for (int64_t k = 0; k < inputs; k++, w += LANES, w2 += LANES) {
+        vec a = held(load(w)), b = held(load(w2));
+        if (far) {
+            __builtin_prefetch(w + AHEAD);
+            __builtin_prefetch(w2 + AHEAD);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            vec p = splat(x[r * stride + k]);
+            left[r] = fused(a, p, left[r]);
+            right[r] = fused(b, p, right[r]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        out[0][r] = left[r], out[1][r] = right[r];
+}
+
 #define PRODUCT(R)                                                                                                     \
     static void product_bf16_##R(const float *x, int64_t stride, const uint32_t *w, int64_t inputs, \
                                  vec out[2][TILE]) { \
@@ -29,26 +66,11 @@
             out[0][r] = left[r], out[1][r] = right[r];                                                                 \
     }                                                                                                                  \
     static void product_fp32_##R(const float *x, int64_t stride, const float *w, int64_t inputs, vec out[2][TILE]) {   \
-        vec left[R], right[R];                                                                                         \
-        UNROLL for (int r = 0; r < R; r++)                                                                             \
-            left[r] = right[r] = splat(0);                                                                             \
-        const float *w2 = w + inputs * LANES;                                                                          \
-        for (int64_t k = 0; k < inputs; k++, w += LANES, w2 += LANES) {                                                \
-            vec a = load(w), b = load(w2);                                                                             \
-            __builtin_prefetch(w + AHEAD);                                                                             \
-            __builtin_prefetch(w2 + AHEAD);                                                                            \
-            UNROLL for (int r = 0; r < R; r++) {                                                                       \
-                vec p = splat(x[r * stride + k]);                                                                      \
-                left[r] = fused(a, p, left[r]);                                                                        \
-                right[r] = fused(b, p, right[r]);                                                                      \
-            }                                                                                                          \
-        }                                                                                                              \
-        UNROLL for (int r = 0; r < R; r++)                                                                             \
-            out[0][r] = left[r], out[1][r] = right[r];                                                                 \
+        product_floats(x, stride, w, inputs, R, 1, out);                                                               \
+    }                                                                                                                  \
+    static void product_near_##R(const float *x, int64_t stride, const float *w, int64_t inputs, vec out[2][TILE]) {   \
+        product_floats(x, stride, w, inputs, R, 0, out);                                                               \
     }
-#ifndef AHEAD
-#define AHEAD 512
-#endif
 PRODUCT(1)
 PRODUCT(2)
 PRODUCT(3)
@@ -99,6 +121,7 @@ static void (*const PAIRS_OF_PANELS[2])(const float *, const void *, int64_t, ve
 
 typedef void (*Product)(const float *, int64_t, const void *, int64_t, vec[2][TILE]);
 static const Product PRODUCTS[2][TILE] = {ALL(product_bf16_), ALL(product_fp32_)};
+static const Product NEAR_PRODUCTS[TILE] = ALL(product_near_);
 
 /* ----------------------------------------------------------------------------------------- products in matrix tiles */
 
@@ -256,79 +279,3 @@ static void panels_of_tiles(const Linear *op, const float *parts, int64_t inputs
     tiles_end();
 }
 #endif
-
-/* The form in which a product takes its rows: as stored, normed and padded, or as parts for tiles. */
-typedef struct { int64_t padded, copied, tiles; } Shape;
-
-static const float *prepare(const Linear *op, const Shape *shape, int64_t row, float *into) { /* one row, padded */
-    int64_t inputs = op->num_inputs;
-    const float *x = op->x + row * inputs;
-    if (!shape->copied)
-        return x;
-    float scale = op->norm ? norm_scale(x, inputs, op->eps) : 1;
-    for (int64_t k = 0; k < inputs; k++)
-        into[k] = op->norm ? x[k] * scale * op->norm[k] : x[k];
-    memset(into + inputs, 0, 4 * (shape->padded - inputs));
-    return into;
-}
-
-/* Prepare ``count`` rows from ``row`` on, after a row of scratch at ``mine``. */
-static const float *prepare_rows(const Linear *op, const Shape *shape, int64_t row, int64_t count, float *mine) {
-    float *to = mine + shape->padded;
-    for (int64_t r = 0; r < count; r++) {
-#ifdef TILES
-        if (shape->tiles) {
-            split(prepare(op, shape, row + r, mine), shape->padded, r % TILE_ROWS,
-                  to + r / TILE_ROWS * TILE_ROWS * shape->padded * 3 / 2);
-            continue;
-        }
-#endif
-        if (!shape->copied)
-            return op->x + row * op->num_inputs;
-        prepare(op, shape, row + r, to + r * shape->padded);
-    }
-    return to;
-}
-
-static void panels(const Linear *op, const Shape *shape, const float *x, int64_t row, int64_t count, int64_t first,
-                   int64_t stop) {
-#ifdef TILES
-    if (shape->tiles) {
-        panels_of_tiles(op, x, shape->padded, row, count, first, stop);
-        return;
-    }
-#endif
-    panels_of(op, x, shape->padded, shape->padded, row, count, first, stop);
-}
-
-/* With few rows, threads share the panels, and each prepares all rows. With many, each takes the next block of rows,
- * and where blocks are few part of the panels: a block stays in a core's own cache while panels pass by. */
-static void linear(const Linear *op, int64_t rows, const Team *team, int64_t tiles_from) {
-    int64_t blocks = (op->num_outputs + LANES - 1) / LANES, num_panels = op->activation ? blocks : (blocks + 1) / 2,
-        first, stop;
-    Shape shape = {.padded = op->format == BF16 ? (op->num_inputs + 31) / 32 * 32 : op->num_inputs};
-    shape.tiles = tiles_from && op->format == BF16 && rows >= tiles_from;
-    shape.copied = op->norm || shape.padded > op->num_inputs;
-    if (rows <= ROWS) {
-        share(num_panels, &first, &stop);
-        if (first < stop && rows)
-            panels(op, &shape, prepare_rows(op, &shape, 0, rows, team->mine), 0, rows, first, stop);
-        return;
-    }
-    int64_t threads = omp_get_num_threads(), height = (rows + 2 * threads - 1) / (2 * threads),
-        most = NEAR_FLOATS * 2 / 3 / shape.padded;
-    height = (height < most ? height : most) / ROWS * ROWS;
-    height = height < ROWS ? ROWS : height;
-    int64_t high = (rows + height - 1) / height,
-        across = high == threads || high >= 2 * threads ? 1 : (2 * threads + high - 1) / high;
-    const float *x = 0;
-    for (int64_t item, held = -1; (item = take(team)) < high * across;) {
-        int64_t row = item / across * height, count = rows - row < height ? rows - row : height, part = item % across;
-        first = num_panels * part / across, stop = num_panels * (part + 1) / across;
-        if (first == stop)
-            continue;
-        if (held != row)
-            x = prepare_rows(op, &shape, row, count, team->mine), held = row;
-        panels(op, &shape, x, row, count, first, stop);
-    }
-}

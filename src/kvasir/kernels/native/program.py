@@ -25,7 +25,8 @@ NEAR_FLOATS = 192 << 10  # floats of input rows that stay in a core's own cache
 MAX_DIM = 512
 META = 4  # bytes of scale and bias that go with a row of codes
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
-BF16, FP32 = 0, 1
+BF16, FP32, I8, U4 = 0, 1, 2, 3  # formats of weights
+NO_OFFSETS, CENTRED, OFFSETS = 0, 1, 2  # of codes: none, -8 scales, or stored ones
 # Layouts of pages that the C sources know, by the word that codecs have for them (``Codec.kernel``).
 LAYOUTS = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}
 TILES_FROM = tuned.MATRIX_TILE_ROWS.value  # rows
@@ -62,7 +63,7 @@ class Linear(Op):
     KIND = 1
     _fields_ = [(name, c_void_p) for name in ("x", "y", "weights", "bias", "norm")] + [("eps", c_double)] + [
         (name, c_int64) for name in ("format", "num_inputs", "num_outputs", "activation", "add", "wanted")] + [
-        ("scale", c_double), ("softcap", c_double)]
+        ("scale", c_double), ("softcap", c_double), ("group", c_int64), ("offsets", c_int64)]
 
 
 class Norm(Op):
@@ -105,14 +106,23 @@ class Draw(Op):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [N, K] (gated: [2N, K], gate first) in panels of two registers' outputs, padded with zeros; ``format``:
-    bf16 or fp32."""
+    """A weight [N, K] (gated: [2N, K], gate first) in panels of two registers' outputs, padded with zeros. ``format``:
+    bf16, fp32, or codes (``quantized.py``) with a scale for each ``group`` of inputs (0: all)."""
 
     data: torch.Tensor
     format: int
     num_outputs: int
     num_inputs: int
     gated: bool
+    group: int = 0
+    offsets: int = NO_OFFSETS
+
+    @property
+    def row_floats(self) -> int:
+        """Floats of a prepared row: its inputs, padded, and its sums over groups."""
+        padded = -(-self.num_inputs // BF16_INPUTS) * BF16_INPUTS
+        groups = (padded // self.group if self.group else 1) if self.offsets else 0
+        return padded + -(-groups // LINE) * LINE
 
 
 def pack(library: ctypes.CDLL, weight_NK: torch.Tensor, gated: bool = False) -> Packed:
@@ -144,7 +154,7 @@ class Program:
         self._ops: list[Op] = []
         self._held: list[object] = []
         self._array: ctypes.Array | None = None
-        self._width = 1  # the most inputs of a product
+        self._width = 1  # the most floats of a product's row
         self._floats = 0  # that drawing takes
 
     def __len__(self) -> int:
@@ -185,14 +195,14 @@ class Program:
         with ``activation``, activation(gate) times up; else times ``scale``, and capped. ``wanted``: M rows instead of
         T."""
         assert packed.gated == (activation is not None), "a gated weight and its activation"
-        self._width = max(self._width, -(-packed.num_inputs // BF16_INPUTS) * BF16_INPUTS)
+        self._width = max(self._width, packed.row_floats)
         self._add(Linear, x=self._dense(x_TK), y=self._dense(y_TN), weights=self._address(packed.data, torch.int32),
                   bias=self._dense(bias_N),
                   norm=None if norm is None else self._dense(norm[0]), eps=0.0 if norm is None else norm[1],
                   format=packed.format,
                   num_inputs=packed.num_inputs, num_outputs=packed.num_outputs, activation=ACTIVATIONS[activation],
                   add=add,
-                  wanted=wanted, scale=scale, softcap=softcap or 0.0)
+                  wanted=wanted, scale=scale, softcap=softcap or 0.0, group=packed.group, offsets=packed.offsets)
 
     def norm(self, x_TE: torch.Tensor, y_TE: torch.Tensor, norm: tuple[torch.Tensor, float], *, add: bool = False,
              wanted: bool = False) -> None:

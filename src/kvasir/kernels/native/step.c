@@ -1,15 +1,17 @@
 /* A decoder's step on a CPU: a list of operations that one team of threads runs through, a barrier after each.
  *
- * Numbers are fp32. Weights are fp32, or bf16 where that loses nothing, in panels of 2 x LANES outputs. Every sum has
- * one order, whatever the number of rows and threads, so a row's bits depend on that row alone (and on whether the step
- * has enough rows for matrix tiles). Vectors are the compiler's own, one register each: LANES is 16 with AVX-512, 8
- * with AVX2, else 4.
+ * Numbers are fp32. Weights are fp32, bf16 where that loses nothing, or codes of 8 or 4 bits, in panels of 2 x LANES
+ * outputs. Every sum has one order, whatever the number of rows and threads, so a row's bits depend on that row alone
+ * (and on whether the step has enough rows for matrix tiles). Vectors are the compiler's own, one register each: LANES
+ * is 16 with AVX-512, 8 with AVX2, else 4.
  *
  * Legend: T rows, M wanted rows, K inputs, N outputs, H query heads, G KV heads, X = H + 2 G, D head dim, P slots per
  * page. */
 
 #include "common.h"
 #include "products.h"
+#include "quantized.h"
+#include "linear.h"
 #include "codes.h"
 #include "attention.h"
 #include "decode.h"

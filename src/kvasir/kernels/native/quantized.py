@@ -1,0 +1,71 @@
+"""Weights as codes of 8 and 4 bits in panels for the C kernels. Products sum fp32 inputs times codes.
+
+A weight is ``scale * (code - zero)``, with a scale (and perhaps a zero point) for each output and group of inputs. The
+panels hold what ``quantized.h`` describes. Nothing is lost on the way: scales are kept in fp32, codes as they are.
+
+Legend: N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kvasir.kernels.native.program import BF16_INPUTS, CENTRED, I8, NO_OFFSETS, OFFSETS, U4, Packed
+
+CENTRE = 8.0  # the zero point of 4-bit codes that have none of their own
+CODES_A_WORD = 8  # of 4 bits
+
+
+def dequantise_reference(codes_NK: torch.Tensor, scales_NG: torch.Tensor,
+                         zeros_NG: torch.Tensor | None = None) -> torch.Tensor:
+    """Weights fp32 [N, K] of ``pack_codes``' arguments."""
+    group = codes_NK.shape[1] // scales_NG.shape[1]
+    zeros_NK = _zeros(codes_NK, scales_NG, zeros_NG).repeat_interleave(group, 1)
+    return (codes_NK.float() - zeros_NK) * scales_NG.float().repeat_interleave(group, 1)
+
+
+def pack_codes(library: ctypes.CDLL, codes_NK: torch.Tensor, scales_NG: torch.Tensor,
+               zeros_NG: torch.Tensor | None = None, gated: bool = False) -> Packed:
+    """Pack codes for ``Program.linear``.
+
+    ``codes_NK``: int8, or uint8 with values 0 .. 15. ``scales_NG``: G = 1, or groups of a multiple of 32 inputs.
+    ``zeros_NG``: zero points, whole or not; None: 0 for int8 and 8 for uint8. ``gated``: gate and up are halves of N.
+    """
+    outputs, inputs = codes_NK.shape
+    groups = scales_NG.shape[1]
+    assert inputs % groups == 0 and (groups == 1 or inputs // groups % BF16_INPUTS == 0), "groups of 32, 64, 96, ..."
+    wide = codes_NK.dtype == torch.int8
+    offsets = OFFSETS if zeros_NG is not None else NO_OFFSETS if wide else CENTRED
+    head = [scales_NG.float()]
+    if zeros_NG is not None:
+        head.append(-scales_NG.float() * zeros_NG.float())
+    parts, lanes = 2 if gated else 1, library.kvasir_lanes()
+    outputs //= parts
+    blocks = -(-outputs // lanes) if gated else -(-outputs // (2 * lanes)) * 2
+    padded = -(-inputs // BF16_INPUTS) * BF16_INPUTS
+
+    def blocked(x_NC: torch.Tensor, columns: int) -> torch.Tensor:
+        """[blocks, parts, G, columns / G, lanes]: a part's blocks take turns."""
+        full = x_NC.new_zeros(parts, blocks * lanes, columns)
+        full[:, :outputs, : x_NC.shape[1]] = x_NC.reshape(parts, outputs, -1)
+        return full.view(parts, blocks, lanes, groups, columns // groups).permute(1, 0, 3, 4, 2)
+
+    codes = blocked(codes_NK, padded)
+    if wide:
+        words = codes.contiguous().view(torch.int32)
+    else:
+        nibbles = codes.unflatten(3, (-1, CODES_A_WORD))  # [blocks, parts, G, words, 8, lanes]
+        pairs = nibbles[..., 0::2, :] | nibbles[..., 1::2, :] << 4
+        words = pairs.transpose(-1, -2).contiguous().view(torch.int32)
+    numbers = torch.cat([blocked(x, groups) for x in head], 3).contiguous().view(torch.int32)
+    data = torch.cat([numbers.flatten(3), words.flatten(3)], 3).view(-1)
+    group = 0 if groups == 1 else inputs // groups
+    return Packed(data, I8 if wide else U4, outputs, inputs, gated, group, offsets)
+
+
+def _zeros(codes_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor | None) -> torch.Tensor:
+    if zeros_NG is not None:
+        return zeros_NG.float()
+    return torch.full_like(scales_NG, 0.0 if codes_NK.dtype == torch.int8 else CENTRE, dtype=torch.float32)
