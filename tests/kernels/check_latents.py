@@ -7,8 +7,9 @@ from unittest import mock
 
 import torch
 
+from kvasir.attention.latent import UpProjection
 from kvasir.kernels import latent_decode as latents
-from kvasir.kernels import latent_rows
+from kvasir.kernels import latent_prompt, latent_rows
 from kvasir.kernels.latent_decode import Case, Planes, Shape
 from tests.attention.latents import LatentWorld, latent_world, stored_rows
 from tests.kernels.check import FLOOR, _worst, attend_low, rows_of
@@ -123,3 +124,34 @@ def check_write(case: latent_rows.Case, dtype: torch.dtype, device: str) -> None
     for want, got in zip(*stored):
         torch.testing.assert_close(got.double(), want.double(), atol=FLOOR[dtype] * 4, rtol=FLOOR[dtype])
         assert (got[want == 7.0] == 7.0).all()
+
+
+def check_prompts(case: latent_prompt.Case, dtype: torch.dtype, device: str) -> None:
+    """Long spans, expanded, against the absorbed reference in fp64; the other rows stay untouched."""
+    fields = {name: getattr(case, name) for name in ("heads", "rank", "rope", "nope", "value", "page_slots")}
+    world = latent_world(case.spans, codec=case.format, dtype=dtype, device=device, **fields)
+    batch = world.batch
+    chosen = [s for s, length in enumerate(batch.lengths) if length >= latent_prompt.SHORTEST]
+    out = torch.full((*world.q.shape[:2], case.value), torch.nan, dtype=dtype, device=device)
+    latent_prompt.latent_prompt_triton(
+        world.q_heads,
+        Planes.of(world.cache.planes, world.rank, case.format),
+        world.up.key_HDR,
+        world.up.value_HVR,
+        batch.tables[0],
+        batch.context,
+        batch.row_start,
+        latent_prompt.plan_prompts(batch.starts, batch.lengths, chosen, case.nope, case.rope, device),
+        world.spec.scale,
+        out,
+        scratch_bytes=case.scratch_bytes,
+    )
+    wide = UpProjection(world.up.key_HDR.double(), world.up.value_HVR.double())
+    world.q = wide.absorb(world.q_heads.double())
+    want = wide.project(reference(world, torch.float64)[0])
+    for s, (a, b) in enumerate(zip(batch.row_start.tolist(), batch.row_start.tolist()[1:])):
+        if s in chosen:
+            error = (out[a:b].double() - want[a:b]).abs().max()
+            assert error <= 4 * FLOOR[dtype] * want[a:b].abs().max().clamp(min=1), (case, float(error))
+        else:
+            assert out[a:b].isnan().all(), case

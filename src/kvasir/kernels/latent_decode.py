@@ -312,6 +312,16 @@ class Shape:
                                              block_m=block_m))
 
 
+def padded(rank: int) -> int:
+    """The width that the kernels compute with, for latents of this rank."""
+    return max(16, next_power_of_2(rank))
+
+
+def wide_of(rank: int) -> int:
+    """Elements of a block that shares a scale, as the kernels see it."""
+    return min(BLOCK, padded(rank))
+
+
 @functools.cache
 def heads_of_block(heads: int) -> int:
     """Heads of a block: as many as a tile holds, so that all blocks have the same number."""
@@ -360,10 +370,10 @@ def _flags(q_THX: torch.Tensor, planes: Planes, shape: Shape) -> dict:
     assert q_THX.stride(-1) == 1 and planes.latent.stride(-1) == 1, "rows must be dense"
     assert planes.format != "plain" or q_THX.dtype == planes.latent.dtype, "queries and rows have one type"
     meta = 0 if planes.meta is None else planes.meta.stride(2)
-    return {"H": heads, "HEADS": heads_of_block(heads), "P": size, "R": rank, "R_PAD": max(16, next_power_of_2(rank)),
+    return {"H": heads, "HEADS": heads_of_block(heads), "P": size, "R": rank, "R_PAD": padded(rank),
             "Q": rope, "Q_PAD": max(16, next_power_of_2(rope)), "LATENT_ROW": planes.latent.stride(2),
             "ROPE_ROW": planes.rope.stride(2), "META_ROW": meta, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
-            "FORMAT": planes.format, "WIDE": min(BLOCK, max(16, next_power_of_2(rank))), "num_warps": shape.warps, "num_stages": shape.stages}
+            "FORMAT": planes.format, "WIDE": wide_of(rank), "num_warps": shape.warps, "num_stages": shape.stages}
 
 
 def latent_tiles_triton(q_THX: torch.Tensor, planes: Planes, table_SW: torch.Tensor, context_S: torch.Tensor,
@@ -375,7 +385,7 @@ def latent_tiles_triton(q_THX: torch.Tensor, planes: Planes, table_SW: torch.Ten
     block, absent = heads_of_block(heads), q_THX  # stands in for pointers that the compiled variant never touches
     groups, lse, meta = heads // block, absent if lse_TH is None else lse_TH, planes.meta
     for part in tiles:
-        shape = Shape.of(part.block_m, max(16, next_power_of_2(rank)), q_THX.dtype)
+        shape = Shape.of(part.block_m, padded(rank), q_THX.dtype)
         count, tile_m = part.items.shape[0], min(part.block_m // block, part.max_rows) * block
         at_once = count
         if part.exact:
@@ -419,7 +429,7 @@ def latent_rows_triton(q_THX: torch.Tensor, planes: Planes, table_TW: torch.Tens
     """
     count, heads, _ = q_THX.shape
     rank, device = planes.latent.shape[3], q_THX.device
-    shape = shape or Shape.of(block_of(most, heads, q_THX.dtype), max(16, next_power_of_2(rank)), q_THX.dtype)
+    shape = shape or Shape.of(block_of(most, heads, q_THX.dtype), padded(rank), q_THX.dtype)
     flags, block = _flags(q_THX, planes, shape), heads_of_block(heads)
     rows, groups = shape.block_m // block, heads // block
     wave = max(1, shape.at_once * multiprocessors(device) // groups)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir.kernels import latent_decode, latent_rows
-from tests.kernels.check_latents import check_rows, check_tiles, check_write
+from kvasir.kernels import latent_decode, latent_prompt, latent_rows
+from tests.kernels.check_latents import check_prompts, check_rows, check_tiles, check_write
 
 CASES = list(enumerate(latent_decode.grid()))
 
@@ -29,3 +29,8 @@ def test_rows_known_on_the_device_alone(place, case, device):
 def test_write(case, device):
     for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
         check_write(case, dtype, device)
+
+
+@pytest.mark.parametrize("case", list(latent_prompt.grid()), ids=str)
+def test_prompts(case, device):
+    check_prompts(case, torch.bfloat16 if device == "cuda" else torch.float16, device)
