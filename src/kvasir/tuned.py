@@ -178,6 +178,43 @@ PAGED_ATTENTION = Tuned(
     ("h200/gpu_kernels.json", "h200/gpu_attention.json"),
     ATTENTION,
 )
+LATENT_ATTENTION = Tuned(
+    (
+        ({"dtype": "float32", "rank": 64}, (32, 4, 2, 2, 4)),
+        ({"dtype": "float32"}, (16, 8, 2, 1, 4)),
+        ({"rank": 128}, (64, 4, 3, 2, 4)),
+        ({"rank": 256, "block_m": 32}, (64, 4, 3, 2, 4)),
+        ({"rank": 256}, (64, 8, 3, 1, 2)),
+        ({"block_m": 16}, (32, 4, 3, 2, 4)),
+        ({"block_m": 32}, (32, 8, 3, 2, 4)),
+        ({}, (32, 8, 3, 1, 2)),
+    ),
+    "Shape of the kernel over latents: keys of a block, warps, pipeline stages, programs that fit on a multiprocessor "
+    "at once, and chunks of long work for each. block_m: rows x heads of a tile; rank: of the latent. What shared "
+    "memory and registers of Hopper hold; nobody measured them.",
+    ("kvasir.kernels.latent_decode.Shape",),
+    H200,
+    (),
+    "python -m tools.kernels latents RESULT.json",
+)
+LATENT_PROMPT = Tuned(
+    (({"dim": 192}, (128, 64, 8, 3)), ({"dim": 320}, (128, 64, 8, 2)), ({}, (64, 32, 4, 2))),
+    "Shape of the kernel for prompts over keys and values made of latents: rows of a tile, keys of a block, warps and "
+    "pipeline stages. dim: padded elements of a head's key. What shared memory of Hopper holds; nobody measured them.",
+    ("kvasir.kernels.latent_prompt.Shape",),
+    H200,
+    (),
+    "python -m tools.kernels latents RESULT.json",
+)
+LATENT_CROSSING = Tuned(
+    1.0,
+    "Rows of a span from which on keys and values are made of the latents, as a multiple of the rows at which both "
+    "forms take as many operations. Nobody measured it.",
+    ("kvasir.kernels.latent_prompt.CROSSING",),
+    H200,
+    (),
+    "python -m tools.kernels latents RESULT.json",
+)
 SPLIT_KEYS = Tuned(
     256,
     "Least keys of a split of a tile; fewer are not worth a program of their own.",

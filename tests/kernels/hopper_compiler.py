@@ -68,6 +68,8 @@ def compile_for_hopper(
                 "q_head",
                 "page_stride",
                 "head_stride",
+                "latent_stride",
+                "rope_stride",
                 "meta_page",
                 "meta_head",
                 "out_row",
