@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from kvasir.kernels import decode_attention, hopper_gemv, lora, report
+from kvasir.kernels import decode_attention, hopper_gemv, lora, report, steer
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.hopper_attention import HopperShape
 from kvasir.kernels.key_chunks import merged_at_once
@@ -551,3 +551,17 @@ def test_adapters(kernel, warps, constants):
     pointers = {name: kind for name, kind in LORA.items() if name in names}
     found = compiled("lora", kernel, {"num_warps": warps, "num_stages": 3}, shared, pointers)
     assert not found["spilled"]
+
+
+def test_hooks():
+    """The heads of an 8B model, and its whole state with three classes."""
+    words = {"words_ptr": "i32", "modes_ptr": "i32", "heads_ptr": "i32"}
+    pointers = {"x_ptr": "bf16", "out_ptr": "bf16", **words}
+    shared = {"SLOT_SHIFT": steer.SLOT_SHIFT, "ADDS": False, "PDL": True}
+    for shape in (
+        {"H": 32, "D": 128, "C": 2, "BLOCK": 128, "SHIFTS": False},
+        {"H": 1, "D": 4096, "C": 3, "BLOCK": 4096, "SHIFTS": True},
+    ):
+        warps = max(1, min(8, shape["BLOCK"] // 256))
+        found = compiled("steer", "_steer", {"num_warps": warps, "num_stages": 3}, {**shape, **shared}, pointers)
+        assert not found["spilled"], shape

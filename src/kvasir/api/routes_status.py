@@ -76,6 +76,16 @@ class StatusRoutes:
             | {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
         )
 
+    async def hooks(self) -> Response:
+        """The sets of hooks that requests may name."""
+        self.service.require_ready()
+        sets = [
+            {"id": one.name, "object": "hook", "hooks": list(one.parts), "key": one.key}
+            | {"from": "answer" if one.answers else "prompt", "changes_kv": one.changes_kv}
+            for one in self.service.info.hooks.values()
+        ]
+        return reply({"object": "list", "data": sets})
+
     async def model(self, name: str) -> Response:
         self.service.require_ready()
         if name.endswith("/") or not name:

@@ -144,6 +144,7 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
     _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
     for path, route in {
         "/v1/models": status.models,
+        "/v1/hooks": status.hooks,
         "/v1/models/{name:path}": status.model,
         "/health": status.health,
         "/ping": status.health,

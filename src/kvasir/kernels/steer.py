@@ -209,3 +209,33 @@ def steer(x_THD: torch.Tensor, words_T: torch.Tensor, steers: Steers, out_THD: t
             SLOT_SHIFT, steers.shifts, out_THD is not None, early, num_warps=max(1, min(8, block // 256)),
             launch_pdl=early)
     return None
+
+
+# ------------------------------------------------------------------------------------------------------- the test grid
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``slots``: the set of each row, 0: none. ``modes``: of each set. ``count``: vectors of the buffers. ``adds``: the
+    moves are added to another tensor."""
+
+    slots: tuple[int, ...]
+    modes: tuple[int, ...]
+    heads: int
+    width: int
+    count: int = 1
+    adds: bool = False
+
+
+def grid() -> list[Case]:
+    """Cases of every mode, alone and mixed, at widths that are powers of two and are not."""
+    rows = (1, 0, 2, 2, 0, 3, 1)
+    probed = DOT | NORM | THRESHOLD, DOT | NORM | SOFT, DOT | SOFT
+    return [
+        Case(rows, (ADD, DOT, DOT | NORM), 4, 64),
+        Case(rows, probed, 3, 80, 2),
+        Case(rows, (SHIFT, DOT | NORM, SHIFT), 1, 192, 3),
+        Case(rows, (SHIFT, ADD, DOT | NORM | SOFT), 1, 320, 4, adds=True),
+        Case((1,), (DOT | NORM,), 2, 128),
+        Case((0, 0, 0), (DOT | NORM,), 2, 32),
+    ]
