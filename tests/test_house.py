@@ -147,6 +147,7 @@ NAMED = {
     "cli/solve.py": {"budget"},  # the tokens of a run
     "cli/solve_job.py": {"budget"},  # likewise
     "scaling/solve.py": {"budget"},  # likewise
+    "scaling/engine_endpoint.py": {"budget"},  # forces the end of a part of a reply
     "scaling/report.py": {"cost"},  # the price of a run
     "api/scaling.py": {"cost"},  # likewise
     "api/routes_scaling.py": {"cost"},  # likewise

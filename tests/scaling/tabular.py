@@ -106,7 +106,7 @@ class Tabular(Endpoint):
     engine's: computed, cached and generated tokens.
     """
 
-    caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
+    caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True, schema=True, bound=True)
     vocabulary = "tabular"
 
     def __init__(

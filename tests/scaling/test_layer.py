@@ -35,6 +35,7 @@ ALL = {
     "particle": "particle:N=4,steps=4,tokens=2",
     "beam": "beam:N=4,width=2,steps=4,tokens=2",
     "a_star": "a_star:k=3,expansions=5,tokens=2",
+    "plan_and_budget": "plan_and_budget:enforce=hard,plan_tokens=4",
 }
 SAMPLING = Sampling(max_tokens=12)
 

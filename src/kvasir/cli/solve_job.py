@@ -13,6 +13,7 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import forms
 from kvasir.lab.task import Split, Task
+from kvasir.lab.tasks.two_part import TwoPart
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.ledger import Budget, Price
 from kvasir.scaling.problem import Problem, Prompts
@@ -83,12 +84,30 @@ class LabPrompts(Prompts):
         return forms.render("self_evaluate", problem, [reply])
 
 
+class PlannedPrompts(LabPrompts):
+    """The prompt forms of a task that knows plans and budgets. Its step i is its part i."""
+
+    def __init__(self, task: TwoPart) -> None:
+        self.task = task
+
+    def plan(self, problem):
+        return self.task.plan_request(problem.messages)
+
+    def budgeted(self, problem, steps, budgets):
+        return self.task.budget_request(problem.messages, budgets)
+
+    def section_end(self, number, count):
+        return self.task.part_end(number, count)
+
+
 def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
     """The lab's problems as strategies see them, without their answers. In a reply that checks candidates first, the
     solution below the check counts."""
     if any(p.tools for p in drawn):
         raise ConfigError(f"task '{task.name}' needs tool calls, which no strategy makes")
     prompts = LabPrompts() if task.candidates else Prompts()
+    if isinstance(task, TwoPart):
+        prompts = PlannedPrompts(task)
     return [
         Problem(f"p{i}", p.messages, lambda text: task.answer(forms.solution(text)), prompts)
         for i, p in enumerate(drawn)

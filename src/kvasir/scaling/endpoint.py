@@ -11,7 +11,7 @@ import abc
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvasir.decoding.confidence import summed_up
 from kvasir.scaling.ledger import Price
@@ -41,7 +41,7 @@ class Caps:
 
     ``tokens``: token ids go in and out, so a reply can be continued, forked and cut (`Seq`). ``logprobs``: confidence
     of generated tokens. ``score``: confidence of any text. ``choose``: a distribution over given next tokens. ``fork``:
-    n samples compute the prompt once.
+    n samples compute the prompt once. ``schema`` and ``bound``: what a `Shape` asks for.
     """
 
     tokens: bool = False
@@ -49,6 +49,8 @@ class Caps:
     score: bool = False
     choose: bool = False
     fork: bool = False
+    schema: bool = False
+    bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,15 @@ class Prompt:
     affinity: str = ""
 
 
+class Shape(NamedTuple):
+    """Constraints on a reply. ``schema``: JSON schema, as text, that it follows. ``limit``, ``mark``: the text ``mark``
+    is forced once ``limit`` tokens were written without it."""
+
+    schema: str = ""
+    limit: int = 0
+    mark: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling settings.
@@ -74,6 +85,7 @@ class Sampling:
     max_tokens: int = 512
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
+    shape: Shape | None = None
 
 
 @dataclass(slots=True)

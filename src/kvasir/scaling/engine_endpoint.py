@@ -41,11 +41,22 @@ from kvasir.scaling.endpoint import (
     Sample,
     Sampling,
     Score,
+    Shape,
     Usage,
     confidence_of,
 )
 from kvasir.scaling.ledger import Price
-from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob, branch_stream
+from kvasir.types import (
+    Event,
+    Grammar,
+    ProcessorParams,
+    PromptScore,
+    Request,
+    SamplingParams,
+    Thinking,
+    TokenLogprob,
+    branch_stream,
+)
 
 DEFAULT_CONFIDENCES = 20  # Likeliest tokens that a confidence is the mean of.
 FIRST = -1  # Priority of calls that are a prompt and nothing more, because a round of them holds up a whole loop.
@@ -73,7 +84,7 @@ class ClientEndpoint(Endpoint):
     score as one record) and ``group`` (a group that the engine ends itself). They change no reply.
     """
 
-    caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
+    caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True, schema=True, bound=True)
 
     def __init__(
         self,
@@ -147,6 +158,7 @@ class ClientEndpoint(Endpoint):
         first_of = group.finish_after if group is not None and seen else None
         apart = bool(sampling.stop) or group is not None and not seen  # something is decided here between two tokens
         lease = self.lease if sampling.stop else 0.0  # a reply that stops at a delimiter is likely to continue
+        shape = sampling.shape or Shape()
         requests = []
         for first in range(0, n, size):
             stream, branch = group_seed(seed, first // MAX_N), first % MAX_N
@@ -159,10 +171,20 @@ class ClientEndpoint(Endpoint):
                 finish_after=first_of,
                 lease=lease,
                 detokenize=False,
+                grammar=Grammar("json_schema", shape.schema) if shape.schema else None,
             )
             requests.append(self.request(ids, params, prompt.affinity))
+            requests[-1].processors = self.bound(shape)
             requests[-1].piece, requests[-1].bare = 1 if apart else PIECE, True
         return EngineDraw(self, requests, size, sampling.stop, apart)
+
+    def bound(self, shape: Shape) -> list[ProcessorParams]:
+        """The processor that forces the shape's mark: the text before the mark is to it what thinking is."""
+        if not shape.mark:
+            return []
+        part = Thinking((), tuple(self.tokenizer.encode(shape.mark, add_special=False)), "inside", shape.mark)
+        nothing: dict[str, tuple[int, ...]] = {"first": (), "last": (), "wait": ()}
+        return [ProcessorParams(f"budget:num_ignore=0,max_thinking={shape.limit}", nothing, part)]
 
     def request(self, ids: list[int], params: SamplingParams, affinity: str, priority: int = 0) -> Request:
         """A validated request for the engine. Raises Refused for one that the engine would reject."""

@@ -61,7 +61,7 @@ class HTTPEndpoint(Endpoint):
         if not url.startswith(("http://", "https://")) or not model:
             raise ConfigError(f"'{url}#{model}': a remote model is URL#NAME, for example http://127.0.0.1:8000/v1#base")
         self.url, self.model, self.name, self.price = url.rstrip("/"), model, name or model, price or Price()
-        self.caps = Caps(logprobs=logprobs, choose=logprobs)
+        self.caps = Caps(logprobs=logprobs, choose=logprobs, schema=True)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout, self._httpx = timeout, httpx
         self._limits = httpx.Limits(max_connections=most_requests)
@@ -85,6 +85,8 @@ class HTTPEndpoint(Endpoint):
     def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
         if prompt.begun or sampling.stop:
             raise Refused(f"{self.name} cannot continue a reply")
+        if sampling.shape is not None and sampling.shape.mark:
+            raise Refused(f"{self.name} cannot force text")
         return HTTPDraw(self, prompt, n, sampling, seed)
 
     def body(self, prompt: Prompt, max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -184,6 +186,9 @@ class HTTPDraw(Draw):
         """Run one sample. Closing the connection cancels it at the server."""
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest(), "little") >> 1
         body = self.endpoint.body(self.prompt, self.sampling.max_tokens, self.sampling.temperature, seed)
+        if self.sampling.shape is not None:
+            schema = {"name": "reply", "schema": json.loads(self.sampling.shape.schema), "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         finish, counted, made = None, False, 0
         try:
             async for chunk in self.endpoint.stream(body):

@@ -31,6 +31,7 @@ from kvasir.scaling.endpoint import (
     Sample,
     Sampling,
     Score,
+    Shape,
     Usage,
 )
 from kvasir.scaling.journal import Journal, digest
@@ -159,6 +160,7 @@ class Context:
         on: str = "eos",
         accept: Callable[[str], bool] | None = None,
         stream: int | None = None,
+        shape: Shape | None = None,
     ) -> list[Sample]:
         """Sample ``n`` replies, in order of their number.
 
@@ -172,9 +174,10 @@ class Context:
             usual.max_tokens if max_tokens is None else max_tokens,
             usual.temperature if temperature is None else temperature,
             tuple(stop),
+            shape,
         )
         group = None if finish_after is None else Group(min(finish_after, n), on, accept)
-        how = sampling.max_tokens, sampling.temperature, sampling.stop
+        how = sampling.max_tokens, sampling.temperature, sampling.stop, *(shape or ())
         request = digest(
             ["sample", endpoint.name, list(prompt.messages), prompt.begun, n, how, finish_after, on, stream]
         )
@@ -422,6 +425,7 @@ class Seq:
         max_tokens: int | None = None,
         temperature: float | None = None,
         scope: Context | None = None,
+        shape: Shape | None = None,
     ) -> Sample | None:
         """Continue until one of ``until`` is written (it stays), the end, or ``max_tokens``.
 
@@ -437,12 +441,12 @@ class Seq:
             temperature=temperature,
             stop=until,
             stream=self.stream,
+            shape=shape,
         )
         if not found:
             return None
-        piece = found[0]
-        paused = piece.finish == "stop" and any(u in piece.text for u in until)
-        self.pieces.append(dataclasses.replace(piece, met=1 if paused else None))
+        met = 1 if found[0].finish == "stop" and any(u in found[0].text for u in until) else None
+        self.pieces.append(dataclasses.replace(found[0], met=met))
         return self.pieces[-1]
 
     def fork(self, n: int) -> list[Seq]:

@@ -100,6 +100,26 @@ class Prompts:
         """Ask about the beginning of a solution; the next token is one of ``verdicts``."""
         return self.self_evaluate(problem, steps)
 
+    def plan(self, problem: Problem) -> Messages:
+        """Ask for a plan as JSON: ``level`` of the problem, and ``steps`` with their difficulty and credits."""
+        return self._ask(
+            problem,
+            [],
+            "Do not solve this. Decompose it into steps: a short description of each, its difficulty from 1 to 5, and "
+            "credits for the work that it needs, which sum to 100. Rate the difficulty of the whole from 1 to 5 as "
+            "'level'. Reply with JSON.",
+        )
+
+    def budgeted(self, problem: Problem, steps: Sequence[str], budgets: Sequence[int]) -> Messages:
+        """Ask for a solution of at most so many words a step. Without steps, ``budgets`` holds that of the whole."""
+        lines = [f"### {i}\n{text}: use up to {b} words" for i, (text, b) in enumerate(zip(steps, budgets), start=1)]
+        how = f"Use less than {budgets[0]} words." if not steps else "Solve it in these steps, under these headings."
+        return self._ask(problem, [], "\n".join([how, *lines, "End with a line 'Answer: ...'."]))
+
+    def section_end(self, number: int, count: int) -> str:
+        """The text that ends step ``number`` (from 1) of ``count`` in a budgeted solution."""
+        return f"\n### {number + 1}\n" if number < count else "\nAnswer: "
+
     @staticmethod
     def _ask(problem: Problem, candidates: Sequence[str], request: str) -> Messages:
         *before, question = problem.messages
