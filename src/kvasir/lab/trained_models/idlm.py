@@ -37,7 +37,7 @@ MASK = lab_tokenizer.SPECIAL.index("<mask>")
 
 @dataclass(frozen=True)
 class Config(MaskConfig):
-    """What every kind with mask rows has; here the mask rows learn the written tokens, as published."""
+    """Options of every kind with mask rows; here these learn the written tokens, as published."""
 
     objective: Literal["kl", "ce", "tv"] = "ce"
 
