@@ -110,6 +110,8 @@ TECHNIQUES = [
     "speculation/drafters",
     "speculation/head_kinds",
     "decoding/processors",
+    "lab/trained_drafters",
+    "lab/trained_models",
     "api/tool_parsers",
     "api/reasoning_parsers",
     "cluster/routers",

@@ -1,21 +1,21 @@
 #!/bin/sh
-# Train the drafters of a lab model on one GPU, from one set of its replies: eagle, medusa, then ppd. For base, eagle
-# and medusa take under 4 minutes.
+# Train the drafters of a lab model on one GPU, from one set of its replies: eagle, medusa, ppd, then idlm. For base,
+# eagle and medusa take under 4 minutes.
 #
-#   tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES]
-# MODEL is a folder or a name (base). Writes OUT/eagle, OUT/medusa and OUT/ppd. KINDS="ppd" trains only that one,
-# DEVICE=cpu trains on a CPU, REPLIES is the number of replies to sample.
+#   tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES IDLM_MINUTES]
+# MODEL is a folder or a name (base). Writes OUT/eagle, OUT/medusa, OUT/ppd and OUT/idlm. KINDS="ppd" trains only that
+# one, DEVICE=cpu trains on a CPU, REPLIES is the number of replies to sample.
 set -eu
-out=${1:?usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES]}
-model=${2:?usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES]}
-eagle=${3:-1.3} medusa=${4:-0.5} ppd=${5:-2}
+out=${1:?usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES IDLM_MINUTES]}
+model=${2:?usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES PPD_MINUTES IDLM_MINUTES]}
+eagle=${3:-1.3} medusa=${4:-0.5} ppd=${5:-2} idlm=${6:-5}
 case $out in /*) ;; *) out=$PWD/$out ;; esac
 if [ -d "$model" ]; then model=$(cd "$model" && pwd); fi
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
 PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export PYTHONPATH PYTHONUNBUFFERED
-for kind in ${KINDS:-eagle medusa ppd}; do
+for kind in ${KINDS:-eagle medusa ppd idlm}; do
     begin=$(date +%s)
     if [ -f "$out/$kind/training.json" ]; then continue; fi # finished before a run that was cut off
     resume=""

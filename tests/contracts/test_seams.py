@@ -20,6 +20,7 @@ from kvasir.decoding.processor import Processor
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.errors import ConfigError
 from kvasir.kv.codec import Codec
+from kvasir.lab.drafters.kind import Kind
 from kvasir.lab.task import Task
 from kvasir.scaling.strategy import Strategy
 from kvasir.speculation.drafter import Drafter
@@ -36,6 +37,8 @@ SEAMS = {
     "kvasir.scaling.strategies": Strategy,
     "kvasir.convert.converters": Converter,
     "kvasir.lab.tasks": Task,
+    "kvasir.lab.trained_drafters": Kind,
+    "kvasir.lab.trained_models": Kind,
     "kvasir.api.tool_parsers": ToolParser,
     "kvasir.api.reasoning_parsers": ReasoningParser,
 }

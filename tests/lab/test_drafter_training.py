@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters.acceptance import acceptance, walk
+from kvasir.lab.drafters.acceptance import walk
 from kvasir.lab.drafters.data import Texts, batches, load_texts, mixture, save_texts
 from kvasir.lab.drafters.target import Target
 from kvasir.lab.drafters.training import STATE, Plan, Trainer, main
@@ -149,11 +149,11 @@ def test_acceptance_of_a_head_that_knows_and_of_one_that_does_not(kind, forwards
             ids.append(int(target.model(torch.tensor([ids]))[0, -1].argmax()))
     own = Texts(np.array(ids, np.int32), np.array([0, 27]), np.array([3]), np.array([0]), ("own",))
     t = trainer(target, own, kind, steps=60)
-    before = acceptance(t.kind.served(), own)
+    before = t.kind.measure(own)
     stream = t.stream()
     for _ in range(60):
         t.step(next(stream))
-    after = acceptance(t.kind.served(), own)
+    after = t.kind.measure(own)
     assert after["tokens"] == before["tokens"] == 23 and after["tokens_per_forward"] > max(
         forwards, before["tokens_per_forward"]
     )

@@ -331,4 +331,4 @@ def test_batches_of_one_token_replies_have_no_masks(model):
     texts = Texts(np.array([5, 6, 7, 5, 6], np.int32), np.array([0, 3, 5]), np.array([2, 1]), np.array([0, 0]), ("a",))
     kind = begun(DRAFTERS, "idlm", model)
     total, means = kind.losses(next(batches(texts, 256, 0, 0)), 0, 0.9)
-    assert float(total) == 0 and not means.any()
+    assert total.item() == 0 and not means.any()

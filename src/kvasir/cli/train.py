@@ -55,22 +55,28 @@ def drafter(
     _run(DRAFTERS, name, target, out, minutes, steps, replies, samples, resume, device, seed)
 
 
-@app.command()
-def idlm(
-    out: Annotated[Path, typer.Option(help="Folder to write: a model that --drafter idlm then serves.")],
-    target: Target = "base",
-    options: Annotated[str, typer.Option(help="Options of the method: stride=4,objective=ce,data=self.")] = "",
-    minutes: Minutes = 8.0,
-    steps: Steps = None,
-    replies: Replies = None,
-    samples: Samples = None,
-    resume: Resume = False,
-    device: Device = None,
-    seed: Seed = 0,
-) -> None:
-    """Train a whole model on, so that it drafts for itself with mask rows (I-DLM)."""
-    name = f"idlm:{options}" if options else "idlm"
-    _run(MODELS, name, target, out, minutes, steps, replies, samples, resume, device, seed)
+def _of_model(name: str) -> None:
+    """Add the command that trains whole models by the kind ``name``."""
+
+    @app.command(name, help=f"Train a whole model on by {name}, so that it drafts for itself.")
+    def model(
+        out: Annotated[Path, typer.Option(help="Folder to write: a model like any other.")],
+        target: Target = "base",
+        options: Annotated[str, typer.Option(help="Options of the method, for example stride=4,data=self.")] = "",
+        minutes: Minutes = 8.0,
+        steps: Steps = None,
+        replies: Replies = None,
+        samples: Samples = None,
+        resume: Resume = False,
+        device: Device = None,
+        seed: Seed = 0,
+    ) -> None:
+        spec = f"{name}:{options}" if options else name
+        _run(MODELS, spec, target, out, minutes, steps, replies, samples, resume, device, seed)
+
+
+for _name in own(MODELS):
+    _of_model(_name)
 
 
 def _run(

@@ -94,8 +94,8 @@ def convert(
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
-    checkpoint.read_config(source)  # refuses what is not served
-    about = Source.of(source, checkpoint.read_json(source / "config.json"))
+    checkpoint.read_config(source, converter.as_served)  # refuses what is not served
+    about = Source.of(source, converter.as_served(checkpoint.read_json(source / "config.json")))
     converter.check(about)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +114,8 @@ def convert(
             _write_json(part / "config.json", config)
             assign(read_headers(part), build_spec(config))
             _copy_rest(source, part)
+            if converter.sidecar is not None:
+                _write_json(part / checkpoint.SIDECAR, converter.sidecar)
         record = {"converter": spec, "exact": converter.exact, "source": source.resolve().name, "bytes": total}
         _write_json(part / RECORD, record)
         part.chmod(0o755)

@@ -70,13 +70,20 @@ class Converter(Technique):
 
     ``exact``: the result computes the same function as the source. ``result``: what it is, where it is another one.
     ``packed``: the result's shards are packed. ``adapter``: the result is an adapter's folder and not a model's.
-    ``shard_bytes``: most bytes of weights in a shard, before packing.
+    ``shard_bytes``: most bytes of weights in a shard, before packing. ``sidecar``: what the result's kvasir.json holds,
+    known after `check`.
     """
 
     packed = False
     adapter = False
     result = ""
     shard_bytes = SHARD_BYTES
+    sidecar: dict[str, Any] | None = None
+
+    def as_served(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The source's config.json as the engine reads it: for layouts that are not served as they are. Raises
+        ConfigError."""
+        return config
 
     def check(self, source: Source) -> None:
         """Raise ConfigError when this converter cannot take ``source``. Called before anything is read or written."""

@@ -9,6 +9,8 @@ import json
 import shlex
 from pathlib import Path
 
+# The layout in which diffusion models made from Qwen3 are released.
+DIFFUSION = "sdar"
 LOAD = "from transformers import AutoModelForCausalLM as M"
 
 
@@ -44,6 +46,11 @@ def from_gguf(file: Path) -> str:
         "[c.from_pretrained(d, gguf_file=f).save_pretrained('converted') for c in (M, T)]"
     )
     return f"{_python(code, 'transformers', 'gguf')}, then kvasir serve ./converted"
+
+
+def to_qwen3() -> str:
+    """Say what to do about a released I-DLM model."""
+    return "If it is an I-DLM model, make a Qwen3 folder of it: kvasir convert idlm FOLDER NEW, then kvasir serve ./NEW"
 
 
 def to_safetensors(path: Path) -> str:

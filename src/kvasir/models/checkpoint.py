@@ -10,6 +10,7 @@ import functools
 import importlib.resources
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ WANTED = [
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "[0-9]_*/config.json",
-    "kvasir.json",
+    "kvasir.json",  # see SIDECAR
 ]
 # What kvasir itself says of a model: how it drafts (`kind`), the id of its mask, its stride.
 SIDECAR = "kvasir.json"
@@ -150,9 +151,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(
+    path: Path, as_served: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
+) -> dict[str, Any]:
     """Read config.json of a model folder; of a multimodal model, the config of its text (`families.text_of`).
-    Raises ConfigError that names the file or field, also for models that are not served."""
+    ``as_served`` rewrites another layout first. Raises ConfigError that names the file or field, also for models that
+    are not served."""
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise ConfigError(
@@ -165,7 +169,7 @@ def read_config(path: Path) -> dict[str, Any]:
             else f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:5])}"
         )
         raise ConfigError(f"{path} has no config.json ({found}). {_other_layout(path)}")
-    config = read_json(path / "config.json")
+    config = as_served(read_json(path / "config.json"))
     refuse_unserved(config)
     return text_of(config)
 
@@ -190,6 +194,8 @@ def refuse_unserved(config: dict[str, Any]) -> None:
         raise ConfigError(
             "config.json: model_type is missing" + ("" if config.get("architectures") else ", and so is architectures")
         )
+    if model_type == advice.DIFFUSION:
+        raise ConfigError(f"config.json: model_type '{model_type}' is not served as it is. {advice.to_qwen3()}")
     find_family(model_type)
     text_of(config)
 

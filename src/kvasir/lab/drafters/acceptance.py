@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters.data import BATCH_TOKENS, Texts
-from kvasir.lab.drafters.kind import Kind
+from kvasir.lab.drafters.data import BATCH_TOKENS, Batch, Texts
 
 
 def forwards(right_JT: np.ndarray, begin: int, length: int, chain: bool = False) -> Iterator[tuple[int, int, int]]:
@@ -57,12 +56,17 @@ def correct(guesses: Iterable[torch.Tensor], ids: torch.Tensor) -> np.ndarray:
 
 
 @torch.no_grad()
-def acceptance(kind: Kind, texts: Texts) -> dict[str, Any]:
-    """Tokens a forward and acceptance by depth of greedy chains on greedy replies, in all and by task."""
+def acceptance(
+    guesses: Callable[[Batch], Iterable[torch.Tensor]], depth: int, texts: Texts, device: torch.device
+) -> dict[str, Any]:
+    """Tokens a forward and acceptance by depth of greedy chains on greedy replies, in all and by task.
+
+    ``guesses``: see `correct`; ``depth``: how many of them.
+    """
     rows: dict[int, list[int]] = {}  # task -> tokens, forwards
-    totals = [[0, 0] for _ in range(kind.depth)]
-    for batch in drafter_data.batches(texts, BATCH_TOKENS[kind.target.device.type], 0, 0):
-        right = correct(kind.guesses(batch), batch.ids.to(kind.target.device))
+    totals = [[0, 0] for _ in range(depth)]
+    for batch in drafter_data.batches(texts, BATCH_TOKENS[device.type], 0, 0):
+        right = correct(guesses(batch), batch.ids.to(device))
         for i, (begin, length, number) in enumerate(
             zip(batch.begins.tolist(), batch.lengths.tolist(), batch.texts.tolist())
         ):

@@ -185,6 +185,14 @@ class Batch:
     texts: np.ndarray
 
 
+def reply_rows(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Text and position [M] of every row whose next token belongs to a reply."""
+    place = torch.arange(batch.ids.shape[1])
+    replied = (place >= batch.begins[:, None] - 1) & (place < batch.lengths[:, None] - 1)
+    text_of, at = (x.to(device) for x in replied.nonzero(as_tuple=True))
+    return text_of, at
+
+
 def batches(texts: Texts, num_tokens: int, seed: int, epoch: int) -> Iterator[Batch]:
     """Yield every text once, with texts of similar length together.
 

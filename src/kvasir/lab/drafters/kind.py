@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from kvasir.lab.drafters.acceptance import acceptance
 from kvasir.lab.drafters.data import Batch, Texts
 from kvasir.lab.drafters.target import Target
 from kvasir.lab.model import Model
@@ -80,9 +81,7 @@ class Kind(Technique):
 
     def measure(self, texts: Texts) -> dict[str, Any]:
         """Acceptance on held-out greedy replies, with the fields of `acceptance.acceptance`."""
-        from kvasir.lab.drafters.acceptance import acceptance
-
-        return acceptance(self.served(), texts)
+        return acceptance(self.served().guesses, self.depth, texts, self.target.device)
 
     @classmethod
     def intro(cls, run: dict[str, Any]) -> str:

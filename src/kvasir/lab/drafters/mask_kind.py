@@ -96,7 +96,7 @@ class MaskKind(Kind):
 
     @torch.no_grad()
     def probe(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What mask rows behind every root know: [J, B, T] each, with row p for the root and j for token p + 2 + j.
+        """Drafts of mask rows behind every root: [J, B, T] each, with row p for the root and j for token p + 2 + j.
 
         The likeliest token; min(1, p / q) of the written token; and sum min(p, q), the chance that a draft sampled from
         q is accepted. p is the clean row's distribution, q the mask's.
@@ -156,7 +156,7 @@ class MaskKind(Kind):
         }
         found["overlap_by_depth"] = (overlaps[0] / np.maximum(1, overlaps[1])).tolist()
         found["alpha_introspective"] = alpha / max(1, tokens)
-        return acceptance.acceptance(served, texts) | found
+        return acceptance.acceptance(served.guesses, self.depth, texts, self.target.device) | found
 
     @classmethod
     def more(cls, found: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.drafters import mask_rows, prompt_rows
-from kvasir.lab.drafters.data import Batch
+from kvasir.lab.drafters.data import Batch, reply_rows
 from kvasir.lab.drafters.kind import size_of
 from kvasir.lab.drafters.mask_kind import MaskConfig, MaskKind
 from kvasir.lab.drafters.mask_rows import Layout
@@ -37,7 +37,7 @@ MASK = lab_tokenizer.SPECIAL.index("<mask>")
 
 @dataclass(frozen=True)
 class Config(MaskConfig):
-    """What every kind with mask rows has; here the mask rows learn the written tokens, as published."""
+    """Options of every kind with mask rows; here these learn the written tokens, as published."""
 
     objective: Literal["kl", "ce", "tv"] = "ce"
 
@@ -76,9 +76,8 @@ compare them with `kvasir eval FOLDER`. Its mask token, {MASK}, is never drawn."
 
     def losses(self, batch: Batch, step: int = 0, share: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Mask loss, plus the weighted clean loss; shown are the mask losses by depth and the clean one."""
-        ids, place = batch.ids.to(self.target.device), torch.arange(batch.ids.shape[1])
-        replied = (place >= batch.begins[:, None] - 1) & (place < batch.lengths[:, None] - 1)
-        text_of, at = (x.to(ids.device) for x in replied.nonzero(as_tuple=True))
+        ids = batch.ids.to(self.target.device)
+        text_of, at = reply_rows(batch, ids.device)
         with self.target.autocast():
             normed, text = self.text(ids)
             mask, means = self.mask_losses(batch, step, share, normed, text)
