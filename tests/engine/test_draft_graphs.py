@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.decoding.sampler import NUMERIC_ERROR, StepOutput, resolve_span
+from kvasir.decoding.sampler import NUMERIC_ERROR, StepOutput
+from kvasir.decoding.walk import resolve_span
 from kvasir.engine import graph_buckets
 from kvasir.engine.capture import call_through
 from kvasir.engine.device_seats import ROW_WORDS, draft_words

@@ -22,7 +22,7 @@ words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import IntEnum
@@ -46,6 +46,7 @@ from kvasir.decoding.rows import (
     SampleBatch,
     SeatState,
 )
+from kvasir.decoding.walk import resolve_span
 from kvasir.kernels.mask_rows import mask_rows
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows
@@ -446,55 +447,3 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def resolve_span(
-    span: Span,
-    row_tokens: list[int],
-    rows: Mapping[int, int] | Many[int],
-    tokens: list[int],
-    errors: dict[int, str],
-    drawn: dict[int, TokenLogprob],
-    scored: dict[int, TokenLogprob],
-) -> SpanResult:
-    """Resolve one span. ``row_tokens``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
-    result = SpanResult()
-    score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
-    for i in score:
-        if rows[i] in errors:
-            return SpanResult(error=errors[rows[i]])
-    if score:
-        result.scores = [scored[rows[i]] for i in score]
-    path = _walk(span, row_tokens, sample, rows, tokens)
-    good = next((n for n, i in enumerate(path) if rows[i] in errors), len(path))
-    if sample and not good:
-        return SpanResult(error=errors[rows[path[0]]])
-    # An error further down the path is left to the step that starts there, as without a draft.
-    result.tokens = [tokens[rows[i]] for i in path[:good]]
-    if row_tokens:
-        result.path = path[:good]
-    if drawn and path and rows[path[0]] in drawn:
-        result.logprobs = [drawn[rows[i]] for i in path[:good]]
-        for token, entry in zip(result.tokens, result.logprobs):
-            entry.id = token
-    return result
-
-
-def _walk(
-    span: Span, row_tokens: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]
-) -> list[int]:
-    """Return the rows of the span whose draws are emitted: from the first sampled row on, while the draft has the drawn
-    token."""
-    if not sample:
-        return []
-    if len(sample) == 1:
-        return [sample[0]]
-    children: dict[tuple[int, int], int] = {}
-    for i in sample[1:]:
-        children.setdefault((span.parents[i] if span.parents else i - 1, row_tokens[i]), i)
-    path, i = [], sample[0]
-    while True:
-        path.append(i)
-        if (i, tokens[rows[i]]) not in children:
-            return path
-        i = children[i, tokens[rows[i]]]

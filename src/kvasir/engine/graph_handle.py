@@ -9,7 +9,8 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvasir.decoding.sampler import NUMERIC_ERROR, resolve_span
+from kvasir.decoding.sampler import NUMERIC_ERROR
+from kvasir.decoding.walk import resolve_span
 from kvasir.engine.graph_buffers import Stage
 from kvasir.types import Span, SpanResult, TokenLogprob
 
