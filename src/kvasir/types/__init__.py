@@ -34,6 +34,7 @@ from kvasir.types.request import (
 )
 from kvasir.types.sequence import (
     FinishReason,
+    Guests,
     Sequence,
     Status,
     branch_stream,
@@ -42,6 +43,8 @@ from kvasir.types.step import (
     CacheGroup,
     CacheRow,
     Commit,
+    Guess,
+    Guessing,
     Handle,
     PageCopy,
     Plan,
@@ -62,6 +65,9 @@ __all__ = [
     "Event",
     "FinishReason",
     "Grammar",
+    "Guess",
+    "Guessing",
+    "Guests",
     "Handle",
     "Load",
     "ModelInfo",
