@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvasir.decoding.guesses import listed
+from kvasir.engine import mixed_steps
 from kvasir.engine.capture import call_through
 from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.mixed_steps import MixedSteps
@@ -62,7 +63,8 @@ def run(how, **params):
     for way in d.engine.runner.ways:
         real = way.run
 
-        def counted(spans, real=real, kind=type(way)):
+        def counted(spans, real=real, way=way):
+            kind = type(way)
             ran[kind] = ran.get(kind, 0) + any(span.guests for span in spans)
             return real(spans)
 
@@ -75,9 +77,10 @@ def run(how, **params):
     return heard, ran
 
 
-def test_a_chain_of_guests_runs_with_prompts_and_row_by_row():
+def test_a_chain_of_guests_runs_with_prompts_and_row_by_row(monkeypatch):
     """Exact mode shares no keys, so graphs run row by row; steps with prompts are captured in pieces. All ways give the
     same guesses."""
+    monkeypatch.setattr(mixed_steps, "EAGER_STEPS", 0)  # captured at once
     heard, _ = run(None)
     static, ran = run((call_through, 8, Stepwise(), 96))
     assert ran.get(DecodeGraphs) and ran.get(MixedSteps), ran

@@ -133,6 +133,14 @@ def _within(tree: DraftTree, rows: int) -> DraftTree:
     return kept
 
 
+def _kept(trees: Many[DraftTree], ranked: Many[tuple[float, int, int]]) -> list[DraftTree]:
+    """The trees of these nodes (-survival, tree, node)."""
+    chosen: list[list[int]] = [[] for _ in trees]
+    for _, i, node in ranked:
+        chosen[i].append(node)
+    return [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, chosen)]
+
+
 class _Promises:
     """What the guests of a step's trees promise, and the rows they take, as nodes are kept one by one. The tail of a
     chain moves along with its last node kept. ``survival``: by tree, that of its nodes."""
@@ -319,35 +327,49 @@ class Controller:
         ranked = [(-s, i, node) for i, chances in enumerate(survival) for node, s in enumerate(chances)]
         ranked.sort()  # a parent never survives less often than its child, and comes first in a tie
         count = len(trees) if num_seqs is None else num_seqs
-        last = min(len(ranked), budget)
-        promises = _Promises(trees, survival)
+        best, _ = self._best(ranked, _Promises(trees, survival), context, budget, count)
+        kept = _kept(trees, ranked[:best])
+        guested = [tree for tree in kept if tree.guests]
+        if sum(tree.num_rows for tree in guested) > budget:
+            kept = [_within(tree, budget // len(trees)) for tree in kept]
+        elif guested and all(tree.promise for tree in guested):
+            goodput = self._thin(guested, context, count, sum(map(len, kept)))
+            bare, without = self._best(ranked, None, context, budget, count)
+            if without > goodput:
+                best, kept = bare, _kept(trees, ranked[:bare])
+                for tree in kept:
+                    tree.guests = {}
+        self.most_nodes = max(map(len, kept), default=0) + MARGIN
+        return kept
+
+    def _best(
+        self, ranked: list[tuple[float, int, int]], promises: _Promises | None, context: int, budget: int, count: int
+    ) -> tuple[int, float]:
+        """Return how many of the ranked nodes (-survival, tree, node) to verify, and the goodput of that; with their
+        guests, or without any."""
+        last, rows, promised = min(len(ranked), budget), 0, 0.0
+        if promises is not None:
+            rows, promised = promises.rows, promises.tokens
         best, expected = 0, float(count)
-        best_goodput = (count + promises.tokens) / self._seconds(count, context, promises.rows, True)
+        best_goodput = (expected + promised) / self._seconds(count, context, rows, True)
         for n, (chance, i, node) in enumerate(ranked[:last], 1):
             expected -= chance
-            promises.keep(i, node)
-            rows = n + promises.rows
+            rows = n
+            if promises is not None:
+                promises.keep(i, node)
+                rows, promised = n + promises.rows, promises.tokens
             if rows > budget:
                 break
             if count + rows > 16 and (count + rows) % 8 and n < last:
                 continue  # the step is padded to the next multiple of 8 anyway
-            goodput = (expected + promises.tokens) / self._seconds(count, context, rows, True)
+            goodput = (expected + promised) / self._seconds(count, context, rows, True)
             if goodput > best_goodput:
                 best, best_goodput = n, goodput
-        chosen: list[list[int]] = [[] for _ in trees]
-        for _, i, node in ranked[:best]:
-            chosen[i].append(node)
-        self.most_nodes = max(map(len, chosen), default=0) + MARGIN
-        trees = [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, chosen)]
-        guested = [tree for tree in trees if tree.guests]
-        if sum(tree.num_rows for tree in guested) > budget:
-            return [_within(tree, budget // len(trees)) for tree in trees]
-        if guested:
-            self._thin(guested, context, count, sum(map(len, trees)))
-        return trees
+        return best, best_goodput
 
-    def _thin(self, trees: list[DraftTree], context: int, count: int, nodes: int) -> None:
-        """Take away guests that cost more than they promise, in a step of ``count`` decodes with ``nodes`` nodes.
+    def _thin(self, trees: list[DraftTree], context: int, count: int, nodes: int) -> float:
+        """Take away guests that cost more than they promise; return the goodput of the rest. The step has ``count``
+        decodes and ``nodes`` nodes.
 
         Guests are ranked by what each adds to the next step. Where a node has several chains, one more guest is a row
         in each of them."""
@@ -356,11 +378,9 @@ class Controller:
         for i, tree in enumerate(trees):
             survival = self.survival.of(tree)
             expected += sum(survival)
-            if not tree.promise:
-                return  # nothing is known of them
             for node, end in _ends(tree, survival).items():
-                chains = tree.guests.get(node, ())
-                ranked += [(-end * tree.promise[j], i, j, node) for j in range(max(map(len, chains), default=0))]
+                longest = max(map(len, tree.guests.get(node, ())), default=0)
+                ranked += [(-end * gain, i, j, node) for j, gain in enumerate(tree.promise[:longest])]
         ranked.sort()
         rows, best, best_goodput = nodes, 0, expected / self._seconds(count, context, nodes, True)
         for n, (tokens, i, j, node) in enumerate(ranked, 1):
@@ -371,8 +391,6 @@ class Controller:
             goodput = expected / self._seconds(count, context, rows, True)
             if goodput > best_goodput:
                 best, best_goodput = n, goodput
-        if best == len(ranked):
-            return
         lengths: list[dict[int, int]] = [{} for _ in trees]
         for _, i, _, node in ranked[:best]:
             lengths[i][node] = lengths[i].get(node, 0) + 1
@@ -382,6 +400,7 @@ class Controller:
                 for node, chains in tree.guests.items()
                 if node in kept
             }
+        return best_goodput
 
     def _cut(self, forest: Forest, context: int, budget: int, count: int) -> Forest:
         """Cut trees without guests, as ``allocate`` does, in one native call."""
