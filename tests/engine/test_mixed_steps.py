@@ -207,7 +207,7 @@ def test_a_framed_batch_lies_where_the_frame_says():
     seq_span.seq.tables = [[5, 6, 7]]
     batch = Packer(16, 1, "cpu").pack([seq_span], frame)
     plain = Packer(16, 1, "cpu").pack([seq_span])
-    ids, positions, slots, wanted, variants = frame.parts(1)
+    ids, positions, slots, wanted, variants, _ = frame.parts(1)
     assert variants is None
     for framed, held, bare in (
         (batch.input_ids, ids, plain.input_ids),

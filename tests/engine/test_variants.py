@@ -67,7 +67,7 @@ def test_a_framed_batch_has_the_variants_where_the_frame_says():
     spans = [Span(sequence(9, adapter(), slot=3), 4, 5), Span(sequence(9), 2, 4)]
     packer = Packer(PAGE, 1, "cpu")
     plain, framed = packer.pack(spans), packer.pack(spans, Frame(32, 16, memory, varied=True))
-    *_, variants = Frame(32, 16, memory, varied=True).parts(1)
+    *_, variants, _ = Frame(32, 16, memory, varied=True).parts(1)
     assert variants.data_ptr() == framed.variants.data_ptr() and variants.dtype == torch.int32
     assert plain.variants.tolist() == [3] * 5 + [0] * 4
     assert variants.tolist() == plain.variants.tolist() + [0] * 23, "padding has none"

@@ -12,7 +12,7 @@ import math
 
 import pytest
 
-from kvasir.decoding import sampler
+from kvasir.decoding import walk
 from kvasir.speculation.tree import DraftTree
 from tests.speculation.helpers import FEW, Hostile, WithGuests, driver, install
 from tests.speculation.test_mutations import first_child
@@ -129,6 +129,6 @@ def test_the_joint_distribution_is_the_models(expected, guests):
 
 
 def test_a_biased_walk_is_seen(expected, monkeypatch):
-    monkeypatch.setattr(sampler, "_walk", first_child)
+    monkeypatch.setattr(walk, "walk", first_child)
     found, most = chi_square(expected)
     assert found > most

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvasir.decoding import rows, sampler
+from kvasir.decoding import rows, walk
 from kvasir.engine import batch
 from kvasir.kv.pool import KVPool
 from tests.speculation.helpers import WithGuests, driver, install, outputs, plain, requests
 
-REAL_WALK = sampler._walk
+REAL_WALK = walk.walk
 
 
 def one_too_many(span, held, sample, logit_rows, tokens):
@@ -38,8 +38,8 @@ def guests_are_seen(parents, bits):
 
 REAL_ANCESTORS = batch.tree_ancestors
 MUTATIONS = {
-    "one token too many": (sampler, "_walk", one_too_many),
-    "the draft is not compared": (sampler, "_walk", first_child),
+    "one token too many": (walk, "walk", one_too_many),
+    "the draft is not compared": (walk, "walk", first_child),
     "noise by slot, not by depth": (rows, "_depths", lambda parents: list(range(len(parents)))),
     "rope by slot": (batch, "tree_positions", lambda span: np.arange(span.start, span.start + span.length)),
     "siblings see each other": (batch, "tree_ancestors", every_row_before),

@@ -46,35 +46,38 @@ def folder_of(head: Prompts, folder, seed: int = 0):
 
 @pytest.mark.parametrize("ensemble", [1, 2])
 @torch.no_grad()
-def test_the_engine_computes_what_training_does(ensemble, tmp_path, monkeypatch):
-    """Answers in trees, in chunks and after preemptions are the states that the loss was computed from, at the right
-    positions."""
+def test_the_engine_guesses_what_training_does(ensemble, tmp_path, monkeypatch):
+    """Guesses in trees, in chunks and after preemptions come from the states that the loss was computed from, at the
+    right positions. A prompt's last row has guests, too."""
     folder_of(Prompts(PromptShape(192, ensemble=ensemble)), tmp_path)
     heard = []
     real = PromptDrafter.answer
 
     def record(self, seq, tree, node, rows):
-        heard.append((list(seq.tokens), rows.clone()))
+        heard.append((list(seq.tokens), rows, len(seq.tokens) == seq.num_prompt + 1))
         real(self, seq, tree, node, rows)
 
     monkeypatch.setattr(PromptDrafter, "answer", record)
     d = driver(f"ppd:model={tmp_path},rows={12 * ensemble}", max_num_batched_tokens=48)
-    d.run(requests(d, 0.0), preempt_every=4)
-    assert not d.engine._drafting._failures and outputs(d) == plain(0.0)
+    d.run(requests(d, 0.0, allowed_token_ids=None), preempt_every=4)
+    assert not d.engine._drafting._failures and outputs(d) == plain(0.0, allowed_token_ids=None)
     head, _ = heads.read("ppd", tmp_path)
     model, num = export.load(resolve("nano")), 0
-    for tokens, rows in heard[::7]:
+    assert any(first for _, _, first in heard) == (ensemble == 1)
+    for tokens, rows, _ in heard[::7] + [entry for entry in heard if entry[2]][:1]:
         count = len(rows) // ensemble
         ids = torch.tensor([[*tokens[:-1], 0, 0, 0, 0]])  # the row before the last token is the root
         batch = Batch(ids, torch.tensor([ids.shape[1]]), torch.tensor([len(tokens) - 1]), None)
-        expected = torch.stack(
-            [
-                x[0, len(tokens) - 2]
-                for x in prompt_rows.unroll(model, head.weight, batch, prompt_rows.read(model, ids)[1])
-            ]
-        )
-        found = model.model.norm(rows.view(ensemble, count, -1)).mean(0)
-        torch.testing.assert_close(found, expected[:count], rtol=2e-3, atol=2e-3)
+        for c in range(ensemble):  # members do not see each other
+            own = head.weight[c : c + 1]
+            states = prompt_rows.unroll(model, own, batch, prompt_rows.read(model, ids)[1])
+            for x, row in zip(states, rows[c * count : (c + 1) * count]):
+                logits = torch.nn.functional.linear(x[0, len(tokens) - 2], model.model.embed_tokens.weight)
+                chances = logits.softmax(-1)
+                chosen = torch.tensor([token for token, _ in row])
+                found = torch.tensor([chance for _, chance in row])
+                torch.testing.assert_close(found, chances[chosen], rtol=2e-3, atol=2e-3)
+                torch.testing.assert_close(found, chances.topk(len(row)).values, rtol=2e-3, atol=2e-3)
         num += count
     assert num > 12
     d.close()

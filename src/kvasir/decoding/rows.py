@@ -219,6 +219,7 @@ class SampleBatch:
     rows: Rows
     errors: dict[int, str]
     row_tokens: list[list[int]]
+    guests: np.ndarray  # [G] int64: rows that hold guests, ascending
 
     @property
     def num_rows(self) -> int:
@@ -244,6 +245,7 @@ class Packer:
     forced: list[tuple[int, int]] = field(default_factory=list)
     masks: list[tuple[int, np.ndarray]] = field(default_factory=list)
     reports: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    guests: list[int] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
     pushed: dict[int, tuple[int, str]] = field(default_factory=dict)  # row: token that a processor forces, its name
     # Rows under a grammar whose masks are computed together: row, state, draft tokens before the row.
@@ -257,7 +259,8 @@ class Packer:
             row_tokens.append(span.tokens() if span.commit == "walk" else [])
         if self.under_grammar:
             self._masks_together()
-        return SampleBatch(spans, wanted, first, self._rows(), self.errors, row_tokens)
+        guests = np.array(self.guests, np.int64)
+        return SampleBatch(spans, wanted, first, self._rows(), self.errors, row_tokens, guests)
 
     def _span(self, span: Span) -> range | list[int]:
         sample, score = span.want.get("sample", range(0)), span.want.get("score", range(0))
@@ -267,21 +270,37 @@ class Packer:
             wanted: range | list[int] = sample or score
         else:
             wanted = sorted({*sample, *score})
+        guess = span.want.get("guess", range(0))
         if span.seq.seat < 0:  # it has ended since the step was launched: its rows are there, and nobody reads them
             self._plain_rows(span, np.zeros(NUM_PARAMS), wanted, sample)
+            self._plain_rows(span, np.zeros(NUM_PARAMS), guess, guess)
+            self.guests += range(self.count - len(guess), self.count)
             return range(0)
         state = self.states[span.seq.seat]
         assert state is not None, f"{span.seq} is not open"
         first = self.count
         self._plain_rows(span, state.values, wanted, sample)
+        last = self.count
         if score:
             self._score(span, state, wanted, score, first)
         if sample:
-            rows = range(first, self.count) if not score else [first + m for m, i in enumerate(wanted) if i in sample]
+            rows = range(first, last) if not score else [first + m for m, i in enumerate(wanted) if i in sample]
             self._conditions(span, state, sample, rows)
             if score and state.params.logprobs is not None:
                 self.reports[:] = sorted(self.reports)
+        if guess:
+            self._plain_rows(span, state.values, guess, guess)
+            self._guests(state, range(last, self.count))
+            return [*wanted, *guess]
         return wanted
+
+    def _guests(self, state: SeatState, rows: range) -> None:
+        """Add the conditions of guest rows: those of the request that do not depend on tokens before."""
+        self.guests += rows
+        if state.bias is not None:
+            self.bias += [(m, *state.bias) for m in rows]
+        if state.allowed is not None:
+            self.masks += [(m, state.allowed) for m in rows]
 
     def _plain_rows(self, span: Span, values: np.ndarray, wanted: range | list[int], sample: range) -> None:
         depth = _depths(span.parents) if span.parents else range(span.length)

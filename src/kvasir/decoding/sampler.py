@@ -22,7 +22,7 @@ words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,6 +32,7 @@ import torch
 
 from kvasir.decoding import max_accept
 from kvasir.decoding.filters import keep_top, largest
+from kvasir.decoding.guesses import deal, guess, listed, within
 from kvasir.decoding.penalties import penalise, replace
 from kvasir.decoding.rows import (
     FREQUENCY,
@@ -46,11 +47,12 @@ from kvasir.decoding.rows import (
     SampleBatch,
     SeatState,
 )
+from kvasir.decoding.walk import resolve_span
 from kvasir.kernels.mask_rows import mask_rows
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
-from kvasir.types import Sequence, Span, SpanResult, TokenLogprob
+from kvasir.types import Guessing, Sequence, Span, SpanResult, TokenLogprob
 
 SLICE_BYTES = 64 << 20  # most bytes of fp32 logits handled at a time; scratch memory is a few times that
 NUMERIC_ERROR = "internal_numeric_error: the model's output holds NaN or infinity, or rules out every token"
@@ -102,6 +104,7 @@ class Sampler:
         self.in_flight: torch.Tensor | None = None  # [seats] on the device: the token that each seat drew last
         self._num_odd = 0  # open seats that are not always simple
         self._num_reporting = 0  # open seats that ask for the drawn token's log-probability and no more
+        self.guessing = Guessing()  # what the drafter wants of rows that hold guests
         self.num_top = 0  # number of most likely tokens, by the model's logits, that steps report for every row
         self.by_blocks = False  # whether drafts may have been drawn for verification by blocks
         self.kept: list[torch.Tensor] | None = None  # a list collects the [S, V] log-weights of all draws
@@ -153,6 +156,8 @@ class Sampler:
         if (
             self.num_top
             or self.kept is not None
+            or not within(self.guessing)
+            and any(span.guests for span in spans)
             or self.by_blocks
             and any(max_accept.drawn(span) is not None for span in spans)
         ):
@@ -202,7 +207,7 @@ class Sampler:
         rows ``first`` .. ``stop``. It is called slice by slice, so that a long scored prompt never needs [M, V] at
         once."""
         step = max(1, SLICE_BYTES // (4 * self.vocab_size))
-        draws, reports, tops = [], [], []
+        draws, reports, tops, guesses = [], [], [], []
         blocks = max_accept.blocks(batch) if self.by_blocks else []
         for first in range(0, batch.num_rows, step):
             stop = min(first + step, batch.num_rows)
@@ -210,38 +215,51 @@ class Sampler:
             assert part.shape == (stop - first, self.vocab_size), f"logits {tuple(part.shape)} for rows {first}:{stop}"
             # Blocks that a slice cuts in two are walked instead.
             whole = [(b, b.first - first) for b in blocks if first <= b.first and b.first + len(b.drafts) < stop]
-            drawn, found = self._slice(part.float(), batch.rows.cut(first, stop), whole)
+            low, high = np.searchsorted(batch.guests, [first, stop])
+            guests = batch.guests[low:high] - first
+            drawn, found, guessed = self._slice(part.float(), batch.rows.cut(first, stop), whole, guests)
             draws.append(drawn)
             reports.append(found)
+            if guessed is not None:
+                guesses.append(to_host(guessed))
             if self.num_top:
                 tops.append(
                     to_host(part[:, : self.tokenizer_size].topk(min(self.num_top, self.tokenizer_size)).indices)
                 )
         return (
-            SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports, tops)
+            SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports, tops, guesses)
             if draws
             else SampleOutput(batch, None, [])
         )
 
     def _slice(
-        self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]] = ()
-    ) -> tuple[torch.Tensor, _Reports | None]:
-        """Return the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of a slice."""
+        self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]], guests: np.ndarray
+    ) -> tuple[torch.Tensor, _Reports | None, torch.Tensor | None]:
+        """Return the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of a slice, and
+        the guesses of its rows ``guests``."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
         raw = logits_MV[:, : self.tokenizer_size] if padded else logits_MV
         if self.fused and whole and not rows.reports[3].any() and not blocks and self.kept is None:
-            drawn = self._draw_plain(self._constrain(logits_MV, rows), rows)
+            x_MV = self._constrain(logits_MV, rows)
+            drawn = self._draw_plain(x_MV, rows)
             if rows.constrained:  # a model's NaN must not hide behind a mask
                 torch.amax(logits_MV, -1, out=drawn[1])
-            return drawn, self._report(raw, raw, drawn[0].long(), rows) if len(rows.reports[0]) else None
+            found = self._report(raw, raw, drawn[0].long(), rows) if len(rows.reports[0]) else None
+            return drawn, found, self._guess(x_MV, drawn[0], rows, guests)
+        guessed = None
         if whole:
-            tokens, best, final_SV = self._draw(raw, rows)
+            x_SV = self._constrain(raw, rows)
+            tokens, best, final_SV = self._draw(x_SV, rows)
+            guessed = self._guess(x_SV, tokens, rows, guests)
         else:
             tokens = torch.zeros(len(raw), dtype=torch.int64, device=raw.device)
             best, final_SV = torch.zeros_like(tokens, dtype=torch.float32), raw
             if rows.sampled.any():
-                at = self._send(np.flatnonzero(rows.sampled))
-                tokens[at], best[at], final_SV = self._draw(raw[at], rows.drawn())
+                at, own = self._send(np.flatnonzero(rows.sampled)), rows.drawn()
+                x_SV = self._constrain(raw[at], own)
+                tokens_S, best[at], final_SV = self._draw(x_SV, own)
+                guessed = self._guess(x_SV, tokens_S, own, (np.cumsum(rows.sampled) - 1)[guests])
+                tokens[at] = tokens_S
         if self.kept is not None and rows.sampled.any():
             self.kept.append(final_SV)
         if blocks:
@@ -253,7 +271,10 @@ class Sampler:
         # Where all tokens are allowed, the two maxima are the same. Both propagate NaN.
         largest = best if whole and not padded and final_SV is raw else logits_MV.amax(-1)
         found = self._report(raw, final_SV, tokens, rows) if len(rows.reports[0]) else None
-        return torch.stack([tokens.float(), largest, best]), found  # ids below 2^24 are exact in fp32
+        return torch.stack([tokens.float(), largest, best]), found, guessed  # ids below 2^24 are exact in fp32
+
+    def _guess(self, x_SV: torch.Tensor, tokens_S: torch.Tensor, rows: Rows, at: np.ndarray) -> torch.Tensor | None:
+        return guess(x_SV[:, : self.tokenizer_size], tokens_S, rows, at, self.guessing, self._send) if len(at) else None
 
     def _draw_plain(self, logits_MV: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Draw rows that need only stages 6-11 now, with the function that steps on the device use."""
@@ -278,9 +299,9 @@ class Sampler:
             self.tokenizer_size,
         )
 
-    def _draw(self, raw_SV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
-        x_SV = self._constrain(raw_SV, rows)
+    def _draw(self, x_SV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V], of constrained
+        logits ``x``."""
         best_S, tokens_S = x_SV.max(-1)
         hot = rows.values[:, TEMPERATURE].nonzero()[0]
         if not len(hot):
@@ -377,9 +398,10 @@ class SampleOutput:
         draws: torch.Tensor | None,
         reports: list[_Reports | None],
         tops: list[torch.Tensor] = (),
+        guesses: list[torch.Tensor] = (),
     ) -> None:
         self._batch = batch
-        self._tops = tops
+        self._tops, self._guesses = tops, guesses
         self.draws = draws
         self._host_draws = None if draws is None else to_host(draws)
         self._reports = [
@@ -409,6 +431,7 @@ class SampleOutput:
             errors[m] = message
         drawn, scored = self._read_reports()
         tops = [row for part in self._tops for row in part.tolist()]
+        guesses = deal(batch.spans, [row for part in self._guesses for row in listed(part.numpy())])
         results = []
         for span, wanted, first, row_tokens in zip(batch.spans, batch.wanted, batch.first, batch.row_tokens):
             if not wanted:
@@ -418,6 +441,8 @@ class SampleOutput:
             results.append(resolve_span(span, row_tokens, rows, tokens, errors, drawn, scored))
             if tops and row_tokens:
                 results[-1].top = [tops[rows[i]] for i in span.want.get("sample", ())]
+            if span.guests and results[-1].error is None:
+                results[-1].guesses = guesses[len(results) - 1]
         return results
 
     def _read_reports(self) -> tuple[dict[int, TokenLogprob], dict[int, TokenLogprob]]:
@@ -446,55 +471,3 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def resolve_span(
-    span: Span,
-    row_tokens: list[int],
-    rows: Mapping[int, int] | Many[int],
-    tokens: list[int],
-    errors: dict[int, str],
-    drawn: dict[int, TokenLogprob],
-    scored: dict[int, TokenLogprob],
-) -> SpanResult:
-    """Resolve one span. ``row_tokens``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
-    result = SpanResult()
-    score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
-    for i in score:
-        if rows[i] in errors:
-            return SpanResult(error=errors[rows[i]])
-    if score:
-        result.scores = [scored[rows[i]] for i in score]
-    path = _walk(span, row_tokens, sample, rows, tokens)
-    good = next((n for n, i in enumerate(path) if rows[i] in errors), len(path))
-    if sample and not good:
-        return SpanResult(error=errors[rows[path[0]]])
-    # An error further down the path is left to the step that starts there, as without a draft.
-    result.tokens = [tokens[rows[i]] for i in path[:good]]
-    if row_tokens:
-        result.path = path[:good]
-    if drawn and path and rows[path[0]] in drawn:
-        result.logprobs = [drawn[rows[i]] for i in path[:good]]
-        for token, entry in zip(result.tokens, result.logprobs):
-            entry.id = token
-    return result
-
-
-def _walk(
-    span: Span, row_tokens: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]
-) -> list[int]:
-    """Return the rows of the span whose draws are emitted: from the first sampled row on, while the draft has the drawn
-    token."""
-    if not sample:
-        return []
-    if len(sample) == 1:
-        return [sample[0]]
-    children: dict[tuple[int, int], int] = {}
-    for i in sample[1:]:
-        children.setdefault((span.parents[i] if span.parents else i - 1, row_tokens[i]), i)
-    path, i = [], sample[0]
-    while True:
-        path.append(i)
-        if (i, tokens[rows[i]]) not in children:
-            return path
-        i = children[i, tokens[rows[i]]]

@@ -27,28 +27,32 @@ class Frame:
     """A batch of one size at one place, whatever the plan. Padding rows hold token 0 and write to the dummy page.
 
     ``rows`` is the number of rows and ``wanted`` that of rows with logits, both multiples of ``ALIGNED``; ``memory`` is
-    the int64 tensor on the device that holds every such batch. ``varied``: whether rows have variants."""
+    the int64 tensor on the device that holds every such batch. ``varied``: whether rows have variants; ``guests``:
+    whether rows may hold guests."""
 
     rows: int
     wanted: int
     memory: torch.Tensor
     varied: bool = False
+    guests: bool = False
 
     @staticmethod
     def words(rows: int, wanted: int, num_groups: int) -> int:
         """Number of int64 elements that ``memory`` must hold."""
-        return (2 + num_groups) * rows + wanted + rows // 2
+        return (2 + num_groups) * rows + wanted + rows // 2 + rows
 
     def parts(
         self, num_groups: int
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
-        """Token ids, positions and slots as the batch has them, the rows whose logits are wanted, and the variants."""
-        ids, positions, *slots = self.memory[: (2 + num_groups) * self.rows].view(-1, self.rows)
-        wanted, variants = self.memory[(2 + num_groups) * self.rows :].split_with_sizes(
-            (self.wanted, len(self.memory) - (2 + num_groups) * self.rows - self.wanted)
-        )
-        variants = variants[: self.rows // 2].view(torch.int32)
-        return ids, positions, tuple(slots), wanted, variants if self.varied else None
+    ) -> tuple[
+        torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None, torch.Tensor | None
+    ]:
+        """Token ids, positions and slots as the batch has them, the rows whose logits are wanted, the variants, and the
+        guest of each row (-1: none)."""
+        sizes = [*[self.rows] * (2 + num_groups), self.wanted]
+        sizes += [self.rows // 2 if self.varied else 0, self.rows if self.guests else 0]
+        ids, positions, *slots, wanted, variants, guests = self.memory[: sum(sizes)].split_with_sizes(sizes)
+        variants = variants.view(torch.int32) if self.varied else None
+        return ids, positions, tuple(slots), wanted, variants, guests if self.guests else None
 
 
 class Packer:
@@ -62,7 +66,7 @@ class Packer:
         self._buffers: list[dict[torch.dtype, tuple[torch.Tensor, np.ndarray]]] = [{}, {}]
 
     def pack(self, spans: list[Span], frame: Frame | None = None) -> StepBatch:
-        """The batch of these spans; with ``frame``, of spans without trees and guests, in that frame."""
+        """The batch of these spans; with ``frame``, of spans without trees, in that frame."""
         self._buffers.reverse()
         num_spans, size = len(spans), self.page_slots
         lengths = [s.length for s in spans]
@@ -77,8 +81,9 @@ class Packer:
         padded, wanted_rows = (num_rows, len(logit_rows)) if frame is None else (frame.rows, frame.wanted)
         wide_sizes = [padded, padded, *[padded] * self.num_groups, wanted_rows, num_rows * words]
         wide_sizes.append((padded + 1) // 2 if varied else 0)  # two variants in a word
+        wide_sizes.append(padded if frame is not None and frame.guests else 0)
         narrow_sizes = [num_spans + 1, num_spans, *[num_spans * width] * self.num_groups]
-        wide, (ids, positions, *slots, wanted, bits, variants) = self._stage(torch.int64, wide_sizes)
+        wide, (ids, positions, *slots, wanted, bits, variants, own) = self._stage(torch.int64, wide_sizes)
         narrow, (first_row, context, *tables) = self._stage(torch.int32, narrow_sizes)
         first_row[:], context[:], wanted[: len(logit_rows)] = row_start, starts, logit_rows
         if frame is not None:
@@ -89,6 +94,11 @@ class Packer:
             bits[:] = 0
         variants[:] = 0
         variants = variants.view(np.int32)
+        guests = guest_rows(spans, row_start)
+        own[:] = -1
+        if len(own):
+            for row, number in guests:
+                own[row] = number
         borrowed: list[tuple[int, int]] = []
         groups = [(g, table.reshape(num_spans, width), slots[g]) for g, table in enumerate(tables)]
         for i, span in enumerate(spans):
@@ -119,7 +129,7 @@ class Packer:
             if frame is None
             else frame.memory[: len(wide)].copy_(wide, non_blocking=True)
         )
-        ids_t, positions_t, *slots_t, wanted_t, bits_t, variants_t = _sections(there, wide_sizes)
+        ids_t, positions_t, *slots_t, wanted_t, bits_t, variants_t, _ = _sections(there, wide_sizes)
         first_t, context_t, *tables_t = _sections(narrow.to(self.device, non_blocking=True), narrow_sizes)
         return StepBatch(
             input_ids=ids_t,
@@ -133,7 +143,7 @@ class Packer:
             lengths=lengths,
             ancestors=bits_t.view(num_rows, words) if words else None,
             borrowed=self._pairs(borrowed),
-            guests=self._pairs(guest_rows(spans, row_start)),
+            guests=self._pairs(guests) if frame is None else None,
             variants=variants_t.view(torch.int32)[:padded] if varied else None,
         )
 
@@ -186,7 +196,7 @@ def _sections(whole: Any, sizes: list[int]) -> list[Any]:
 def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:
     rows: list[int] = []
     for span, at in zip(spans, row_start):
-        wanted = [r for kind in ("score", "sample", "pool") if (r := span.want.get(kind))]
+        wanted = [r for kind in ("score", "sample", "pool", "guess") if (r := span.want.get(kind))]
         if len(wanted) == 1 and len(wanted[0]) == 1:
             rows.append(at + wanted[0][0])
         else:
@@ -208,15 +218,15 @@ def row_variants(span: Span, out: np.ndarray) -> None:
     """Write each row's variant into ``out`` [length]: the sequence's adapter and hooks, each from its first position
     on; that of the drafter for guests."""
     seq = span.seq
-    if not span.parents:
+    if span.parents:
+        positions = tree_positions(span)
+        out[:] = np.where(positions >= seq.variant_from, seq.variant, 0)
+        out[:] |= np.where(positions >= seq.hook_from, seq.hook << HOOK_SHIFT, 0)
+    else:
         first = min(max(0, seq.variant_from - span.start), span.length)
         out[:first], out[first:] = 0, seq.variant
         if seq.hook:
             out[min(max(0, seq.hook_from - span.start), span.length) :] |= seq.hook << HOOK_SHIFT
-        return
-    positions = tree_positions(span)
-    out[:] = np.where(positions >= seq.variant_from, seq.variant, 0)
-    out[:] |= np.where(positions >= seq.hook_from, seq.hook << HOOK_SHIFT, 0)
     if span.guests:
         out[len(out) - len(span.guests) :] = seq.guest_variant
 

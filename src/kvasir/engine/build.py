@@ -297,7 +297,7 @@ def ways_to_run(
         NativeDecodes(parts, native) if native is not None else None,
         *(DecodeGraphs(parts, capture, max_drafts, varied) for varied in kinds if capture is not None),
         *(ChainGraphs(parts, capture, varied) for varied in kinds if capture is not None and not max_drafts),
-        *(MixedSteps(parts, pieces, max_rows, varied) for varied in kinds if pieces is not None),
+        *(MixedSteps(parts, pieces, max_rows, varied, max_drafts) for varied in kinds if pieces is not None),
         NativeSteps(parts, native) if native is not None else None,
         DecodeTapes(parts) if DecodeTapes.can_serve(parts) else None,
         EagerSteps(parts),

@@ -42,6 +42,7 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
     heads: list[tuple[int, int, int, int]] = []  # seat, start, length, and first row in the step
     tokens: list[int] = []
     trees: list[tuple[Span, int]] = []
+    hosts: list[tuple[Span, int]] = []  # spans with guests, and the row after their last
     varied: list[tuple[Span, int]] = []
     for span in spans:  # once a sequence and step: no call that is not needed
         seq, start, length, first = span.seq, span.start, span.length, len(tokens)
@@ -51,8 +52,10 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
             varied.append((span, first))
         if length > 1:
             tokens += seq.draft
+            if span.guests:
+                tokens += [-1] * len(span.guests)  # no draw equals this
+                hosts.append((span, first + length))
             if span.parents:
-                tokens += [0] * len(span.guests)
                 trees.append((span, first))
     count = len(tokens)
     own = words[:, :count]
@@ -68,6 +71,7 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
         end = first + span.length
         own[3, first:end], own[6, first:end] = tree_positions(span), 0
         tree_ancestors(span.parents, own[6, first:end, None])
+    for span, end in hosts:
         own[7, end - len(span.guests) : end] = span.guests
     for span, first in varied:
         row_variants(span, own[8, first : first + span.length])

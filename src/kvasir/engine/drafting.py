@@ -20,7 +20,7 @@ from kvasir.config import SpeculationConfig
 from kvasir.engine.draft_savings import Savings
 from kvasir.engine.draft_times import DraftTimes
 from kvasir.engine.runner import Runner
-from kvasir.engine.spans import ONE_SAMPLE, rows_left
+from kvasir.engine.spans import NO_TAIL, ONE_SAMPLE, Tail, rows_left
 from kvasir.engine.step_time import Roofline
 from kvasir.logs import log
 from kvasir.models import cost
@@ -93,7 +93,7 @@ class Drafting:
         drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
-        runner.parts.guest_inputs = drafter.guests
+        runner.parts.guest_inputs, runner.sampler.guessing = drafter.guests, drafter.guessing
         runner.sampler.by_blocks = not drafter.exact
 
     # ---------------------------------------------------------------------------------------------------- before a step
@@ -114,6 +114,11 @@ class Drafting:
         return self.controller.wanted(
             len(decodes), sum(len(seq.tokens) for seq in decodes), len(decodes) == len(running)
         )
+
+    def tail(self) -> Tail:
+        """Guests that prompts of the step being planned may end with."""
+        on = self._failures < MAX_FAILURES and (self._drafting or self.controller.pays)
+        return Tail(self.drafter.tail, self.drafter.guest_variant, self.drafter.names) if on else NO_TAIL
 
     def propose(self, running: Iterable[Sequence]) -> None:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
@@ -199,7 +204,7 @@ class Drafting:
                         [] if tree.is_chain else tree.parents,
                         tree.guests,
                     )
-                    ask.seq.guest_variant = tree.guest_variant
+                    ask.seq.guest_variant = self.drafter.guest_variant
             return
         pending, start = self._pending, 0
         tokens, parents = trees.ints[:2].tolist()
@@ -307,6 +312,9 @@ class Drafting:
         found = self._pending.pop(span.seq, None)
         if forced or found is None:
             self.ingest(span, _committed(span, result))
+            if not forced and result.guesses is not None:  # a prompt with the drafter's tail
+                self._open(span.seq)
+                self._answer(span, DraftTree(guests={-1: (tuple(span.guests),)}, source=self.drafter.name), result)
             return
         trees, i = found
         if trees is not self._verified and self._alone and isinstance(trees, Forest):
@@ -321,12 +329,15 @@ class Drafting:
         if tree.tokens:
             self.controller.observe(tree, path)
         self._guarded(self.drafter.observe, span.seq, tree, path, _committed(span, result))
-        if result.guests is not None:
+        self._answer(span, tree, result)
+
+    def _answer(self, span: Span, tree: DraftTree, result: SpanResult) -> None:
+        """Hand the drafter what the guests behind the last accepted node guess."""
+        if result.guesses is not None:
             node = result.path[-1] - result.path[0] - 1
             first = sum(tree.num_guests(other) for other in takewhile(lambda other: other != node, tree.guests))
-            self._guarded(
-                self.drafter.answer, span.seq, tree, node, result.guests[first : first + tree.num_guests(node)]
-            )
+            guesses = result.guesses[first : first + tree.num_guests(node)]
+            self._guarded(self.drafter.answer, span.seq, tree, node, guesses)
 
     def learn(self) -> None:
         """Tell the controller about all trees that were verified since the last call."""

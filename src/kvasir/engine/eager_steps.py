@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kvasir.engine.step_way import StepParts, StepWay
-from kvasir.engine.taps import GuestHandle, TappedHandle
+from kvasir.engine.taps import TappedHandle
 from kvasir.types import Handle, Span
 
 
@@ -30,12 +30,9 @@ class EagerSteps(StepWay):
         wanted_M = None if count == total else batch.logit_rows if count else self._first_row
         if batch.guests is not None:
             batch.inputs = parts.guest_inputs.index_select(0, batch.guests[1])
-            wanted_M = torch.cat([batch.logit_rows, batch.guests[0]])
         tapped = None if parts.taps is None else parts.taps.memory(total)
         hidden_ME = parts.model.forward(
             batch, parts.caches, parts.backend, None if tapped is None else tapped.by_layer, wanted_M=wanted_M
         )
         handle: Handle = parts.sample_from(spans, hidden_ME)
-        if batch.guests is not None:
-            handle = GuestHandle(handle, spans, hidden_ME[count:])
         return handle if tapped is None else TappedHandle(handle, spans, tapped.hidden_TLE)

@@ -15,30 +15,37 @@ import numpy as np
 import torch
 
 from kvasir.engine.device_seats import ROW_WORDS, UNKNOWN, DeviceSeats, draft_words
-from kvasir.engine.graph_buckets import ROW_BY_ROW
 from kvasir.types import Span
 
 PLAIN_WORDS = 3  # int64 words of a row where no keys are shared: seat, position, and with drafts the token
 
 
 class DecodeBuffers:
-    """Buffers for up to ``max_rows`` rows. ``shares_keys`` says whether spans with drafts may share keys, which takes
-    ``ROW_WORDS`` words a row."""
+    """Buffers for up to ``max_rows`` rows. ``wide`` says whether spans with drafts may share keys or have guests, which
+    takes ``ROW_WORDS`` words a row. ``num_guesses``: guesses of each guest, two numbers each."""
 
     def __init__(
-        self, seats: DeviceSeats, max_rows: int, shares_keys: bool, hidden_size: int, dtype: torch.dtype
+        self,
+        seats: DeviceSeats,
+        max_rows: int,
+        wide: bool,
+        hidden_size: int,
+        dtype: torch.dtype,
+        num_guesses: int = 0,
     ) -> None:
         self._seats, device = seats, seats.words.device
-        self.device = device
-        self._num_words = ROW_WORDS if shares_keys else PLAIN_WORDS
+        self.device, self.num_guesses = device, num_guesses
+        self._num_words = ROW_WORDS if wide else PLAIN_WORDS
         self._inbox = torch.zeros(self._num_words * max_rows, dtype=torch.int64, device=device)
         self.row_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.logit_rows = torch.arange(max_rows, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(max_rows, hidden_size, dtype=dtype, device=device)
-        self.draws = torch.zeros(6 * max_rows, dtype=torch.float32, device=device)  # draws [3, B], then reports [3, B]
+        # Draws [3, B], then reports [3, B], then guesses [2 * num_guesses, B].
+        numbers = 6 + 2 * num_guesses
+        self.draws = torch.zeros(numbers * max_rows, dtype=torch.float32, device=device)
         self.starts: list[int] = []  # the host's copy of the rows' positions
         # Two stages take turns: a stage is written again only after the step that used it was read.
-        self._stages = cycle([Stage(max_rows, self._num_words, device) for _ in range(2)])
+        self._stages = cycle([Stage(max_rows, self._num_words, device, numbers) for _ in range(2)])
 
     def words(self, size: int) -> torch.Tensor:
         """The inbox of a bucket of ``size`` rows [words, B]: seats and positions; with drafts their tokens (-1: the
@@ -57,13 +64,13 @@ class DecodeBuffers:
         self.starts = starts + [0] * (size - count)
         return stage
 
-    def send_drafts(self, spans: list[Span], size: int, form: int) -> tuple[Stage, np.ndarray]:
+    def send_drafts(self, spans: list[Span], size: int) -> tuple[Stage, np.ndarray]:
         """The same with a row for each draft behind its sequence's own, and the drafts' tokens. Returns the host memory
         in use and the ``draft_words`` [``ROW_WORDS``, T] of the spans."""
         stage, count = next(self._stages), sum(span.length for span in spans)
         words = np.empty((ROW_WORDS, size), np.int64)
         draft_words(spans, self._seats.padding, words)
-        sent = ROW_WORDS if form > ROW_BY_ROW else PLAIN_WORDS
+        sent = self._num_words
         stage.inbox[: sent * size] = words[:sent].reshape(-1)
         own = words[:, :count]
         seats, starts = own[:2, own[4] == 0]
@@ -89,14 +96,14 @@ class DecodeBuffers:
 
 
 class Stage:
-    """Pinned host memory of one step: what goes to the device, and the draws and reports that come back."""
+    """Pinned host memory of one step: what goes to the device, and the ``numbers`` a row that come back."""
 
-    def __init__(self, max_rows: int, words: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, words: int, device: torch.device, numbers: int = 6) -> None:
         pinned = device.type == "cuda"
         self._pinned = pinned
         self.inbox_tensor = torch.zeros(words * max_rows, dtype=torch.int64, pin_memory=pinned)
         self.inbox = self.inbox_tensor.numpy()
-        self._draws = torch.zeros(6 * max_rows, dtype=torch.float32, pin_memory=pinned)
+        self._draws = torch.zeros(numbers * max_rows, dtype=torch.float32, pin_memory=pinned)
         self._draws_array = self._draws.numpy()
         self._done = torch.cuda.Event() if pinned else None
         self._changes = torch.zeros(0, dtype=torch.int64)
@@ -127,3 +134,7 @@ class Stage:
     def reports(self, size: int) -> np.ndarray:
         """The reports [3, size] of a step that reports, after ``read``."""
         return self._draws_array[3 * size : 6 * size].reshape(3, size)
+
+    def guesses(self, size: int, count: int) -> np.ndarray:
+        """The guesses [2 count, size] of a step with guests, after ``read``."""
+        return self._draws_array[6 * size : (6 + 2 * count) * size].reshape(2 * count, size)

@@ -9,26 +9,36 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from kvasir.decoding.sampler import NUMERIC_ERROR, resolve_span
+from kvasir.decoding.guesses import deal, listed
+from kvasir.decoding.sampler import NUMERIC_ERROR
+from kvasir.decoding.walk import resolve_span
 from kvasir.engine.graph_buffers import Stage
 from kvasir.types import Span, SpanResult, TokenLogprob
 
 
 class DecodeHandle:
     """A launched decode step of ``size`` rows. ``words``: with drafts, what its rows started from (``draft_words``).
-    ``reports``: whether it reports."""
+    ``reports``: whether it reports; ``num_guesses``: guesses of each guest row, where spans have guests."""
 
-    __slots__ = ("_stage", "_size", "_spans", "_words", "_reports")
+    __slots__ = ("_stage", "_size", "_spans", "_words", "_reports", "_num_guesses")
 
     def __init__(
-        self, stage: Stage, size: int, spans: list[Span], words: np.ndarray | None = None, reports: bool = False
+        self,
+        stage: Stage,
+        size: int,
+        spans: list[Span],
+        words: np.ndarray | None = None,
+        reports: bool = False,
+        num_guesses: int = 0,
     ) -> None:
         self._stage, self._size, self._spans, self._words, self._reports = stage, size, spans, words, reports
+        self._num_guesses = num_guesses
 
     def read(self) -> list[SpanResult]:
         """Wait for the step; one result per span."""
         if self._words is not None:
-            return self._walked(self._words[2], self._words[4])
+            results = self._walked(self._words[2], self._words[4])
+            return self._guessed(results, self._words[7]) if self._num_guesses else results
         ids, largest, best = self._stage.read(self._size)[:, : len(self._spans)]
         results = [SpanResult([token]) for token in ids.astype(np.int64).tolist()]
         if not (np.isfinite(largest).all() and np.isfinite(best).all()):
@@ -59,6 +69,14 @@ class DecodeHandle:
                 path = list(range(end - first)) if span.length > 1 else None
                 results.append(SpanResult(drawn[first:end], path=path))
         return self._reported(results, firsts.tolist()) if self._reports else results
+
+    def _guessed(self, results: list[SpanResult], guests_T: np.ndarray) -> list[SpanResult]:
+        """The results with what the guest rows guessed. ``guests_T``: each row's guest, -1: none."""
+        rows = np.flatnonzero(guests_T >= 0)
+        found = deal(self._spans, listed(self._stage.guesses(self._size, self._num_guesses)[:, rows]))
+        for result, guesses in zip(results, found):
+            result.guesses = None if result.error else guesses
+        return results
 
     def _reported(self, results: list[SpanResult], firsts: Many[int]) -> list[SpanResult]:
         """The results with the log-probabilities of the spans that ask for them. ``firsts``: each span's first row."""

@@ -16,21 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
 
+from kvasir.decoding.guesses import within
 from kvasir.decoding.sampler import StepOutput
-from kvasir.engine.batch import guest_rows
 from kvasir.engine.capture import GRAPH_BYTES, Capture, Work, check_memory, peak_bytes
 from kvasir.engine.graph_buckets import DECODES, ROW_BY_ROW, Buckets, GraphKey
 from kvasir.engine.graph_buffers import DecodeBuffers, Stage
 from kvasir.engine.graph_handle import DecodeHandle
 from kvasir.engine.step_way import CapturingWay, StepParts
-from kvasir.engine.taps import GuestHandle, Tapped, TappedHandle, Taps
+from kvasir.engine.taps import Tapped, TappedHandle, Taps
 from kvasir.kernels.decode_rows import Opened, close_rows, open_rows
-from kvasir.kernels.hardware import send
+from kvasir.kernels.guess import guess_rows
 from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.logs import log
@@ -64,9 +63,12 @@ class DecodeGraphs(CapturingWay):
     @cached_property
     def _buffers(self) -> DecodeBuffers:
         """The static buffers. They take memory from the first step on that runs here."""
-        parts, most, shares = self._parts, self.buckets[-1], bool(self.choice.forms)
+        parts, most, guests = self._parts, self.buckets[-1], 0
+        if parts.guest_inputs is not None and within(self._sampler.guessing):
+            guests = self._sampler.guessing.count
+        wide = bool(self.choice.forms) or parts.guest_inputs is not None
         with torch.inference_mode(False):
-            return DecodeBuffers(parts.seats, most, shares, parts.model.spec.hidden_size, parts.model.place.dtype)
+            return DecodeBuffers(parts.seats, most, wide, parts.model.spec.hidden_size, parts.model.place.dtype, guests)
 
     def use_taps(self, taps: Taps) -> None:
         self._tapped = taps.memory(self.buckets[-1])
@@ -75,7 +77,7 @@ class DecodeGraphs(CapturingWay):
 
     @property
     def trees(self) -> bool:
-        """Whether trees and guests run here, too."""
+        """Whether trees run here, too, and guests that are not one chain at the end of one."""
         return bool(self.choice.forms)
 
     def takes(self, spans: list[Span]) -> bool:
@@ -83,17 +85,8 @@ class DecodeGraphs(CapturingWay):
 
     @torch.inference_mode()
     def run(self, spans: list[Span]) -> Handle:
-        output, guests = self._sampler.output(spans), any(span.guests for span in spans)
-        if output:
-            handle = self.decode(spans, output)
-        else:
-            hidden_ME = self.forward(spans)
-            if guests:
-                rows = self._parts.packer.send(torch.tensor(self.outputs(spans)[0]))
-                hidden_ME = hidden_ME.index_select(0, rows)
-            handle = self._parts.sample_from(spans, hidden_ME)
-        if guests:
-            handle = GuestHandle(handle, spans, self.outputs(spans)[1])
+        output = self._sampler.output(spans)
+        handle = self.decode(spans, output) if output else self._parts.sample_from(spans, self.forward(spans))
         if self._tapped is None:
             return handle
         hidden_TLE = self._parts.taps.taken(self._tapped, sum(span.length for span in spans))
@@ -116,20 +109,14 @@ class DecodeGraphs(CapturingWay):
         self._reported |= reports
         key, stage, words = self._send(spans, output)
         self._run(key)
-        stage.take(self._buffers.draws[: (6 if reports else 3) * key.size])
-        return DecodeHandle(stage, key.size, spans, words, reports)
+        guests = self._buffers.num_guesses if any(span.guests for span in spans) else 0
+        stage.take(self._buffers.draws[: (6 + 2 * guests if guests else 6 if reports else 3) * key.size])
+        return DecodeHandle(stage, key.size, spans, words, reports, guests)
 
     def forward(self, spans: list[Span]) -> torch.Tensor:
         """Hidden states [T, E] before the final norm; valid until the next step."""
         self._run(self._send(spans, StepOutput.HIDDEN)[0])
         return self._buffers.hidden[: sum(span.length for span in spans)]
-
-    def outputs(self, spans: list[Span]) -> tuple[list[int], torch.Tensor]:
-        """Rows of the step launched last that hold tokens, and the hidden states [guests, E] of the others."""
-        guests = [row for row, _ in guest_rows(spans, [0, *accumulate(span.length for span in spans)])]
-        rows = sorted(set(range(sum(span.length for span in spans))) - set(guests))
-        at = send(torch.tensor(guests, dtype=torch.int64), self._device)
-        return rows, self._buffers.hidden.index_select(0, at)
 
     def _send(self, spans: list[Span], output: StepOutput) -> tuple[GraphKey, Stage, np.ndarray | None]:
         """Bring the rows and what else changed to the device. Returns the kind of step to run, the host memory in use,
@@ -139,7 +126,7 @@ class DecodeGraphs(CapturingWay):
             key = self._fit(len(spans), output, form)
             return key, self._buffers.send_decodes(spans, key.size), None
         key = self._fit(sum(span.length for span in spans), output, form)
-        return key, *self._buffers.send_drafts(spans, key.size, key.form)
+        return key, *self._buffers.send_drafts(spans, key.size)
 
     def _fit(self, num_rows: int, output: StepOutput, form: int) -> GraphKey:
         key = GraphKey(self.choice.bucket(num_rows), output, form)
@@ -172,33 +159,36 @@ class DecodeGraphs(CapturingWay):
             lengths=[1] * size,
         )
         if self._varied:
-            shared = form > ROW_BY_ROW  # then guests may have a variant of their own
-            batch.variants = words[8].int() if shared else self._seats.variants(seats_B, starts_B)
+            wide = form and len(words) > 3  # then guests may have a variant of their own
+            batch.variants = words[8].int() if wide else self._seats.variants(seats_B, starts_B)
         if form > ROW_BY_ROW:
             batch.together, batch.ancestors = Together(words[4], words[5], form), words[6][:, None]
-            if parts.guest_inputs is not None:
-                guests_B = words[7]
-                batch.guests = batch.logit_rows, guests_B
-                batch.inputs = torch.where(
-                    guests_B[:, None] < 0,
-                    parts.model.embed(opened.ids),
-                    parts.guest_inputs.index_select(0, guests_B.clamp(min=0)),
-                )
+        if form and parts.guest_inputs is not None:
+            batch.guests = batch.logit_rows, words[7]
+            batch.inputs = parts.inputs(opened.ids, words[7])
         parts.backend.plan(batch)
         taps = None if self._tapped is None else self._tapped.by_layer
         hidden_BE = parts.model.forward(batch, parts.caches, parts.backend, taps)
-        if batch.guests is not None or not output:
+        if not output:
             buffers.hidden[:size].copy_(hidden_BE)
-        if output:
-            self._draw(hidden_BE, opened, seats_B, batch.positions, output == StepOutput.REPORTS)
+        else:
+            guests_B = None if batch.guests is None or not buffers.num_guesses else batch.guests[1]
+            self._draw(hidden_BE, opened, seats_B, batch.positions, output == StepOutput.REPORTS, guests_B)
 
     def _draw(
-        self, hidden_BE: torch.Tensor, opened: Opened, seats_B: torch.Tensor, positions_B: torch.Tensor, reports: bool
+        self,
+        hidden_BE: torch.Tensor,
+        opened: Opened,
+        seats_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        reports: bool,
+        guests_B: torch.Tensor | None,
     ) -> None:
         """Draw a token for every row, left where the seat's next step and the host look for it, with its report where
-        that is wanted."""
-        sampler, size = self._sampler, len(seats_B)
+        that is wanted, and the guesses of guests."""
+        sampler, size, count = self._sampler, len(seats_B), self._buffers.num_guesses
         draws_3B, reports_3B = self._buffers.draws[: 6 * size].view(2, 3, size)
+        guesses_KB = self._buffers.draws[6 * size : (6 + 2 * count) * size].view(2 * count, size)
         sure_B = self._seats.sure.index_select(0, seats_B) if reports else None
         step = max(1, LOGIT_BYTES // (4 * sampler.vocab_size))
         for first in range(0, size, step):
@@ -217,6 +207,18 @@ class DecodeGraphs(CapturingWay):
             close_rows(drawn, draws_3B[:, part], self._seats.token, seats_B[part], sampler.vocab_size)
             if reports:
                 report_rows(logits, drawn[0], sure_B[part], sampler.tokenizer_size, reports_3B[:, part])
+            if guests_B is not None:
+                guess_rows(
+                    logits,
+                    drawn[0],
+                    opened.temperature[part],
+                    opened.stream[part],
+                    positions_B[part],
+                    guests_B[part] >= 0,
+                    sampler.tokenizer_size,
+                    count,
+                    guesses_KB[:, part],
+                )
 
     # -------------------------------------------------------------------------------------------------------- capturing
 

@@ -47,6 +47,8 @@ USED = 0.7
 STRIDES = ((1024, 32), (2048, 64), (4096, 128), (1 << 30, 256))
 # Rows up to which steps are captured whatever the model.
 LEAST = 512
+# Most rows with logits that room is made for because of drafts. The last layer computes all of them.
+DRAFTED = 640
 # One in so many sizes is captured first, and stands in for those below it.
 COARSE = 4
 
@@ -148,19 +150,24 @@ class _Address:
 
 class MixedSteps(CapturingWay):
     """Runs steps of up to ``max_rows`` rows, if they are worth capturing: steps whose rows have variants, or
-    (``varied`` False) the others."""
+    (``varied`` False) the others. ``max_drafts``: drafts that a sequence may have verified in a step."""
 
-    def __init__(self, parts: StepParts, capture: PieceCapture, max_rows: int, varied: bool = False) -> None:
+    def __init__(
+        self, parts: StepParts, capture: PieceCapture, max_rows: int, varied: bool = False, max_drafts: int = 0
+    ) -> None:
         self._varied = varied
         self._parts, model, backend = parts, parts.model, parts.backend
         self._capture: PieceCapture | None = capture
         place, self._num_groups = model.place, len(parts.pool.groups)
         self.sizes = sizes(most_rows(model.spec, place.device, place.dtype, max_rows))
-        most, self._max_wanted = self.sizes[-1], -(-parts.sampler.max_seqs // ALIGNED) * ALIGNED
+        most, seqs = self.sizes[-1], parts.sampler.max_seqs
+        wanted = max(seqs, min(seqs * (1 + max_drafts), DRAFTED))
+        self._max_wanted = -(-wanted // ALIGNED) * ALIGNED
         if parts.pooler is not None and parts.pooler.all_rows:
             self._max_wanted = most
         words = Frame.words(most, self._max_wanted, self._num_groups)
         self._memory = torch.zeros(words, dtype=torch.int64, device=place.device)
+        self._rows = torch.arange(most, device=place.device)
         self._hidden = torch.zeros(self._max_wanted, model.spec.hidden_size, dtype=place.dtype, device=place.device)
         # Zero at first: padding rows go on from what stands there, and must be numbers.
         heads = {(spec.num_heads, spec.mixed_dim) for spec in model.spec.attentions()}
@@ -173,7 +180,7 @@ class MixedSteps(CapturingWay):
         self.captures = 0
 
     def takes(self, spans: list[Span]) -> bool:
-        """Trees, guests and tapped states are left to other ways."""
+        """Trees and tapped states are left to other ways."""
         parts = self._parts
         mine = parts.taps is None and parts.varied(spans) == self._varied
         self._next = self.frame(spans) if mine else None
@@ -192,7 +199,7 @@ class MixedSteps(CapturingWay):
         captured, once they were missed often."""
         rows = wanted = 0
         for span in spans:
-            if span.guests or span.parents:
+            if span.parents:
                 return None
             rows += span.length
             wanted += sum(map(len, span.want.values()))
@@ -209,7 +216,8 @@ class MixedSteps(CapturingWay):
         return frame if wanted <= frame.wanted else None
 
     def _frame(self, size: int) -> Frame:
-        return Frame(size, min(size, self._max_wanted), self._memory, self._varied)
+        guests = self._parts.guest_inputs is not None
+        return Frame(size, min(size, self._max_wanted), self._memory, self._varied, guests)
 
     def forward(self, frame: Frame, batch: StepBatch) -> torch.Tensor:
         """Hidden states [W, E] of ``batch.logit_rows`` before the final norm, valid until the next step. The batch was
@@ -227,7 +235,7 @@ class MixedSteps(CapturingWay):
     def _compute(self, size: int, backend: _Cuts) -> None:
         """Run the step itself over the fixed memory."""
         parts, frame = self._parts, self._frame(size)
-        ids, positions, slots, wanted, variants = frame.parts(self._num_groups)
+        ids, positions, slots, wanted, variants, guests = frame.parts(self._num_groups)
         batch = StepBatch(
             input_ids=ids,
             positions=positions,
@@ -240,6 +248,8 @@ class MixedSteps(CapturingWay):
             lengths=[],
             variants=variants,
         )
+        if guests is not None:
+            batch.guests, batch.inputs = (self._rows[:size], guests), parts.inputs(ids, guests)
         self._hidden[: frame.wanted].copy_(parts.model.forward(batch, parts.caches, backend, wanted_M=wanted))
 
     @torch.inference_mode()

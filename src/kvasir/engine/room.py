@@ -137,9 +137,10 @@ class Room:
             if not (seq.draft or seq.guests):
                 continue
             before = self.pages.num_free + self.pages.num_limbo
+            length = step.spans[seq].length - seq.num_look_ahead
             seq.drop_draft()
             step.remove(seq)
-            step.add(seq, 1)
+            step.add(seq, length)
             self.pages.truncate(seq, seq.num_tokens, self._in_flight())
             if self.pages.num_free + self.pages.num_limbo > before:
                 return True

@@ -30,9 +30,11 @@ from kvasir.engine.queue import Queue
 from kvasir.engine.residents import Residents
 from kvasir.engine.room import Room
 from kvasir.engine.spans import (
+    NO_TAIL,
     ONE_SAMPLE,
     ROW_TILE,
     Step,
+    Tail,
     needed_from,
     page_aligned,
     room_to_start,
@@ -76,6 +78,7 @@ class Scheduler:
         self.backlog = Backlog(policy)
         self.running = Queue(policy.order_running, policy.static)
         self.prompts_first = False
+        self._tail = NO_TAIL  # what prompts of the next plan end with
         self._prompts_filled = True  # the last step that decodes sat out, at least half
         self._now = 0.0
         self._step = 0  # number of the last plan; the last with spans; the last that ended
@@ -137,9 +140,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------ one step
 
-    def plan(self, now: float, max_rows: int | None = None) -> Plan:
-        """The next step. ``now``: monotonic seconds; ``max_rows``: a smaller budget, for this step."""
-        self._now = now
+    def plan(self, now: float, max_rows: int | None = None, tail: Tail | None = None) -> Plan:
+        """The next step. ``now``: monotonic seconds; ``max_rows``: a smaller budget, for this step; ``tail``: guests
+        that prompts may end with."""
+        self._now, self._tail = now, tail or NO_TAIL
         self._step += 1
         self.room.begin(now)
         step = Step(now, left=min(self.max_rows, max_rows or self.max_rows))
@@ -299,7 +303,14 @@ class Scheduler:
                 continue
             end = seq.num_computed + seq.num_ahead + length
             if self.pages.grow(seq, end, step.copies) or self.room.make(step, seq, end):
-                step.add(seq, length)
+                self._add_prompt(step, seq, length)
+
+    def _add_prompt(self, step: Step, seq: Sequence, length: int) -> None:
+        """Plan rows of a prompt; the last ones with the drafter's tail, where that costs nobody a row or a page."""
+        tail, end = self._tail, len(seq.tokens) + len(self._tail.guests)
+        if tail.fits(seq, length, step.left, self.max_model_len) and self.pages.grow(seq, end, step.copies):
+            seq.guests, seq.guest_variant = {-1: (tail.guests,)}, tail.variant
+        step.add(seq, length)
 
     def _rows_for(self, step: Step, seq: Sequence, start: int, claim: int, kept: int = 0) -> int:
         """Row budget for a chunk from position ``start``, less the rows ``kept`` for another prompt.
@@ -434,7 +445,7 @@ class Scheduler:
         if seq.first_scheduled is None:
             seq.first_scheduled = step.now
         self.running.add(seq, step.now)
-        step.add(seq, length)
+        self._add_prompt(step, seq, length)
 
     # --------------------------------------------------------------------------------------------------------- private
 

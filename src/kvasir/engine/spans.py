@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvasir.types import PageCopy, Sequence, Span, Want
+from kvasir.types import Guests, PageCopy, Sequence, Span, Want
 
 ROW_TILE = 128  # a GPU's matmuls cost the same for every row of a tile
 ONE_SAMPLE: dict[Want, range] = {"sample": range(1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Guests behind the last row of a prompt, so that its first decode verifies already. ``variant`` computes them;
+    ``names`` are those of the drafter that a request may ask for."""
+
+    guests: tuple[int, ...] = ()
+    variant: int = 0
+    names: Collection[str] = ()
+
+    def fits(self, seq: Sequence, length: int, left: int, max_model_len: int) -> bool:
+        """Whether the next ``length`` rows of a sequence may have them: they end its prompt, ``left`` rows hold both,
+        the sequence draws more than a token, and its last rows lie in the context."""
+        params = seq.request.params
+        return (
+            bool(self.guests)
+            and length == rows_left(seq)
+            and length + len(self.guests) <= left
+            and not seq.pools
+            and params.num_draft_tokens != 0
+            and params.drafter in (None, *self.names)
+            and len(seq.tokens) + len(self.guests) <= max_model_len
+            and len(seq.tokens) + 1 < min(max_model_len, seq.num_prompt + seq.max_output)
+        )
+
+
+NO_TAIL = Tail()
 
 
 @dataclass(slots=True)
@@ -61,16 +90,23 @@ def next_span(seq: Sequence, length: int) -> Span:
     if length <= first + 1 and not seq.guests:
         return Span(seq, start, length, want=want, seat=seq.seat)
     parents = None
-    if len(seq.draft_parents) == length - first - 1:  # a tree: each row's parent in the span
+    if seq.draft_parents and len(seq.draft_parents) == length - first - 1:  # a tree: each row's parent in the span
         parents = [*range(-1, first), *(first + 1 + p for p in seq.draft_parents)]
-    guests: list[int] = []
-    if seq.guests:
-        parents = parents or list(range(-1, length - 1))
-        for node, chains in seq.guests.items():
-            for chain in chains:
-                parents += [first + 1 + node, *range(len(parents), len(parents) + len(chain) - 1)]
-                guests += chain
+    guests = [guest for chains in seq.guests.values() for chain in chains for guest in chain]
+    if guests:
+        want["guess"] = range(length, length + len(guests))
+        if parents is not None or not ends_in_one_chain(seq.guests, length - first - 2):
+            parents = parents or list(range(-1, length - 1))
+            for node, chains in seq.guests.items():
+                for chain in chains:
+                    parents += [first + 1 + node, *range(len(parents), len(parents) + len(chain) - 1)]
     return Span(seq, start, length + len(guests), want, "walk", parents, seat=seq.seat, guests=guests)
+
+
+def ends_in_one_chain(guests: Guests, last: int) -> bool:
+    """Whether all guests are one chain behind node ``last`` (-1: the anchor), so that a chain of drafts with them is
+    one chain of rows."""
+    return len(guests) == 1 and len(guests.get(last, ())) == 1
 
 
 def rows_left(seq: Sequence) -> int:

@@ -156,6 +156,11 @@ class StepParts:
             batch.input_ids.index_copy_(0, rows, self.seats.token.index_select(0, seats).long())
         return batch
 
+    def inputs(self, ids_T: torch.Tensor, guests_T: torch.Tensor) -> torch.Tensor:
+        """What the first layer reads [T, E]: embeddings of tokens, or of guests where their number is not -1."""
+        own_TE = self.guest_inputs.index_select(0, guests_T.clamp(min=0))
+        return torch.where(guests_T[:, None] < 0, self.model.embed(ids_T), own_TE)
+
     def sample_from(self, spans: list[Span], hidden_ME: torch.Tensor) -> Handle:
         """Draw from hidden states, or pool them. The sampler asks for logits slice by slice, so a long scored prompt
         never needs [T, V] at once."""
@@ -187,7 +192,7 @@ class StepParts:
         batch = self.sampler.pack(spans)
         output = self.sampler.sample(logits, batch)
         drawn = [
-            (first + len(wanted) - 1, span.seat, span.start + span.length - len(span.guests))
+            (first + len(wanted) - len(span.guests) - 1, span.seat, span.start + span.length - len(span.guests))
             for span, wanted, first in zip(spans, batch.wanted, batch.first)
             if wanted and len(span.want.get("sample", ())) == 1
         ]

@@ -1,13 +1,10 @@
-"""Hidden states for drafters: the outputs of chosen layers for every row of a step, and those of guest rows, with the
-step's results.
+"""Hidden states for drafters: the outputs of chosen layers for every row of a step, with the step's results.
 
 The decoder writes them where a `Taps` says: into fresh memory in a step that is launched kernel by kernel, and into a
 static buffer in a step that is a CUDA graph or a CPU tape, from which the rows in use are copied once the step is
 launched. Without a drafter that asks there is no `Taps`, and none of this runs.
 
-What the last layer gives for guest rows (see `Span`) is handed on as it is; in a graph it is copied first.
-
-Legend: T rows, K guest rows, L tapped layers, E model dim.
+Legend: T rows, L tapped layers, E model dim.
 """
 
 from __future__ import annotations
@@ -63,21 +60,4 @@ class TappedHandle:
         for span, result in zip(self._spans, results):
             result.hidden = self._hidden_TLE[first : first + span.length]
             first += span.length
-        return results
-
-
-class GuestHandle:
-    """A launched step whose results bring the outputs of their spans' guests along."""
-
-    __slots__ = ("_handle", "_outputs_KE", "_spans")
-
-    def __init__(self, handle: Handle, spans: list[Span], outputs_KE: torch.Tensor) -> None:
-        self._handle, self._spans, self._outputs_KE = handle, spans, outputs_KE
-
-    def read(self) -> list[SpanResult]:
-        results, first = self._handle.read(), 0
-        for span, result in zip(self._spans, results):
-            if span.guests:
-                result.guests = self._outputs_KE[first : first + len(span.guests)]
-                first += len(span.guests)
         return results

@@ -2,6 +2,9 @@
 
     goodput(N) = (sequences + expected accepted tokens of the best N nodes) / time of a step of sequences + N rows
 
+Guests (see ``Span``) are rows, too. They yield nothing in this step: a drafter says what they promise for the next one
+(``DraftTree.promise``), which is worth as much times the chance that the walk ends where they stand.
+
 The value of a node is its *survival*: the product of its own hazard and its ancestors'. A hazard is the chance that a
 node is accepted when its parent was. Hazards are learnt by drafter, by depth and by the drafter's own estimate, which
 is the prior. The engine measures step times while serving, plain and drafted steps apart. The price of drafting
@@ -119,14 +122,61 @@ def _within(tree: DraftTree, rows: int) -> DraftTree:
     anchor's guests fit, cut these."""
     if not tree.guests or tree.num_rows <= rows:
         return tree
-    count, left = 0, rows - tree.num_guests(-1)
-    while count < len(tree) and (left := left - 1 - tree.num_guests(count)) >= 0:
+    tail = tree.has_tail
+    count, left = 0, rows - tree.num_guests(len(tree) - 1 if tail else -1)
+    while count < len(tree) and (left := left - 1 - (0 if tail else tree.num_guests(count))) >= 0:
         count += 1
     kept = tree.keep(range(count))
     if kept.num_rows > rows:
-        length = rows // len(tree.guests[-1])
-        kept.guests = {-1: tuple(chain[:length] for chain in tree.guests[-1])} if length else {}
+        length = rows // len(kept.guests[-1])
+        kept.guests = {-1: tuple(chain[:length] for chain in kept.guests[-1])} if length else {}
     return kept
+
+
+def _kept(trees: Many[DraftTree], ranked: Many[tuple[float, int, int]]) -> list[DraftTree]:
+    """The trees of these nodes (-survival, tree, node)."""
+    chosen: list[list[int]] = [[] for _ in trees]
+    for _, i, node in ranked:
+        chosen[i].append(node)
+    return [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, chosen)]
+
+
+class _Promises:
+    """What the guests of a step's trees promise, and the rows they take, as nodes are kept one by one. The tail of a
+    chain moves along with its last node kept. ``survival``: by tree, that of its nodes."""
+
+    def __init__(self, trees: Many[DraftTree], survival: Many[Many[float]]) -> None:
+        self._trees, self._survival = trees, survival
+        self._tails = [tree.has_tail for tree in trees]
+        self._last = [1.0] * len(trees)  # by tree with a tail: the chance that the walk ends at its last node kept
+        self.rows, self.tokens = 0, 0.0
+        for tree, tail in zip(trees, self._tails):
+            if tree.guests:
+                node = len(tree) - 1 if tail else -1
+                self.rows += tree.num_guests(node)
+                self.tokens += tree.promised(node)
+
+    def keep(self, i: int, node: int) -> None:
+        """Keep a node of tree ``i``, whose parent is kept."""
+        tree = self._trees[i]
+        if not tree.guests:
+            return
+        chance = self._survival[i][node]
+        if self._tails[i]:
+            self.tokens += (chance - self._last[i]) * tree.promised(len(tree) - 1)
+            self._last[i] = chance
+        else:
+            self.rows += tree.num_guests(node)
+            self.tokens += chance * (tree.promised(node) - tree.promised(tree.parents[node]))
+
+
+def _ends(tree: DraftTree, survival: Many[float]) -> dict[int, float]:
+    """By node (-1: the anchor): the chance that the walk ends there."""
+    ends = {-1: 1.0}
+    for node, parent in enumerate(tree.parents):
+        ends[node] = survival[node]
+        ends[parent] -= survival[node]
+    return ends
 
 
 @dataclass(slots=True)
@@ -185,6 +235,11 @@ class Controller:
         return False
 
     @property
+    def pays(self) -> bool:
+        """Whether drafts of the last decodes paid, so that those of the next ones are worth preparing."""
+        return self._fixed or self._drafted_last and not self._rest
+
+    @property
     def rest_left(self) -> int:
         """Number of plain steps until drafting is tried again; 0 when it is not resting."""
         return self._rest
@@ -237,13 +292,16 @@ class Controller:
             return 0.0
         worth = [sorted(self.survival.of(tree), reverse=True) for tree in self._recent]
         num_nodes = max(1, sum(map(len, self._recent)))
-        spread = sum(tree.num_rows for tree in self._recent) / num_nodes  # rows a node, guests included
+        # Rows of tails, which stay however many nodes are kept, for each proposal; and rows a node, with its guests.
+        tails = sum(tree.num_rows - len(tree) for tree in self._recent if tree.has_tail)
+        spread = (sum(tree.num_rows for tree in self._recent) - tails) / num_nodes
+        tails /= len(self._recent)
         best, tokens, slots = 0.0, 1.0, 0.0
         for rank in range(max(map(len, worth))):
             added = [survivals[rank] for survivals in worth if rank < len(survivals)]
             tokens, slots = tokens + sum(added) / len(worth), slots + len(added) / len(worth)
             if rank < 8 or rank % 8 == 7:
-                drafted = self._seconds(num_seqs, context, round(spread * slots * num_seqs), True)
+                drafted = self._seconds(num_seqs, context, round((tails + spread * slots) * num_seqs), True)
                 best = max(best, tokens * plain / drafted)
         return best
 
@@ -265,30 +323,84 @@ class Controller:
         forest = Forest.of(trees) if self._packs and len(trees) >= PACKED else None
         if forest is not None:
             return self._cut(forest, context, budget, len(trees) if num_seqs is None else num_seqs)
-        ranked = [(-s, i, node) for i, tree in enumerate(trees) for node, s in enumerate(self.survival.of(tree))]
+        survival = [self.survival.of(tree) for tree in trees]
+        ranked = [(-s, i, node) for i, chances in enumerate(survival) for node, s in enumerate(chances)]
         ranked.sort()  # a parent never survives less often than its child, and comes first in a tie
         count = len(trees) if num_seqs is None else num_seqs
-        last = min(len(ranked), budget)
-        rows = guests = sum(tree.num_guests(-1) for tree in trees if tree.guests)
-        best, best_goodput, expected = 0, count / self._seconds(count, context, rows, True), float(count)
-        for n, (survival, i, node) in enumerate(ranked[:last], 1):
-            expected -= survival
-            guests += trees[i].num_guests(node) if trees[i].guests else 0
-            rows = n + guests
+        best, _ = self._best(ranked, _Promises(trees, survival), context, budget, count)
+        kept = _kept(trees, ranked[:best])
+        guested = [tree for tree in kept if tree.guests]
+        if sum(tree.num_rows for tree in guested) > budget:
+            kept = [_within(tree, budget // len(trees)) for tree in kept]
+        elif guested and all(tree.promise for tree in guested):
+            goodput = self._thin(guested, context, count, sum(map(len, kept)))
+            bare, without = self._best(ranked, None, context, budget, count)
+            if without > goodput:
+                best, kept = bare, _kept(trees, ranked[:bare])
+                for tree in kept:
+                    tree.guests = {}
+        self.most_nodes = max(map(len, kept), default=0) + MARGIN
+        return kept
+
+    def _best(
+        self, ranked: list[tuple[float, int, int]], promises: _Promises | None, context: int, budget: int, count: int
+    ) -> tuple[int, float]:
+        """Return how many of the ranked nodes (-survival, tree, node) to verify, and the goodput of that; with their
+        guests, or without any."""
+        last, rows, promised = min(len(ranked), budget), 0, 0.0
+        if promises is not None:
+            rows, promised = promises.rows, promises.tokens
+        best, expected = 0, float(count)
+        best_goodput = (expected + promised) / self._seconds(count, context, rows, True)
+        for n, (chance, i, node) in enumerate(ranked[:last], 1):
+            expected -= chance
+            rows = n
+            if promises is not None:
+                promises.keep(i, node)
+                rows, promised = n + promises.rows, promises.tokens
             if rows > budget:
                 break
             if count + rows > 16 and (count + rows) % 8 and n < last:
                 continue  # the step is padded to the next multiple of 8 anyway
+            goodput = (expected + promised) / self._seconds(count, context, rows, True)
+            if goodput > best_goodput:
+                best, best_goodput = n, goodput
+        return best, best_goodput
+
+    def _thin(self, trees: list[DraftTree], context: int, count: int, nodes: int) -> float:
+        """Take away guests that cost more than they promise; return the goodput of the rest. The step has ``count``
+        decodes and ``nodes`` nodes.
+
+        Guests are ranked by what each adds to the next step. Where a node has several chains, one more guest is a row
+        in each of them."""
+        ranked: list[tuple[float, int, int, int]] = []  # -tokens, tree, place in the chain, node
+        expected = float(count)
+        for i, tree in enumerate(trees):
+            survival = self.survival.of(tree)
+            expected += sum(survival)
+            for node, end in _ends(tree, survival).items():
+                longest = max(map(len, tree.guests.get(node, ())), default=0)
+                ranked += [(-end * gain, i, j, node) for j, gain in enumerate(tree.promise[:longest])]
+        ranked.sort()
+        rows, best, best_goodput = nodes, 0, expected / self._seconds(count, context, nodes, True)
+        for n, (tokens, i, j, node) in enumerate(ranked, 1):
+            expected -= tokens
+            rows += sum(len(chain) > j for chain in trees[i].guests[node])
+            if count + rows > 16 and (count + rows) % 8 and n < len(ranked):
+                continue
             goodput = expected / self._seconds(count, context, rows, True)
             if goodput > best_goodput:
                 best, best_goodput = n, goodput
-        chosen: list[list[int]] = [[] for _ in trees]
-        for _, i, node in ranked[:best]:
-            chosen[i].append(node)
-        self.most_nodes = max(map(len, chosen), default=0) + MARGIN
-        trees = [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, chosen)]
-        crowded = sum(tree.num_rows for tree in trees if tree.guests) > budget
-        return [_within(tree, budget // len(trees)) for tree in trees] if crowded else trees
+        lengths: list[dict[int, int]] = [{} for _ in trees]
+        for _, i, _, node in ranked[:best]:
+            lengths[i][node] = lengths[i].get(node, 0) + 1
+        for tree, kept in zip(trees, lengths):
+            tree.guests = {
+                node: tuple(chain[: kept[node]] for chain in chains)
+                for node, chains in tree.guests.items()
+                if node in kept
+            }
+        return best_goodput
 
     def _cut(self, forest: Forest, context: int, budget: int, count: int) -> Forest:
         """Cut trees without guests, as ``allocate`` does, in one native call."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from kvasir.speculation.tree import DraftTree
 from kvasir.technique import Technique
-from kvasir.types import Sequence
+from kvasir.types import Guess, Guessing, Sequence
 
 DRAFTERS = "kvasir.speculation.drafters"
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -141,9 +141,10 @@ class Drafter(Technique):
       and
       ``observe`` get these outputs as [rows, layers, E] on the model's device.
     - ``guests``: embeddings [guests, E] in the model's dtype and place, which its trees may put behind nodes
-      (`DraftTree.guests`). The model computes these rows together with the step's own, and ``answer`` gets their
-      outputs.
-      Known after ``attach``, later changed in place only.
+      (`DraftTree.guests`). The model computes these rows together with the step's own, and ``answer`` gets what they
+      guess. Known after ``attach``, later changed in place only. ``guessing`` says how they guess; ``guest_variant`` is
+      the slot of the resident variant that computes them, 0 for the base model.
+    - ``tail``: guests that may stand, as one chain, behind the last row of a prompt and behind another drafter's draft.
     - ``top_tokens``: how many of the most likely tokens of each verified row ``recycle`` gets.
     - ``place``: the device it runs on. CPU drafters are not told about steps without drafting; they read the sequence's
       tokens on the next call.
@@ -153,6 +154,9 @@ class Drafter(Technique):
     affects_kv = False
     hidden_layers: tuple[int, ...] = ()
     guests: Any = None
+    guessing = Guessing()
+    guest_variant = 0
+    tail: tuple[int, ...] = ()
     top_tokens: ClassVar[int] = 0
     place: ClassVar[Place] = "cpu"
     topology: ClassVar[Literal["chain", "tree"]] = "chain"
@@ -209,11 +213,17 @@ class Drafter(Technique):
         ``seq.tokens`` holds them and one more token. ``hidden``: outputs of ``hidden_layers`` for the rows committed in
         this step; the last row is position ``seq.num_computed`` - 1."""
 
-    def answer(self, seq: Sequence, tree: DraftTree, node: int, outputs: Any) -> None:
-        """Read the outputs of guest rows. Called after ``observe`` for trees with guests.
+    def answer(self, seq: Sequence, tree: DraftTree, node: int, guesses: list[list[Guess]]) -> None:
+        """Read what guest rows guess. Called after ``observe`` for trees with guests, and after a prompt with a
+        ``tail``, for which ``tree`` has no nodes.
 
-        The last token was drawn from ``node`` (-1: the anchor). ``outputs`` [rows, E], before the final norm, belong to
-        the guests behind that node, chain after chain; it has no rows where the node had no guests."""
+        The last token was drawn from ``node`` (-1: the anchor). ``guesses`` are those of the guests behind that node,
+        chain after chain; there are none where the node had no guests. A row that gave no number has an empty list."""
+
+    def promise(self) -> tuple[float, ...]:
+        """Return, by place in a chain of guests, the tokens that the guest there adds to the next step; () where that
+        is not known."""
+        return ()
 
     def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
         """Read all rows of a verified step: their tokens, accepted or not, and the ``top_tokens`` most likely next

@@ -19,7 +19,7 @@ from kvasir.errors import ConfigError
 from kvasir.speculation.controller import Survival
 from kvasir.speculation.drafter import DRAFTERS, Ask, Capture, Drafter, Host, ServedModel
 from kvasir.speculation.tree import DraftTree
-from kvasir.types import Sequence
+from kvasir.types import Guess, Sequence
 
 PRIOR_ACCEPTED = 1.0  # accepted tokens of a model's proposal, assumed before there is evidence
 PRIOR_WEIGHT = (
@@ -92,7 +92,22 @@ class Router(Drafter):
         for ask, choice in zip(asks, chosen):
             ask.seq.state["routed"] = choice
         self._ended = self._clock()
-        return [found.get(choice, DraftTree()) for found, choice in zip(offers, chosen)]
+        trees = [found.get(choice, DraftTree()) for found, choice in zip(offers, chosen)]
+        if self._host is not None:
+            for i, (ask, found) in enumerate(zip(asks, offers)):
+                if not trees[i].tokens and ask.seq.request.params.drafter is None:
+                    best = max(found.values(), key=lambda tree: sum(self._survival.of(tree)), default=trees[i])
+                    trees[i] = best if best.tokens else trees[i]
+                self._host_with(ask, trees[i])
+        return trees
+
+    def _host_with(self, ask: Ask, tree: DraftTree) -> None:
+        """Let the guests' drafter prepare its next draft behind another drafter's likeliest path."""
+        if self.tail and not tree.guests and ask.seq.request.params.drafter in (None, self._host.name):
+            node = -1
+            for other, parent in enumerate(tree.parents):
+                node = other if parent == node else node
+            tree.guests, tree.promise = {node: (self.tail,)}, self._host.promise()
 
     def _ask(self, name: str, which: list[int], asks: list[Ask], offers: list[dict[str, DraftTree]]) -> None:
         if not which:
@@ -152,8 +167,9 @@ class Router(Drafter):
             elif name == tree.source:
                 drafter.observe(seq, tree, path)
 
-    def answer(self, seq: Sequence, tree: DraftTree, node: int, outputs: Any) -> None:
-        self.drafters[tree.source].answer(seq, tree, node, outputs)
+    def answer(self, seq: Sequence, tree: DraftTree, node: int, guesses: list[list[Guess]]) -> None:
+        self._open(seq, self._host.name)
+        self._host.answer(seq, tree, node, guesses)
 
     def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
         for drafter in self.drafters.values():
@@ -175,7 +191,10 @@ class Router(Drafter):
                 f"{' and '.join(d.name for d in hosts)} both have rows of their own in the model's steps: "
                 "choose one of them"
             )
-        self.guests = hosts[0].guests if hosts else None
+        self._host = hosts[0] if hosts else None
+        if self._host is not None:
+            self.guests, self.guessing, self.tail = self._host.guests, self._host.guessing, self._host.tail
+            self.guest_variant = self._host.guest_variant
         self.hidden_layers = tuple(sorted({layer for d in self.drafters.values() for layer in d.hidden_layers}))
         self._columns = {
             name: [self.hidden_layers.index(layer) for layer in d.hidden_layers]

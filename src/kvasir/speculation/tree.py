@@ -20,7 +20,8 @@ class DraftTree:
 
     ``est``: the drafter's estimate that the node is accepted, given that its parent is. ``depths``: 0 for the anchor's
     children. ``source``: name of the drafter, where there are several. ``guests``: by node, chains of guest rows behind
-    it (see ``Span``); ``guest_variant``: slot of the resident variant that computes these, 0 for the base model."""
+    it (see ``Span``). ``promise``: by place in such a chain, the tokens that a guest there adds to the next step if the
+    walk ends at its node."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -28,7 +29,7 @@ class DraftTree:
     depths: list[int] = field(default_factory=list)
     source: str = ""
     guests: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    guest_variant: int = 0
+    promise: tuple[float, ...] = ()
     # (parent, token) -> node; filled when it is first needed
     _places: dict[tuple[int, int], int] | None = field(default=None, repr=False, compare=False)
 
@@ -45,6 +46,15 @@ class DraftTree:
     def num_guests(self, node: int) -> int:
         """Number of guest rows behind a node, or behind the anchor (-1)."""
         return sum(map(len, self.guests.get(node, ())))
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether it is a chain whose guests stand behind its last node alone."""
+        return len(self.guests) == 1 and len(self.tokens) - 1 in self.guests and self.is_chain
+
+    def promised(self, node: int) -> float:
+        """Tokens that the guests behind a node add to the next step if the walk ends there."""
+        return sum(self.promise[: max(map(len, self.guests.get(node, ())), default=0)])
 
     @property
     def num_rows(self) -> int:
@@ -89,18 +99,21 @@ class DraftTree:
     def keep(self, nodes: Collection[int]) -> DraftTree:
         """Return the tree of these nodes, with the most likely path first. The parent of every node must be among them.
 
-        That path then lies in the slots right behind the anchor's, where a commit copies nothing."""
+        That path then lies in the slots right behind the anchor's, where a commit copies nothing. The guests at the end
+        of a chain (``has_tail``) go to the last node kept."""
         if self.is_chain:
             count = len(nodes)
             assert not count or max(nodes) == count - 1, "a node is kept whose parent is not"
-            guests = {node: chains for node, chains in self.guests.items() if node < count} if self.guests else {}
-            return DraftTree(
-                self.tokens[:count], self.parents[:count], self.est[:count], self.depths[:count], self.source, guests
-            )
+            guests = self.guests
+            if guests:
+                tail = guests[len(self) - 1] if self.has_tail else None
+                guests = {n: chains for n, chains in guests.items() if n < count} if tail is None else {count - 1: tail}
+            parts = (part[:count] for part in (self.tokens, self.parents, self.est, self.depths))
+            return DraftTree(*parts, self.source, guests, self.promise)
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda i: -self.est[i]):
             children.setdefault(self.parents[node], []).append(node)
-        tree, places = DraftTree(source=self.source), {-1: -1}
+        tree, places = DraftTree(source=self.source, promise=self.promise), {-1: -1}
         stack = children.get(-1, [])[::-1]
         while stack:
             node = stack.pop()

@@ -11,6 +11,8 @@ from kvasir.types.request import Request
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 # Bits of a row's variant that hold the slot of its adapter. Those above hold the slot of its set of hooks.
 HOOK_SHIFT = 16
+# Chains of guests (``Span``) by node of a draft; -1: the last known token.
+Guests = dict[int, tuple[tuple[int, ...], ...]]
 
 
 def branch_stream(parent: int, branch: int) -> int:
@@ -54,7 +56,7 @@ class Sequence:
         self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``; the next span verifies them
         self.draft_parents: list[int] = []  # for a tree: index in ``draft`` of each parent (-1: the last known token)
         self.num_forced = 0  # leading tokens of ``draft`` that are forced: the row before each allows no other token
-        self.guests: dict[int, tuple[tuple[int, ...], ...]] = {}  # chains of guests (``Span``) by node of the draft
+        self.guests: Guests = {}  # guests of the next span
         self.tables: list[list[int]] = []  # page ids by cache group; entry i holds positions [i*P, (i+1)*P); 0: dropped
         self.num_sent = 0  # leading entries of each table that the device has a copy of
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index

@@ -15,8 +15,20 @@ from kvasir.types.sequence import Sequence, Status
 if TYPE_CHECKING:
     import torch
 
-Want = Literal["sample", "score", "pool"]
+Want = Literal["sample", "score", "pool", "guess"]
 Commit = Literal["all", "walk"]
+# A token that a guest row guesses, and its probability there.
+Guess = tuple[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """What a drafter wants of its guest rows: ``count`` tokens of each. ``coupled``: under the noise of the draw that
+    will verify them, the drawn token first (`kvasir.kernels.guess`); else the likeliest at the row's temperature,
+    without noise."""
+
+    count: int = 1
+    coupled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +79,8 @@ class Span:
 
     Row ``i`` holds token ``start + i`` of ``seq.tokens + seq.draft`` and predicts the token after it.
     ``want`` maps each kind of output to the range of rows (0-based in the span) that give it: ``sample`` draws the next
-    token, ``score`` gives the log-probability of the known next token, ``pool`` adds the row to the prompt's vector.
-    Rows in no range give nothing.
+    token, ``score`` gives the log-probability of the known next token, ``pool`` adds the row to the prompt's vector,
+    ``guess`` draws for a drafter. Rows in no range give nothing.
     ``commit``: ``all`` rows, or (``walk``) of the rows that verify a draft only the accepted ones. A forced chain is a
     draft whose rows allow one token each (``Sequence.num_forced``).
     ``parents``: for trees only, the index in the span of each row's parent; -1 for the first row.
@@ -76,8 +88,9 @@ class Span:
     ``valid``).
     ``landed``: the span was resolved, so ``seq`` no longer counts on it.
     ``guests``: numbers of embeddings in the drafter's table. The last ``len(guests)`` rows hold these instead of
-    tokens. A guest row sees its ancestors by ``parents``, no other row sees it, it is never committed and nothing is
-    drawn from it. Its output goes to the drafter. A span with guests is a tree, and its ``commit`` is ``walk``.
+    tokens. A guest row sees its ancestors by ``parents``, or without them all rows before it, and no other row sees it.
+    It is never committed, and what it draws (``guess``) goes to the drafter alone. One chain of guests behind the last
+    row of a prompt or of a chain needs no ``parents``. ``commit`` is ``walk``.
 
     A span that starts after every known token has one row. An earlier step is still drawing its token, which stays on
     the device, so ``tokens()`` is empty.
@@ -113,7 +126,7 @@ class Span:
 
     def tokens(self) -> list[int]:
         """The tokens of all rows except the guests."""
-        known, end = self.seq.tokens, self.start + self.length
+        known, end = self.seq.tokens, self.start + self.length - len(self.guests)
         if end <= len(known):
             return known[self.start : end]
         return known[self.start :] + self.seq.draft[max(0, self.start - len(known)) : end - len(known)]
@@ -210,7 +223,7 @@ class SpanResult:
     path: list[int] | None = None  # if a draft was verified: the row (0-based in the span) that drew each token
     top: list[list[int]] | None = None  # for a drafter: the likeliest tokens of each sampled row
     hidden: torch.Tensor | None = None  # for a drafter: [length, layers, E], outputs of the layers that it reads
-    guests: torch.Tensor | None = None  # [guests, E], outputs of the guest rows before the final norm
+    guesses: list[list[Guess]] | None = None  # for a drafter: by guest row, what was drawn there, then the next best
 
 
 class Handle(Protocol):
