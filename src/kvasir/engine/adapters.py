@@ -5,13 +5,12 @@ needs the slot: the one used least recently goes. A sequence whose adapter finds
 adapter whose turn began first takes no more sequences until it has given up its slot. So turns go by age, and none
 starves.
 
-Filling a slot is a number of copies behind the work that was launched before. Files are read and pinned by another
-thread, so that no step waits for a disk.
+A slot is filled in pieces between steps (``filling.py``), and sequences start once the last piece is on its way. Files
+are read by another thread, so that no step waits for a disk. Where nothing runs, a slot is filled at once.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +20,8 @@ from pathlib import Path
 
 from kvasir.client.messages import error_event
 from kvasir.config import AdapterConfig
-from kvasir.engine.grammars import Failure, failure
+from kvasir.engine.filling import Filling, Staging
+from kvasir.engine.grammars import Failure, failure, wait_for_one
 from kvasir.engine.residents import Residents
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
@@ -31,13 +31,21 @@ from kvasir.types import AdapterInfo, Event, ModelInfo, Request, Sequence
 
 @dataclass(slots=True)
 class Turn:
-    """A resident adapter. ``began``: number of its turn; ``users``: its running sequences; ``closing``: it takes no
-    more of them, because an older one waits for the slot."""
+    """An adapter that has a slot. ``began``: number of its turn; ``filling``: what its slot lacks (None: nothing);
+    ``fresh``: filled since the last step, so the sequence that it was filled for may start now, before it gives way;
+    ``users``: its running sequences; ``closing``: it takes no more of them, because an older one waits for the slot."""
 
     slot: int
     began: int
+    filling: Filling | None = None
+    fresh: bool = False
     users: int = 0
     closing: bool = False
+
+    @property
+    def may_go(self) -> bool:
+        """Whether another adapter may have the slot now."""
+        return not self.users and self.filling is None and not self.fresh
 
 
 class Adapters(Residents):
@@ -57,13 +65,15 @@ class Adapters(Residents):
     ) -> None:
         self.slots = slots
         self.infos = info.adapters  # by name
-        self.fill_seconds = 0.0  # of the last slot that was filled, as the host spent them
+        self.filled = 0  # slots so far
         self._base, self._most, self._poison, self._in_use = info.name, config.max_cpu_loras, poison, in_use
         self._held: OrderedDict[str, Adapter] = OrderedDict()  # in host memory, by key, least recently used first
         self._turns: OrderedDict[str, Turn] = OrderedDict()  # resident, by key, least recently used first
         self._free = list(range(slots.num_slots - 1, -1, -1))
         self._began = count()
         self._reader: ThreadPoolExecutor | None = None
+        self._stager: ThreadPoolExecutor | None = None
+        self._staging = Staging(slots)
         self._loading: dict[str, Future[Adapter]] = {}  # by name: asked for by a caller of ``start_loading``
         self._again: dict[str, Future[Adapter]] = {}  # by key: left host memory, and is read again
         for name, path in config.modules().items():
@@ -165,7 +175,24 @@ class Adapters(Residents):
 
     def begin(self) -> None:
         for turn in self._turns.values():
-            turn.closing = False
+            turn.closing = turn.fresh = False
+        self._advance(Filling.advance)
+
+    def rest(self, pending: Iterable[Future]) -> None:
+        """Nothing can run: finish the slot that is being filled, or else wait for a read or one of ``pending``."""
+        if not self._advance(Filling.finish):
+            wait_for_one([*pending, *self.reads])
+
+    def _advance(self, how: Callable[[Filling], None]) -> bool:
+        """Go on with the slot that is being filled. Returns whether there is one."""
+        turn = next((turn for turn in self._turns.values() if turn.filling is not None), None)
+        if turn is None:
+            return False
+        how(turn.filling)
+        if turn.filling.done:
+            turn.filling, turn.fresh = None, True
+            self.filled += 1
+        return True
 
     def may_start(self, seq: Sequence) -> bool:
         variant = seq.request.variant
@@ -173,12 +200,15 @@ class Adapters(Residents):
             return True
         turn = self._turns.get(variant.key)
         if turn is not None:
-            return not turn.closing
+            return turn.filling is None and not turn.closing
         if not self._is_held(variant.key, variant.name):
             return False
-        if self._free or any(not turn.users for turn in self._turns.values()):
-            return True
-        first = min((t for t in self._turns.values() if not t.closing), key=lambda t: t.began, default=None)
+        if self._free or any(turn.may_go for turn in self._turns.values()):
+            if not any(turn.filling for turn in self._turns.values()):  # one at a time, in the order of the queue
+                self._fill(variant.key)
+            return False
+        open_turns = (turn for turn in self._turns.values() if turn.users and not turn.closing)
+        first = min(open_turns, key=lambda t: t.began, default=None)
         if first is not None:
             first.closing = True
         return False
@@ -187,12 +217,11 @@ class Adapters(Residents):
         variant = seq.request.variant
         if variant is None:
             return
-        turn = self._turns.get(variant.key)
-        if turn is None:
-            turn = self._turns[variant.key] = self._fill(variant.key)
+        turn = self._turns[variant.key]
         self._turns.move_to_end(variant.key)
         self._held.move_to_end(variant.key)
         turn.users += 1
+        turn.fresh = False
         seq.variant = turn.slot + 1
 
     def leave(self, seq: Sequence) -> None:
@@ -209,13 +238,14 @@ class Adapters(Residents):
             self._again[key] = self._read(name, self.infos[name].path)
         return False
 
-    def _fill(self, key: str) -> Turn:
+    def _fill(self, key: str) -> None:
+        """Begin to fill a slot with an adapter."""
         if not self._free:
-            self._vacate(next(key for key, turn in self._turns.items() if not turn.users))
-        slot, start = self._free.pop(), time.perf_counter()
-        self.slots.put(slot, self._held[key])
-        self.fill_seconds = time.perf_counter() - start
-        return Turn(slot, next(self._began))
+            self._vacate(next(key for key, turn in self._turns.items() if turn.may_go))
+        if self._stager is None:
+            self._stager = ThreadPoolExecutor(1, "adapter slots")
+        slot = self._free.pop()
+        self._turns[key] = Turn(slot, next(self._began), Filling(self._staging, self._stager, slot, self._held[key]))
 
     def _vacate(self, key: str) -> None:
         slot = self._turns.pop(key).slot
@@ -230,8 +260,9 @@ class Adapters(Residents):
         assert all(turn.users >= 0 for turn in self._turns.values()), "an adapter is left twice"
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._reader, self._stager):
+            if executor is not None:
+                executor.shutdown(wait=False, cancel_futures=True)
 
 
 def refusal(adapters: Adapters | None, request: Request) -> Event | None:

@@ -148,9 +148,14 @@ class Linear:
         """Compute the product and what variants add to it. A row without a variant gets the bits of ``__call__``: where
         that one applies the activation to fp32 sums, these are kept in fp32 up to here."""
         assert activation is None or residual_TN is None, "no layer needs both"
-        normed, shape = x_TK if norm is None else norm(x_TK), (x_TK.shape[0], self.weight_NK.shape[0])
+        shape = x_TK.shape[0], self.weight_NK.shape[0]
         ring = choose_ring(shape[0], self.weight_NK, activation is not None) if self._streams(activation) else None
         config = choose(shape[0], *self.weight_NK.shape) if self.streams and ring is None else None
+        scale = None if norm is None else norm.parameters
+        if config is not None and self.low_rank.fits(config):
+            shrunk, rest = self.low_rank.shrink(x_TK, batch, norm), {"bias_N": self.bias_N, "residual_TO": residual_TN}
+            return gemv(x_TK, self.weight_NK, config, norm=scale, activation=activation, shrunk=shrunk, **rest)
+        normed = x_TK if norm is None else norm(x_TK)
         if activation is None:  # a ring and the BLAS take the normed rows, as they would in ``__call__``
             y = self(normed, None, residual_TN) if config is None else self(x_TK, norm, residual_TN)
             self.extra(normed, y, batch)
@@ -159,10 +164,11 @@ class Linear:
             y = stream_rows(normed, self.weight_NK, ring, out_TO=normed.new_empty(shape, dtype=torch.float32))
         elif config is not None:
             y = normed.new_empty(shape, dtype=torch.float32)
-            scale = None if norm is None else norm.parameters
             gemv(x_TK, self.weight_NK, config, norm=scale, bias_N=self.bias_N, out_TO=y)
         else:
             y = self.product(normed)
+        if self.fused and use_triton(y):
+            return self.low_rank.add_gated(normed, y, batch, activation)
         self.extra(normed, y, batch)
         gate = ACTIVATIONS[activation]
         y = gated(y, gate, self.exact) if self.fused else gated_reference(y, gate)
