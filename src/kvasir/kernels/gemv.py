@@ -4,8 +4,9 @@ Before: RMS norm of x. Its scale 1 / rms(x) is one factor a row, so it multiplie
 taken along the way: no program waits for it. After: bias, what adapters add (``kernels.lora``), the gated activation of
 a feed-forward block, the residual add.
 
-Rows without an adapter have the same bits whether others have one: what adapters add is selected, not added, and joins
-a row after the residual, so that the arithmetic before it is the same code.
+Rows without an adapter have the same bits whether others have one. Where tensor cores sum, what adapters add is what
+the sums begin with, and theirs begin with zeros. Elsewhere it is selected, not added, and joins a row after the
+residual, so that the arithmetic before it is the same code.
 
 There are two kernels. For one row, every program multiplies ``block_n`` rows of W with x in fp32 and sums. For up to 64
 rows it uses tensor cores, with W as the left operand and the rows of x, padded to 16, 32 or 64, as the right one. Where
@@ -212,9 +213,19 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
     if PDL:
         tl.extra.cuda.gdc_wait()
     x, squares = _rows(x_ptr, scale_ptr, x_row, k, live_m, tl.zeros([ROWS], tl.float32), K, ROWS, WHOLE_K, NORM)
-    acc = tl.dot(w, x, input_precision="ieee")
-    if KIND >= 0:
-        acc_up = tl.dot(w_up, x, input_precision="ieee")
+    if VARIED and not SPLIT:  # the sums begin with what adapters add; zeros for rows without one
+        own = lora_part(tl.program_id(0) * BLOCK_N, W0, W1)
+        acc = lora_block(b_ptr, s_ptr, slots_ptr, ranks_ptr, present_ptr, rows, n, live, own, S, N, C, R, RUNS, ROWS,
+                         BLOCK_N, RANK)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if KIND >= 0:
+            acc_up = lora_block(b_ptr, s_ptr, slots_ptr, ranks_ptr, present_ptr, rows, OUT + n, live, 1, S, N, C, R,
+                                RUNS, ROWS, BLOCK_N, RANK)
+            acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
+    else:
+        acc = tl.dot(w, x, input_precision="ieee")
+        if KIND >= 0:
+            acc_up = tl.dot(w_up, x, input_precision="ieee")
     for k0 in tl.range(BLOCK_K, stop - start, BLOCK_K, num_stages=STAGES):
         w = _block(at, live, k0 + k, K, WHOLE)
         x, squares = _rows(x_ptr, scale_ptr, x_row, k0 + k, live_m, squares, K, ROWS, WHOLE_K, NORM)
@@ -240,26 +251,10 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
             acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
             if KIND >= 0:
                 acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
-        if VARIED:
-            varied = (tl.load(slots_ptr + m, mask=live_m, other=0) > 0)[None, :]
-            if not NORM:
-                factor = tl.full([1, ROWS], 1.0, tl.float32)
         if KIND >= 0:
-            if VARIED:
-                added = lora_block(b_ptr, s_ptr, slots_ptr, ranks_ptr, present_ptr, factor, rows, n, live, 0, S, N, C,
-                                   R, RUNS, ROWS, BLOCK_N, RANK)
-                acc = tl.where(varied, acc + added, acc)
-                added = lora_block(b_ptr, s_ptr, slots_ptr, ranks_ptr, present_ptr, factor, rows, OUT + n, live, 1, S,
-                                   N, C, R, RUNS, ROWS, BLOCK_N, RANK)
-                acc_up = tl.where(varied, acc_up + added, acc_up)
             acc = activate(acc, acc_up, KIND)
         if RESIDUAL:
             acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
-        if VARIED and KIND < 0:
-            own = lora_part(tl.program_id(0) * BLOCK_N, W0, W1)
-            added = lora_block(b_ptr, s_ptr, slots_ptr, ranks_ptr, present_ptr, factor, rows, n, live, own, S, N, C, R,
-                               RUNS, ROWS, BLOCK_N, RANK)
-            acc = tl.where(varied, acc + added, acc)
         tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
 
 

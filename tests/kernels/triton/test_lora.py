@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvasir.kernels import gemv, lora
+from kvasir.kernels.activation import ACTIVATIONS
 from tests.kernels import check_lora as checks
 from tests.kernels.check_lora import FUSED, check_fused, check_gated, check_lora, check_row_bits, draw, draw_pairs
 
@@ -54,9 +55,11 @@ def test_few_rows_are_sorted_in_one_launch(case, device):
     checks.check_sorting(case, torch.float32, device)
 
 
-@pytest.mark.parametrize("slots", [(2, 0, 1, 1, 2), (1, 0, 2) * 45], ids=len)
-def test_the_activation_follows_in_the_same_kernel(slots, device):
-    check_gated(lora.Case(slots, 40, (40, 40)), torch.float32, device)
+@pytest.mark.parametrize(
+    ("slots", "kinds"), [((2, 0, 1, 1, 2), tuple(ACTIVATIONS)), ((1, 0, 2) * 45, ("silu",))], ids=len
+)
+def test_the_activation_follows_in_the_same_kernel(slots, kinds, device):
+    check_gated(lora.Case(slots, 40, (40, 40)), torch.float32, device, kinds)
 
 
 @pytest.mark.parametrize("entry", FUSED, ids=lambda e: f"{len(e[0].slots)}x{e[0].width}s{e[1].splits}r{e[0].rank}")
