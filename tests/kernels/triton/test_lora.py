@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from kvasir.kernels import gemv, lora
-from kvasir.kernels.activation import ACTIVATIONS
+from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.layers import linear as layer
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.spec import NormSpec
+from kvasir.layers.weights import Placement
+from kvasir.types import StepBatch
 from tests.kernels import check_lora as checks
 from tests.kernels.check_lora import FUSED, check_fused, check_gated, check_lora, check_row_bits, draw, draw_pairs
 
@@ -103,3 +108,46 @@ def test_what_a_product_cannot_end_in(device):
         (lora.Case((1,), 64, (32,), rank=128), gemv.Config(8, 64, 2)),
     ):
         assert not gemv.adapters_fit(draw_pairs(case, torch.float32, device), config)
+
+
+LAYERS = {
+    "one row": (1, gemv.Config(8, 64, 2)),
+    "few rows": (5, gemv.Config(16, 64, 2, 2)),
+    "rows in tiles": (12, gemv.Config(16, 64, 2, 2)),
+    "the BLAS": (12, None),
+    "blocks over two parts": (5, gemv.Config(32, 64, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("way", LAYERS)
+@pytest.mark.parametrize("form", ["norm", "residual", "activation"])
+def test_a_layer_in_every_way(way, form, device, monkeypatch):
+    """Products as steps run them: rows without an adapter have the bits of a step without, the others what they add."""
+    rows, config = LAYERS[way]
+    monkeypatch.setattr(layer, "choose", lambda *shape: config)
+    place, case = Placement(torch.device(device), torch.float32), lora.Case((1, 0, 2) * 4, 64, (48, 48))
+    product = layer.Linear(64, {"gate": 48, "up": 48}, bias=False, place=place)
+    product.streams = config is not None
+    product.weight_NK = torch.randn(96, 64, generator=torch.Generator().manual_seed(3)).to(device) / 8
+    product.weight_KN = product.weight_NK.t()
+    product.use_adapters(2, 16)
+    product.low_rank.pairs = draw_pairs(case, torch.float32, device)
+    x, y, slots = (t[:rows] for t in draw(case, torch.float32, device))
+    norm = RMSNorm(64, NormSpec(1e-5), place)
+    norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(4))
+    normed = x if form == "residual" else norm(x)
+
+    def run(slots: torch.Tensor | None) -> torch.Tensor:
+        none = torch.zeros(0)
+        batch = StepBatch(none, none, none, none, (), (), none, [], [], variants=slots)
+        if form == "residual":
+            return product(x, residual_TN=y.clone(), batch=batch)
+        return product(x, norm, activation="silu" if form == "activation" else None, batch=batch)
+
+    want = lora.lora_reference(normed, normed @ product.weight_KN, product.low_rank.pairs, slots)
+    if form == "activation":
+        want = gated(want, ACTIVATIONS["silu"])
+    found = run(slots)
+    assert torch.allclose(found, want + y if form == "residual" else want, atol=1e-4)
+    assert torch.equal(found[slots == 0], run(None)[slots == 0])
+    assert not torch.equal(found[0], run(None)[0])
