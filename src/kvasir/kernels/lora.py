@@ -426,8 +426,8 @@ def fuses(pairs: Pairs, block_n: int) -> bool:
 
 def shrink(x_TK: torch.Tensor, pairs: Pairs, slots_T: torch.Tensor, by_slot: Sorted | None = None,
            scale_K: torch.Tensor | None = None, early: bool | None = None) -> Shrunk:
-    """Compute A x of each row's slot; with ``scale_K``, the weight of an RMS norm, A (x * scale). ``by_slot``: in tiles,
-    beyond FEW_ROWS rows; None: row by row. ``early`` False: the kernel waits for the one before it, which wrote
+    """Compute A x of each row's slot; with ``scale_K``, the weight of an RMS norm, A (x * scale). ``by_slot``: in
+    tiles, beyond FEW_ROWS rows; None: row by row. ``early`` False: the kernel waits for the one before it, which wrote
     ``by_slot``."""
     (rows, width), numbers = x_TK.shape, pairs.numbers
     assert x_TK.stride(1) == 1 and pairs.a_SCK.is_contiguous() and pairs.b_SNR.is_contiguous(), "rows lie densely"
