@@ -1,10 +1,13 @@
-"""Measure adapters on a GPU: write random ones with a case that compares them, and time the loading of one.
+"""Measure adapters on a GPU.
 
-    python -m tools.adapters write FOLDER             adapters of the 8B shape, and FOLDER/case.toml
+    python -m tools.adapters run OUT [--vllm SITE]    all of what follows, each result a file of the folder OUT
+    python -m tools.adapters write FOLDER             random adapters of the 8B shape, and FOLDER/case.toml
     kvasir bench run FOLDER/case.toml --json OUT.json
-    python -m tools.adapters load FOLDER OUT.json     load time, and the longest pause of 64 answers meanwhile
+    python -m tools.adapters load FOLDER OUT.json     load time, and the longest pauses of 64 answers meanwhile
 
-Adapters share one file of weights and differ in their scale, so that each is another one to the engines.
+Adapters share one file of weights and differ in their scale, so that each is another one to the engines. ``run`` takes
+some three minutes on an H100, and as long again with vLLM, whose packages are in the folder SITE. The case compares no
+adapters, adapters that no request names, 8 and 64 resident ones, and with ``--turns`` 64 over 16 slots.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,8 +35,10 @@ from kvasir.models.stored import view_of
 
 RANK = 16
 COUNT = 64
-# Answers that run while an adapter is loaded, and tokens of their prompts.
-ANSWERS, PROMPT = 64, 1024
+# Answers that run while an adapter is loaded, and tokens of their prompts and of a new adapter's.
+ANSWERS, PROMPT, FIRST_PROMPT = 64, 1024, 64
+LOADS = 6
+STEPS = 20  # steps that are watched after a prompt was sent
 SETTINGS = {"max_model_len": 16384, "max_num_seqs": 256, "gpu_memory_utilization": 0.85}
 WORKLOADS = """
 [workloads.decode1]
@@ -80,7 +87,7 @@ def matrices(shape: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def write(folder: Path, shape: str) -> None:
+def write(folder: Path, shape: str, turns: bool = False) -> None:
     """Write the adapters and the case."""
     folder.mkdir(parents=True, exist_ok=True)
     generator, tensors = torch.Generator().manual_seed(0), {}
@@ -99,11 +106,11 @@ def write(folder: Path, shape: str) -> None:
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK + i / 8, "bias": "none"}
         config |= {"target_modules": names, "base_model_name_or_path": shape, "init_lora_weights": True}
         (own / "adapter_config.json").write_text(json.dumps(config))
-    (folder / "case.toml").write_text(case(folder, shape))
+    (folder / "case.toml").write_text(case(folder, shape, turns))
 
 
-def case(folder: Path, shape: str) -> str:
-    """The case: no adapters, adapters that no request names, 8 and 64 resident ones, 64 in turns over 16 slots."""
+def case(folder: Path, shape: str, turns: bool) -> str:
+    """The case: no adapters, adapters that no request names, 8 and 64 resident ones; ``turns``: 64 over 16 slots."""
 
     def modules(count: int) -> str:
         return json.dumps([f"a{i}={folder.resolve() / f'{i:02d}'}" for i in range(count)])
@@ -117,11 +124,11 @@ def case(folder: Path, shape: str) -> str:
     peer = f"options = {{ {settings}, {lora}, max_loras = 8, lora_modules = {modules(8)} }}\n"
     return (
         f'title = "{shape} shape: LoRA adapters of rank {RANK} in all matrices"\nshape = "{shape}"\nrepeats = 1\n'
-        f"rounds = 3\nsettings = {{ {settings} }}\n\n[arms.none]\n"
+        f"rounds = 2\nsettings = {{ {settings} }}\n\n[arms.none]\n"
         + arm_of("unused", 8, 0)
         + arm_of("adapters8", 8, 8)
         + arm_of("adapters64", 64, 64)
-        + arm_of("turns64", 16, 64)
+        + (arm_of("turns64", 16, 64) if turns else "")
         + f'\n[peer]\nname = "vllm"\nrepeats = [2, 0]\n{peer}'
         + f"variants.vllm_64 = {{ max_loras = 64, lora_modules = {modules(64)} }}\n"
         + WORKLOADS
@@ -129,8 +136,27 @@ def case(folder: Path, shape: str) -> str:
     )
 
 
+def run(out: Path, shape: str, site: Path | None, turns: bool) -> int:
+    """Measure everything. A part that fails leaves the results of the others."""
+    out.mkdir(parents=True, exist_ok=True)
+    peer = ["--no-peer"] if site is None else ["--peer-python-path", str(site)]
+    with tempfile.TemporaryDirectory() as home:
+        folder = Path(home)
+        write(folder, shape, turns)
+        commands = {
+            f"adapters-load-{shape}": ["tools.adapters", "load", home],
+            f"adapters-{shape}": ["kvasir.cli.main", "bench", "run", str(folder / "case.toml"), *peer, "--json"],
+        }
+        codes = []
+        for name, command in commands.items():
+            last = ["--shape", shape] if "load" in name else []
+            codes.append(subprocess.run([sys.executable, "-m", *command, str(out / f"{name}.json"), *last]).returncode)
+    return max(codes)
+
+
 def load(folder: Path, shape: str, output: Path) -> None:
-    """Time loading while answers run: from the call until requests may name it, and the steps meanwhile."""
+    """Time loading while answers run: the reading, the filling of the slot, and the first prompt. That prompt also
+    comes with a resident adapter, which shows what the prompt alone makes others wait."""
     with shape_folder(shape) as model:
         llm = LLM(model=model, load_format="dummy", skip_tokenizer_init=True, enable_lora=True, max_loras=8, **SETTINGS)
     with llm:
@@ -143,25 +169,40 @@ def load(folder: Path, shape: str, output: Path) -> None:
         requests = [llm._request({"prompt_token_ids": ids}, params, first) for ids in prompts[:ANSWERS]]
         for request in requests:
             engine.submit(request)
+
+        def prompted(i: int, adapter: LoRARequest) -> str:
+            """Send a prompt that this adapter has not seen."""
+            ids = prompts[-1][FIRST_PROMPT * i : FIRST_PROMPT * (i + 1)]
+            late = llm._request({"prompt_token_ids": ids}, params, adapter)
+            engine.submit(late)
+            return late.id
+
         calm = steps(engine, 200)[50:]
-        seconds, meanwhile, fills = [], [], []
-        for i in range(1, 7):
+        seconds, fills, pauses = [], [], {"reading": [], "filling": [], "first_prompt": [], "known_prompt": []}
+        for i in range(1, 1 + LOADS):
             began = time.perf_counter()
             engine.adapters.start_loading(f"a{i}", str(folder / f"{i:02d}"))
             while not engine.adapters.loaded():
-                meanwhile += steps(engine, 1)
+                pauses["reading"] += steps(engine, 1)
             seconds.append(time.perf_counter() - began)
-            late = llm._request({"prompt_token_ids": prompts[-1][:64]}, params, LoRARequest(f"a{i}"))
-            engine.submit(late)
-            meanwhile += steps(engine, 20)
-            fills.append(engine.adapters.fill_seconds)
-            engine.cancel(late.id)
+            known = prompted(i, first)
+            pauses["known_prompt"] += steps(engine, STEPS)
+            engine.cancel(known)
+            steps(engine, STEPS)
+            filled, began = engine.adapters.filled, time.perf_counter()
+            late = prompted(i, LoRARequest(f"a{i}"))
+            while engine.adapters.filled == filled:
+                pauses["filling"] += steps(engine, 1)
+            fills.append(time.perf_counter() - began)
+            pauses["first_prompt"] += pauses["filling"][-1:] + steps(engine, STEPS)
+            engine.cancel(late)
     metrics = {
         "load_ms": spread([1e3 * s for s in seconds]),
         "fill_ms": spread([1e3 * s for s in fills]),
         "step_ms": spread([1e3 * s for s in calm]),
         "longest_calm_ms": 1e3 * max(calm),
-        "longest_pause_ms": 1e3 * max(meanwhile),
+        **{f"longest_{name}_ms": 1e3 * max(found) for name, found in pauses.items()},
+        "longest_pause_ms": 1e3 * max(max(pauses[name]) for name in ("reading", "filling", "first_prompt")),
     }
     finish(result(f"adapters-load-{shape}", [arm("kvasir", {"shape": shape, "rank": RANK}, metrics)]), output, None)
 
@@ -178,13 +219,17 @@ def steps(engine, count: int) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("write", "load"))
+    parser.add_argument("what", choices=("run", "write", "load"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--shape", default="llama-8b", choices=sorted(SHAPES))
+    parser.add_argument("--vllm", type=Path, metavar="SITE", help="folder of vLLM's packages, measured beside")
+    parser.add_argument("--turns", action="store_true", help="also 64 adapters over 16 slots")
     options = parser.parse_args()
+    if options.what == "run":
+        return run(options.folder, options.shape, options.vllm, options.turns)
     if options.what == "write":
-        write(options.folder, options.shape)
+        write(options.folder, options.shape, options.turns)
     else:
         assert options.output is not None, "load needs the file of its result"
         load(options.folder, options.shape, options.output)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvasir.engine import filling
 from kvasir.engine.capture import call_through
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.graphs import DecodeGraphs
@@ -49,8 +52,19 @@ def oracle(folders):
 
 
 def serving(folders, names=ADAPTERS, **options) -> Driver:
+    """Serve adapters. Where all have slots, they are in them, so that their requests share steps from the first on."""
     modules = tuple(f"{name}={folders / name}" for name in names)
-    return Driver(**{"enable_lora": True, "max_loras": 8, "max_lora_rank": 64, "lora_modules": modules} | options)
+    d = Driver(**{"enable_lora": True, "max_loras": 8, "max_lora_rank": 64, "lora_modules": modules} | options)
+    if len(names) <= d.engine.adapters.slots.num_slots:
+        fill_slots(d, names)
+    return d
+
+
+def fill_slots(d: Driver, names) -> None:
+    """Answer a short prompt of each adapter, shorter than a page."""
+    for name in names:
+        d.run([request(d, f"fill-{name}", name, TEXT[:2])])
+    d.outputs.clear()
 
 
 def request(d: Driver, id: str, name: str, prompt=TEXT, **params):
@@ -260,11 +274,60 @@ def test_a_lease_is_for_its_own_adapter(folders):
 def test_adapters_are_swapped_while_others_answer(folders, alone):
     """Two slots for five adapters: each takes its turn, in a slot that was poisoned, and no answer changes."""
     d = serving(folders, max_loras=2, max_cpu_loras=3)
-    fills, put = [], d.engine.adapters.slots.put
-    d.engine.adapters.slots.put = lambda slot, adapter: (fills.append(adapter.info.name), put(slot, adapter))
+    fills, fill = [], d.engine.adapters._fill
+    names = {info.key: name for name, info in d.engine.info.adapters.items()}
+    d.engine.adapters._fill = lambda key: (fills.append(names[key]), fill(key))
     d.run(fleet(d), gap=1, preempt_every=7)
     assert {key: out.tokens for key, out in d.outputs.items()} == alone
     assert set(fills) == {"a", "c", "d", "g"} and len(d.engine.adapters._held) <= 3
+    d.close()
+
+
+def check_pieces(folders, alone) -> None:
+    """Sixteen pieces, one a step at most, while another answers; nobody starts before the last."""
+    d = serving(folders, max_loras=2, batch_invariant=True)
+    desk, seen = d.engine.adapters, []
+    assert len(desk._staging.pieces) == len(desk.slots.products) > 8
+    d.submit(fleet_of(d, 0))
+    d.submit(fleet_of(d, 1))
+    while d.engine.has_work():
+        before = sum(turn.filling._sent for turn in desk._turns.values() if turn.filling is not None)
+        d.step()
+        sent = [turn.filling._sent for turn in desk._turns.values() if turn.filling is not None]
+        seen += [count - before for count in sent]
+        time.sleep(0.002)  # the other thread stages the next piece
+    assert ("1", 0) in d.outputs and d.outputs["1", 0].tokens == alone["1", 0], "it began on an unfilled slot"
+    assert d.outputs["0", 0].tokens == alone["0", 0] and seen and max(seen) <= 1
+    d.close()
+
+
+def test_a_slot_is_filled_in_pieces_between_steps(folders, alone, monkeypatch):
+    monkeypatch.setattr(filling, "PIECE_BYTES", 1)
+    check_pieces(folders, alone)
+
+
+@pytest.mark.parametrize("name", ["begun early", "one half of the memory"])
+def test_pieces_in_the_wrong_order_would_fail(name, folders, alone, monkeypatch):
+    """The mutations: sequences start before the last piece; a piece is staged where another still waits."""
+    monkeypatch.setattr(filling, "PIECE_BYTES", 1)
+    if name == "begun early":
+        done = property(lambda self: self._sent == len(self._staging.pieces) // 2)
+        monkeypatch.setattr(filling.Filling, "done", done)
+    else:
+        monkeypatch.setattr(filling, "_aligned", lambda size: 0)
+        monkeypatch.setattr(filling, "_bytes", lambda slots, name: 1 << 20)
+    with pytest.raises(AssertionError, match="unfilled"):
+        check_pieces(folders, alone)
+
+
+def test_turns_of_one_slot_do_not_fill_it_for_nobody(folders):
+    """Each adapter gets the slot once for its request: whoever it was filled for starts before it gives way."""
+    d = serving(folders, names=("a", "b", "c"), max_loras=1)
+    for name in "abc":
+        d.submit(request(d, name, name, TEXT[:10], max_tokens=3))
+    while d.engine.has_work():
+        d.step()
+    assert d.engine.adapters.filled == 3 and len(d.outputs) == 3
     d.close()
 
 

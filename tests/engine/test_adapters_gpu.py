@@ -15,7 +15,7 @@ from kvasir.layers.weights import Placement
 from kvasir.types import StepBatch
 from tests.adapters import merge, write_adapter
 from tests.engine.driver import Driver
-from tests.engine.test_adapters import ASKED, TEXT, fleet, request
+from tests.engine.test_adapters import ASKED, TEXT, fill_slots, fleet, request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -120,8 +120,9 @@ def test_a_mixed_batch_equals_merged_models(folders, dtype, tolerance, count, tm
         d.close()
         return found
 
-    names = ["", "a", "c", "", "g"]
-    found = scored(driver(folders, dtype=dtype), names)
+    names, mixed = ["", "a", "c", "", "g"], driver(folders, dtype=dtype)
+    fill_slots(mixed, "acg")
+    found = scored(mixed, names)
     for name, logprobs in zip(names, found):
         model = str(merge(folders / name, tmp_path / name)) if name and not (tmp_path / name).exists() else "nano"
         want = scored(Driver(model=model, device="cuda", dtype=dtype), [""])[0]

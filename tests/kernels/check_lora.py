@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from unittest import mock
 
-from kvasir.kernels import lora
+import torch
+import torch.nn.functional as F
+
+from kvasir.kernels import gemv, lora
+from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.gemv import Config
 
 # Largest error against fp64, as a share of the largest result.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -45,16 +50,28 @@ def draw(case: lora.Case, dtype: torch.dtype, device: str) -> tuple[torch.Tensor
     return x, y, torch.tensor(case.slots, dtype=torch.int32, device=device)
 
 
+def sort(slots: torch.Tensor, count: int) -> lora.Sorted:
+    return (lora.sort_few_rows if len(slots) <= lora.MAX_ROWS else lora.sort_rows)(slots, count)
+
+
+def in_tiles() -> mock._patch:
+    """Tiles however few rows there are."""
+    return mock.patch.object(lora, "FEW_ROWS", 0)
+
+
+def tiled(x: torch.Tensor, y: torch.Tensor, pairs: lora.Pairs, slots: torch.Tensor) -> torch.Tensor:
+    with in_tiles():
+        return lora.expand(lora.shrink(x, pairs, slots, sort(slots, len(pairs.ranks_S))), y)
+
+
 def check_lora(case: lora.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Errors of both forms against fp64. Rows without an adapter keep their bits."""
     pairs = draw_pairs(case, dtype, device)
     x, y, slots = draw(case, dtype, device)
-    wide = lora.Pairs(pairs.a_SCK.double(), pairs.b_SNR.double(), pairs.columns_SC, pairs.ranks_S, pairs.widths)
-    want = lora.lora_reference(x.double(), y.double(), wide, slots)
-    by_slot = lora.sort_rows(slots, len(case.ranks))
+    want = lora.lora_reference(x.double(), y.double(), wider(pairs), slots)
     forms = {
         "rows": lora.lora_rows(x, y.clone(), pairs, slots),
-        "tiles": lora.lora_tiles(x, y.clone(), pairs, by_slot),
+        "tiles": tiled(x, y.clone(), pairs, slots),
         "static": lora.lora_static(x, y.clone(), pairs, slots),
         "reference": lora.lora_reference(x, y.clone(), pairs, slots),
     }
@@ -74,3 +91,87 @@ def check_row_bits(case: lora.Case, dtype: torch.dtype, device: str) -> None:
     for row in range(len(y)):
         one = slice(row, row + 1)
         assert torch.equal(lora.lora_rows(x[one], y[one].clone(), pairs, slots[one]), together[one]), row
+
+
+def check_sorting(case: lora.Case, dtype: torch.dtype, device: str) -> None:
+    """One launch sorts as torch does, and lists the slots that rows have."""
+    slots = torch.tensor(case.slots, dtype=torch.int32, device=device)
+    want, got = lora.sort_rows(slots, len(case.ranks)), lora.sort_few_rows(slots, len(case.ranks))
+    assert torch.equal(got.order_T, want.order_T) and torch.equal(got.starts_S, want.starts_S)
+    present = sorted(set(case.slots) - {0})
+    assert got.present_S[-1] == len(present) and got.present_S[: len(present)].tolist() == [s - 1 for s in present]
+
+
+def check_gated(case: lora.Case, dtype: torch.dtype, device: str, kinds: tuple[str, ...] = tuple(ACTIVATIONS)) -> float:
+    """Expand that ends in the activation of gate and up. Rows without an adapter have the bits of the activation."""
+    pairs, worst = draw_pairs(case, dtype, device), 0.0
+    x, y, slots = draw(case, dtype, device)
+    for name, function in ((name, ACTIVATIONS[name]) for name in kinds):
+        wide = lora.lora_reference(x.double(), y.double(), wider(pairs), slots)
+        want = gated(wide.float(), function).double()
+        for by_slot in [sort(slots, len(case.ranks))] + [None] * (len(slots) < lora.MAX_ROWS):
+            with in_tiles():
+                shrunk = lora.shrink(x, pairs, slots, by_slot)
+                got = lora.expand(shrunk, y.clone(), function, torch.empty_like(y[:, : y.shape[1] // 2]))
+            free = slots == 0
+            assert torch.equal(got[free], gated(y, function)[free]), f"{name} changed a row without an adapter"
+            worst = max(worst, hold(got, want, dtype, name))
+    return worst
+
+
+def wider(pairs: lora.Pairs) -> lora.Pairs:
+    return lora.Pairs(pairs.a_SCK.double(), pairs.b_SNR.double(), pairs.columns_SC, pairs.ranks_S, pairs.widths)
+
+
+def hold(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: object) -> float:
+    error = ((got - want).abs().max() / want.abs().max()).item() if len(got) else 0.0
+    assert error <= TOLERANCE[dtype], f"{what}: {error}"
+    return error
+
+
+# Products that end in expand: the case, how it runs, and what else the product fuses.
+FUSED = [
+    (lora.Case((1,), 320, (16, 8, 8)), Config(4, 128, 2), {"norm": True}),
+    (lora.Case((2,), 320, (16, 8, 8), gathered=(1,)), Config(4, 128, 2), {"norm": True, "bias": True}),
+    (lora.Case((0,), 320, (40,)), Config(4, 128, 2), {"residual": True}),
+    (lora.Case((2,), 1100, (24, 24), rank=64), Config(4, 256, 2), {"norm": True, "activation": "silu"}),
+    (lora.Case((3, 0, 1), 200, (32, 16), ranks=(8, 16, 5)), Config(16, 64, 1, 2), {"norm": True, "bias": True}),
+    (lora.Case((2, 0, 1, 1, 2) * 5, 320, (64, 64), gathered=(0,)), Config(32, 64, 4, 2), {"activation": "silu"}),
+    (lora.Case((2, 0, 1, 1, 2) * 4, 96, (64, 64), rank=32), Config(32, 64, 4, 2), {"norm": True, "activation": "gelu"}),
+    (lora.Case((1, 2, 0) * 13, 1100, (96,)), Config(32, 64, 4, 2), {"residual": True}),
+    (lora.Case((3, 0, 1, 2, 2), 512, (300,), ranks=(8, 16, 1)), Config(64, 64, 4, 2, splits=4), {"residual": True}),
+    (lora.Case((1, 0, 2), 512, (256, 256)), Config(64, 64, 4, 2, splits=2), {"norm": True, "activation": "silu"}),
+]
+
+
+def check_fused(entry: tuple, dtype: torch.dtype, device: str) -> float:
+    """Products that end in expand: against fp64, and rows without an adapter have the bits of a product without."""
+    case, config, also = entry
+    pairs = draw_pairs(case, dtype, device)
+    x, y, slots = draw(case, dtype, device)
+    generator = torch.Generator().manual_seed(2)
+    weight, bias, scale = (
+        torch.randn(*size, generator=generator).to(device, dtype)
+        for size in ((sum(case.widths), case.width), (sum(case.widths),), (case.width,))
+    )
+    weight *= case.width**-0.5
+    norm = (scale, 1e-5) if also.get("norm") else None
+    options = {"norm": norm, "bias_N": bias if also.get("bias") else None, "activation": also.get("activation")}
+    residual = y if also.get("residual") else None
+    normed = x.double() if norm is None else F.rms_norm(x.double(), x.shape[1:], scale.double(), 1e-5)
+    want = normed @ weight.double().t() + (0 if options["bias_N"] is None else bias.double())
+    want = lora.lora_reference(normed, want, wider(pairs), slots)
+    if options["activation"] is not None:
+        want = gated(want.float(), ACTIVATIONS[options["activation"]]).double()
+    want = want if residual is None else want + residual.double()
+    by_slot = sort(slots, len(case.ranks)) if len(slots) > 1 else None
+    shrunk = lora.shrink(x, pairs, slots, by_slot, None if norm is None else scale)
+    old = None if residual is None else residual.clone()
+    plain = gemv.gemv(x, weight, config, residual_TO=old, **options)
+    got = gemv.gemv(
+        x, weight, config, residual_TO=None if residual is None else residual.clone(), shrunk=shrunk, **options
+    )
+    free = slots == 0
+    assert torch.equal(got[free], plain[free]), "a row without an adapter has other bits"
+    assert free.all() or not torch.equal(got[~free], plain[~free])
+    return hold(got, want, dtype, entry)

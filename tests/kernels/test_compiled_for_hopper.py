@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from kvasir.kernels import decode_attention, hopper_gemv, lora, report, steer
+from kvasir.kernels import decode_attention, gemv, hopper_gemv, lora, report, steer
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.hopper_attention import HopperShape
 from kvasir.kernels.key_chunks import merged_at_once
@@ -531,25 +531,42 @@ def test_the_ends_of_a_decode_step():
     assert not opened["spilled"] and not closed["spilled"]
 
 
-LORA = {"x_ptr": "bf16", "a_ptr": "bf16", "b_ptr": "bf16", "y_ptr": "bf16", "s_ptr": "fp32"}
-QKV = {"N": 6144, "W0": 4096, "W1": 1024, "W2": 1024, "C": 48, "R": 16}
-TILES = {"S": 8, "SLOTS": 8, "TILE_M": lora.TILE_M}
+LORA = {name: "bf16" for name in ("x_ptr", "a_ptr", "b_ptr", "y_ptr", "w_ptr", "out_ptr", "scale_ptr", "bias_ptr")}
+LORA |= {"residual_ptr": "bf16", "s_ptr": "fp32", "part_ptr": "fp32", "squares_ptr": "fp32"}
+QKV = {"N": 6144, "W0": 4096, "W1": 1024, "W2": 1024, "C": 48, "R": 16, "S": 8, "SLOTS": 16, "PDL": True, "KIND": -1}
+GATE_UP = {"N": 28672, "W0": 14336, "W1": 14336, "W2": 0, "C": 32, "KIND": 0, "OUT": 14336}
+FEW = {"TILE_M": lora.SMALL_M, "RUNS": 4}
+# numbers of a launch that Triton knows to be multiples of 16
+WHOLE = {"K": 4096, "OUT": 6144, "x_row": 4096, "y_row": 6144, "residual_row": 6144, "share": 4096}
+VARIED = {**WHOLE, "VARIED": True, "WHOLE_K": True, "WHOLE": True, "NORM": True, "BIAS": False, "RESIDUAL": False}
+ONE = {**VARIED, "BLOCK_N": 8, "BLOCK_K": 256, "RUNS": 8, "RUNS_2": 8}
+ROWS = {**VARIED, "SPLIT": False, "RUNS": 4, "RUNS_2": 4, "RANK": 16}
 
 
 @pytest.mark.parametrize(
     "kernel, warps, constants",
     [
-        ("_shrink_rows", 4, {"K": 4096, "RUN": lora.RUN, "BLOCK_R": 16, "BLOCK_K": lora.BLOCK_K, "PDL": True}),
-        ("_expand_rows", 4, {"RUNS": 4, "BLOCK_R": 16, "BLOCK_N": lora.BLOCK_N, "PDL": True}),
-        ("_shrink_tiles", 4, {"K": 4096, "BLOCK_R": 16, "TILE_K": lora.TILE_K, **TILES}),
-        ("_expand_tiles", 8, {"BLOCK_R": 16, "TILE_N": lora.TILE_N, "PRECISION": "tf32", **TILES}),
+        ("_sort_few", 8, {"ROWS": 64}),
+        ("_shrink_rows", 4, {"K": 4096, "RUN": lora.RUN, "BLOCK_R": 16, "BLOCK_K": lora.RUN, "NORM": True}),
+        ("_expand_rows", 4, {"RUNS": 8, "RUNS_2": 8, "BLOCK_R": 16, "BLOCK_N": lora.BLOCK_N}),
+        ("_shrink_tiles", 4, {"K": 4096, "RUN": 1024, "BLOCK_C": 16, "TILE_K": lora.TILE_K, "NORM": True, **FEW}),
+        ("_shrink_tiles", 4, {"K": 4096, "RUN": 4096, "BLOCK_C": 64, "TILE_K": lora.TILE_K, "TILE_M": lora.SHRINK_M}),
+        ("_expand_tiles", 4, {"BLOCK_R": 16, "TILE_N": lora.TILE_N, "PRECISION": "tf32", **FEW}),
+        ("_expand_tiles", 8, {"RUNS": 1, "BLOCK_R": 16, "TILE_N": lora.TILE_N, "TILE_M": lora.TILE_M, **GATE_UP}),
+        ("_one_row", 4, ONE),
+        ("_one_row", 4, {**ONE, "BLOCK_N": 4, **GATE_UP}),
+        ("_few_rows", 4, {**ROWS, "ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 256, "STAGES": 3}),
+        ("_few_rows", 4, {**ROWS, "ROWS": 64, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 4, **GATE_UP}),
+        ("_join", 4, {**VARIED, "SPLITS": 4, "BLOCK": 256, "RUNS": 14, "RUNS_2": 16, "BLOCK_R": 16, "W1": 0}),
     ],
 )
 def test_adapters(kernel, warps, constants):
-    names = inspect.signature(getattr(lora, kernel)).parameters
-    shared = {name: value for name, value in {**QKV, **constants}.items() if name in names}
+    module = lora if hasattr(lora, kernel) else gemv
+    names = inspect.signature(getattr(module, kernel)).parameters
+    given = {"PRECISION": "tf32", "NORM": False, **QKV, **constants}
+    shared = {name: value for name, value in given.items() if name in names}
     pointers = {name: kind for name, kind in LORA.items() if name in names}
-    found = compiled("lora", kernel, {"num_warps": warps, "num_stages": 3}, shared, pointers)
+    found = compiled(module.__name__.split(".")[-1], kernel, {"num_warps": warps, "num_stages": 3}, shared, pointers)
     assert not found["spilled"]
 
 

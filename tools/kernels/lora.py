@@ -1,7 +1,7 @@
-"""Check and time the kernels of low-rank adapters beside the products that they add to.
+"""Check and time the kernels of low-rank adapters with the products that they add to.
 
 The four products of a layer of an 8B model (bf16, rank 16), each as a CUDA graph over several layers' weights, so that
-neither launches nor the L2 cache flatter it. ``share`` is the adapters' time over that of the product alone.
+neither launches nor the L2 cache flatter it. ``share`` is the time that adapters add over that of the product alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import torch
 
 from kvasir.kernels import lora
 from kvasir.layers.linear import Linear
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.spec import NormSpec
 from kvasir.layers.weights import Placement
-from tests.kernels.check_lora import check_lora, check_row_bits
+from kvasir.types import StepBatch
+from tests.kernels.check_lora import FUSED, check_fused, check_gated, check_lora, check_row_bits, check_sorting
 from tools.kernels.frame import BF16, COLD_BYTES, Grid, Report, check_grids, graph_seconds
 
 PARTS = {
@@ -37,7 +40,26 @@ def bit_cases() -> list[lora.Case]:
     return [lora.Case((2, 0, 1, 1, 2) * 5, 4096, (4096, 1024, 1024)), lora.Case((1, 2, 0), 14336, (4096,))]
 
 
-GRIDS = {"lora": Grid(lora.grid, check_lora, EVERY), "bits": Grid(bit_cases, bits, EVERY)}
+def fused(entry: tuple, dtype: torch.dtype, device: str) -> dict[str, float]:
+    return {"error": check_fused(entry, dtype, device)}
+
+
+def gated(case: lora.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    if len(case.slots) <= lora.MAX_ROWS:
+        check_sorting(case, dtype, device)
+    return {"error": check_gated(case, dtype, device)}
+
+
+def gated_cases() -> list[lora.Case]:
+    return [lora.Case(slots, 320, (256, 256)) for slots in ((2, 0, 1, 1, 2), (1, 0, 2) * 45, (0, 0))]
+
+
+GRIDS = {
+    "lora": Grid(lora.grid, check_lora, EVERY),
+    "bits": Grid(bit_cases, bits, EVERY),
+    "fused": Grid(lambda: FUSED, fused, EVERY),
+    "gated": Grid(gated_cases, gated, EVERY),
+}
 
 
 def make_products(width: int, widths: tuple[int, ...], adapters: int) -> list[Linear]:
@@ -55,29 +77,31 @@ def make_products(width: int, widths: tuple[int, ...], adapters: int) -> list[Li
     return products
 
 
-def time_product(rows: int, adapters: int, width: int, widths: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds of one product alone, and of what its adapters add."""
-    products = make_products(width, widths, adapters)
+def time_product(name: str, rows: int, adapters: int, width: int, widths: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds of one product as a step runs it, with norm, activation or residual, and of what its adapters add."""
+    products, place = make_products(width, widths, adapters), Placement(torch.device("cuda"), BF16)
+    norm = RMSNorm(width, NormSpec(1e-6), place)
+    norm.weight.fill_(1.0)
+    none = torch.zeros(0)
     slots = (1 + torch.arange(rows, device="cuda") % adapters).int()
-    by_slot = lora.sort_rows(slots, adapters)
+    batch = StepBatch(none, none, none, none, (), (), none, [], [], variants=slots)
     x, y = (torch.randn(rows, size, device="cuda", dtype=BF16) for size in (width, sum(widths)))
+    kinds = {"qkv": {"norm": norm}, "gate_up": {"norm": norm, "activation": "silu"}}
+    also = kinds.get(name, {"residual_TN": y})
 
-    def plain() -> None:
-        for product in products:
-            product(x)
+    def seconds(batch: StepBatch | None) -> float:
+        def run() -> None:
+            for product in products:
+                product(x, **also, batch=batch)
 
-    def added() -> None:
-        for product in products:
-            if rows <= lora.MAX_ROWS:
-                lora.lora_rows(x, y, product.low_rank.pairs, slots)
-            else:
-                lora.lora_tiles(x, y, product.low_rank.pairs, by_slot)
+        return graph_seconds(run, 5) / len(products)
 
-    return graph_seconds(plain, 5) / len(products), graph_seconds(added, 5) / len(products)
+    alone = seconds(None)
+    return alone, seconds(batch) - alone
 
 
 def time_step(report: Report, rows: int, adapters: int) -> None:
-    spent = {name: time_product(rows, adapters, *shape) for name, shape in PARTS.items()}
+    spent = {name: time_product(name, rows, adapters, *shape) for name, shape in PARTS.items()}
     torch.cuda.empty_cache()
     spent["layer"] = sum(alone for alone, _ in spent.values()), sum(extra for _, extra in spent.values())
     metrics = {

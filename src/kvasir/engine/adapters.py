@@ -1,13 +1,12 @@
 """Adapters while the engine runs: read in the background, kept in host memory, and resident in slots while used
 (``turns.py``).
 
-Filling a slot is a number of copies behind the work that was launched before. Files are read and pinned by another
-thread, so that no step waits for a disk.
+A slot is filled in pieces between steps (``filling.py``), and sequences start once the last piece is on its way. Files
+are read by another thread, so that no step waits for a disk. Where nothing runs, a slot is filled at once.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,8 @@ from pathlib import Path
 
 from kvasir.client.messages import error_event
 from kvasir.config import AdapterConfig
-from kvasir.engine.grammars import Failure, failure
+from kvasir.engine.filling import Filling, Staging
+from kvasir.engine.grammars import Failure, failure, wait_for_one
 from kvasir.engine.residents import Residents
 from kvasir.engine.turns import Turns
 from kvasir.errors import ConfigError, RequestError
@@ -41,11 +41,12 @@ class Adapters(Residents):
     ) -> None:
         self.slots = slots
         self.infos = info.adapters  # by name
-        self.fill_seconds = 0.0  # of the last slot that was filled, as the host spent them
         self._base, self._most, self._poison, self._in_use = info.name, config.max_cpu_loras, poison, in_use
         self._held: OrderedDict[str, Adapter] = OrderedDict()  # in host memory, by key, least recently used first
-        self._turns = Turns(slots.num_slots, self._fill, self._empty)
+        self._turns = Turns(slots.num_slots, self._fill, self._empty, ahead=True)
         self._reader: ThreadPoolExecutor | None = None
+        self._stager: ThreadPoolExecutor | None = None
+        self._staging = Staging(slots)
         self._loading: dict[str, Future[Adapter]] = {}  # by name: asked for by a caller of ``start_loading``
         self._again: dict[str, Future[Adapter]] = {}  # by key: left host memory, and is read again
         for name, path in config.modules().items():
@@ -116,6 +117,11 @@ class Adapters(Residents):
     # -------------------------------------------------------------------------------------------------------- requests
 
     @property
+    def filled(self) -> int:
+        """Slots that were filled so far."""
+        return self._turns.filled
+
+    @property
     def busy(self) -> bool:
         """Whether an adapter is being read, so that there is something to poll."""
         return bool(self._loading or self._again)
@@ -145,6 +151,11 @@ class Adapters(Residents):
 
     def begin(self) -> None:
         self._turns.begin()
+
+    def rest(self, pending: Iterable[Future]) -> None:
+        """Nothing can run: finish the slot that is being filled, or else wait for a read or one of ``pending``."""
+        if not self._turns.finish():
+            wait_for_one([*pending, *self.reads])
 
     def may_start(self, seq: Sequence) -> bool:
         variant = seq.request.variant
@@ -177,10 +188,11 @@ class Adapters(Residents):
             self._again[key] = self._read(name, self.infos[name].path)
         return False
 
-    def _fill(self, slot: int, key: str) -> None:
-        start = time.perf_counter()
-        self.slots.put(slot, self._held[key])
-        self.fill_seconds = time.perf_counter() - start
+    def _fill(self, slot: int, key: str) -> Filling:
+        """Begin to fill a slot with an adapter."""
+        if self._stager is None:
+            self._stager = ThreadPoolExecutor(1, "adapter slots")
+        return Filling(self._staging, self._stager, slot, self._held[key])
 
     def _empty(self, slot: int) -> None:
         if self._poison:
@@ -190,8 +202,9 @@ class Adapters(Residents):
         self._turns.check()
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._reader, self._stager):
+            if executor is not None:
+                executor.shutdown(wait=False, cancel_futures=True)
 
 
 def refusal(adapters: Adapters | None, request: Request) -> Event | None:

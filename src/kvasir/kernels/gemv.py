@@ -1,8 +1,12 @@
 """y = x W^T for few rows of x. The time is that of streaming W once, so everything before and after is fused in.
 
 Before: RMS norm of x. Its scale 1 / rms(x) is one factor a row, so it multiplies the result, and the sum of squares is
-taken along the way: no program waits for it. After: bias, the gated activation of a feed-forward block, the residual
-add.
+taken along the way: no program waits for it. After: bias, what adapters add (``kernels.lora``), the gated activation of
+a feed-forward block, the residual add.
+
+Rows without an adapter have the same bits whether others have one. Where tensor cores sum, what adapters add is what
+the sums begin with, and theirs begin with zeros. Elsewhere it is selected, not added, and joins a row after the
+residual, so that the arithmetic before it is the same code.
 
 There are two kernels. For one row, every program multiplies ``block_n`` rows of W with x in fp32 and sums. For up to 64
 rows it uses tensor cores, with W as the left operand and the rows of x, padded to 16, 32 or 64, as the right one. Where
@@ -26,6 +30,7 @@ import torch
 from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate, gated_reference
+from kvasir.kernels.lora import RANKS, Pairs, Shrunk, fuses, lora_block, lora_part, lora_row, lora_sums
 from kvasir.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 64
@@ -86,11 +91,12 @@ def _row(x_ptr, scale_ptr, k, squares, K, WHOLE_K: tl.constexpr, NORM: tl.conste
 
 
 @jit
-def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr,
+def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, b_ptr, s_ptr, slots_ptr, ranks_ptr, present_ptr,
+             eps, OUT, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
              RESIDUAL: tl.constexpr,
-             PDL: tl.constexpr):
+             PDL: tl.constexpr, VARIED: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, N: tl.constexpr,
+             S: tl.constexpr, C: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr, RUNS_2: tl.constexpr):
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BLOCK_K] running products, summed at the end."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -102,8 +108,22 @@ def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K
     w = _block(at, live, k, K, WHOLE)
     if KIND >= 0:
         w_up = _block(up_at, live, k, K, WHOLE)
+    if VARIED:  # B is on its way, too; and s before the products are summed
+        slot = tl.load(slots_ptr) - 1
+        held = tl.maximum(slot, 0)
+        r = tl.arange(0, R)
+        used = (slot >= 0) & (r < tl.load(ranks_ptr + held))
+        b_at = b_ptr + (held.to(tl.int64) * N + n)[:, None] * R + r[None, :]
+        b = tl.load(b_at, mask=live[:, None] & used[None, :], other=0.0)
+        if KIND >= 0:
+            b_up = tl.load(b_at + OUT * R, mask=live[:, None] & used[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if VARIED:
+        part = lora_part(tl.program_id(0) * BLOCK_N, W0, W1)
+        sums = lora_sums(s_ptr, 1, 0, part * R + r, used, C, RUNS, RUNS_2)
+        if KIND >= 0:
+            sums_up = lora_sums(s_ptr, 1, 0, R + r, used, C, RUNS, RUNS_2)
     last = (K - 1) // BLOCK_K * BLOCK_K
     squares = tl.zeros([BLOCK_K], tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -133,9 +153,14 @@ def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K
         up = tl.sum(acc_up, 1) * factor
         if BIAS:
             up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
+        if VARIED:
+            y = tl.where(slot >= 0, y + tl.sum(b.to(tl.float32) * sums[None, :], 1) * factor, y)
+            up = tl.where(slot >= 0, up + tl.sum(b_up.to(tl.float32) * sums_up[None, :], 1) * factor, up)
         y = activate(y, up, KIND)
     if RESIDUAL:
         y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    if VARIED and KIND < 0:
+        y = tl.where(slot >= 0, y + tl.sum(b.to(tl.float32) * sums[None, :], 1) * factor, y)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
@@ -161,12 +186,14 @@ def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WH
 
 
 @jit(do_not_specialize=["rows"])
-def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row,
-              residual_row, share,
+def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, b_ptr, s_ptr, slots_ptr,
+              ranks_ptr, present_ptr, eps, rows, x_row, y_row, residual_row, share,
               OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
               SPLIT: tl.constexpr,
               WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-              RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+              RESIDUAL: tl.constexpr, PDL: tl.constexpr, VARIED: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+              N: tl.constexpr, S: tl.constexpr, C: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr,
+              RUNS_2: tl.constexpr, RANK: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` of K, ``part`` [splits, T, N] fp32 and ``squares``
     [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -186,9 +213,19 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
     if PDL:
         tl.extra.cuda.gdc_wait()
     x, squares = _rows(x_ptr, scale_ptr, x_row, k, live_m, tl.zeros([ROWS], tl.float32), K, ROWS, WHOLE_K, NORM)
-    acc = tl.dot(w, x, input_precision="ieee")
-    if KIND >= 0:
-        acc_up = tl.dot(w_up, x, input_precision="ieee")
+    if VARIED and not SPLIT:  # the sums begin with what adapters add; zeros for rows without one
+        own = lora_part(tl.program_id(0) * BLOCK_N, W0, W1)
+        acc = lora_block(b_ptr, s_ptr, slots_ptr, ranks_ptr, present_ptr, rows, n, live, own, S, N, C, R, RUNS, ROWS,
+                         BLOCK_N, RANK)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if KIND >= 0:
+            acc_up = lora_block(b_ptr, s_ptr, slots_ptr, ranks_ptr, present_ptr, rows, OUT + n, live, 1, S, N, C, R,
+                                RUNS, ROWS, BLOCK_N, RANK)
+            acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
+    else:
+        acc = tl.dot(w, x, input_precision="ieee")
+        if KIND >= 0:
+            acc_up = tl.dot(w_up, x, input_precision="ieee")
     for k0 in tl.range(BLOCK_K, stop - start, BLOCK_K, num_stages=STAGES):
         w = _block(at, live, k0 + k, K, WHOLE)
         x, squares = _rows(x_ptr, scale_ptr, x_row, k0 + k, live_m, squares, K, ROWS, WHOLE_K, NORM)
@@ -198,9 +235,6 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
     held = live[:, None] & live_m[None, :]
     if SPLIT:
-        N = OUT
-        if KIND >= 0:
-            N = 2 * OUT
         part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
         tl.store(part, acc, mask=held)
         if KIND >= 0:
@@ -225,14 +259,12 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
 
 
 @jit(do_not_specialize=["rows"])
-def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row, residual_row, OUT, K,
-          SPLITS: tl.constexpr,
+def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, b_ptr, s_ptr, slots_ptr, ranks_ptr, eps, rows, y_row,
+          residual_row, OUT, K, SPLITS: tl.constexpr,
           BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
-          PDL: tl.constexpr):
+          PDL: tl.constexpr, VARIED: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, N: tl.constexpr,
+          C: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr, RUNS_2: tl.constexpr, BLOCK_R: tl.constexpr):
     """Add the parts of one row, in order, and finish as ``_few_rows`` does."""
-    N = OUT
-    if KIND >= 0:
-        N = 2 * OUT
     row = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = n < OUT
@@ -241,7 +273,7 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK], tl.float32)
     up = tl.zeros([BLOCK], tl.float32)
-    squares = 0.0
+    squares, factor = 0.0, 1.0
     for split in tl.static_range(SPLITS):
         at = part_ptr + (split * rows + row) * N + n
         y += tl.load(at, mask=live, other=0.0)
@@ -257,18 +289,32 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row
         y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
         if KIND >= 0:
             up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
+    if VARIED:
+        slot = tl.load(slots_ptr + row) - 1
+        own = lora_part(tl.program_id(1) * BLOCK, W0, W1)
+        added = lora_row(b_ptr, s_ptr, ranks_ptr, slot, rows, row, n, live, own, N, C, R, RUNS, RUNS_2, BLOCK,
+                         BLOCK_R) * factor
     if KIND >= 0:
+        if VARIED:
+            y = tl.where(slot >= 0, y + added, y)
+            added = lora_row(b_ptr, s_ptr, ranks_ptr, slot, rows, row, OUT + n, live, 1, N, C, R, RUNS, RUNS_2, BLOCK,
+                             BLOCK_R) * factor
+            up = tl.where(slot >= 0, up + added, up)
         y = activate(y, up, KIND)
     if RESIDUAL:
         y += tl.load(residual_ptr + row * residual_row + n, mask=live, other=0.0).to(tl.float32)
+    if VARIED and KIND < 0:
+        y = tl.where(slot >= 0, y + added, y)
     tl.store(y_ptr + row * y_row + n, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
 def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
          bias_N: torch.Tensor | None = None, activation: str | None = None,
-         residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+         residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None,
+         shrunk: Shrunk | None = None) -> torch.Tensor:
     """Compute ``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result,
-    and returned. ``out_TO``: memory for the result, of any dtype.
+    and returned. ``out_TO``: memory for the result, of any dtype. ``shrunk``: of x, or with ``norm`` of x times its
+    weight: what adapters add before activation, where ``adapters_fit`` says so.
 
     One row takes the kernel without tensor cores when ``config.block_n`` is below 16, the least that they need.
     """
@@ -289,13 +335,24 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
     fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
              "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
              "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
+    pairs = None if shrunk is None else shrunk.pairs
+    runs = 1 if shrunk is None else len(shrunk.sums_UTC)
+    low = {"VARIED": shrunk is not None, "N": num_rows, "C": 1 if pairs is None else pairs.numbers,
+           "R": 1 if pairs is None else pairs.rank, "RUNS": runs, "RUNS_2": next_power_of_2(runs),
+           "W0": num_rows if pairs is None else pairs.widths[0],
+           "W1": 0 if pairs is None else sum(pairs.widths[1:2])}
+    added = (x_TK,) * 4 if shrunk is None else (pairs.b_SNR, shrunk.sums_UTC, shrunk.slots_T, pairs.ranks_S)
+    assert pairs is None or adapters_fit(pairs, config), "adapters that a kernel of their own adds"
+    slots = 1 if pairs is None else len(pairs.ranks_S)
+    present = added[3] if shrunk is None or shrunk.by_slot is None else shrunk.by_slot.present_S
     whole = width % config.block_k == 0
     shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WHOLE_K": whole,
              "WHOLE": whole and outputs % config.block_n == 0, "num_warps": config.warps}
     programs = cdiv(outputs, config.block_n)
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
-        _one_row[(programs,)](x_TK, w_NK, y_TO, scale, bias, y_TO, eps, **shape, **fused)
+        _one_row[(programs,)](x_TK, w_NK, y_TO, scale, bias, y_TO, *added, present, eps, S=slots, **shape, **low,
+                              **fused)
         return y_TO
     share = cdiv(cdiv(width, config.block_k), config.splits) * config.block_k
     splits = cdiv(width, share)  # none of them empty
@@ -304,13 +361,20 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows[(programs, splits)](
-        x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0),
-        share, **shape,
-        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
+        x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, *added, present, eps, rows, x_TK.stride(0), y_TO.stride(0),
+        y_TO.stride(0), share, **shape, S=slots, RANK=max(16, low["R"]),
+        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **low, **fused)
     if splits > 1:
-        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0),
-                                           OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN, **fused)
+        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, *added, eps, rows, y_TO.stride(0),
+                                           y_TO.stride(0), OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN,
+                                           BLOCK_R=min(RANKS, low["R"]), **low, **fused)
     return y_TO
+
+
+def adapters_fit(pairs: Pairs, config: Config) -> bool:
+    """Whether ``gemv`` may add what adapters do: each of its programs has outputs of one part. Where there are several
+    rows, ``Shrunk.by_slot`` lists their slots."""
+    return fuses(pairs, JOIN if config.splits > 1 else config.block_n)
 
 
 # -------------------------------------------------------------------------------------------------------------- chooser

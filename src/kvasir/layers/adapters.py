@@ -15,16 +15,21 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels._triton import use_triton
+from kvasir.kernels.activation import ACTIVATIONS
+from kvasir.kernels.gemv import Config, adapters_fit
 from kvasir.kernels.lora import (
     MAX_ROWS,
     Pairs,
+    Shrunk,
+    expand,
     lora_reference,
-    lora_rows,
     lora_static,
-    lora_tiles,
+    shrink,
+    sort_few_rows,
     sort_rows,
     wide_of,
 )
+from kvasir.layers.norm import RMSNorm
 from kvasir.layers.weights import Placement
 from kvasir.types import StepBatch
 
@@ -86,21 +91,35 @@ class LowRank:
 
     def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor, batch: StepBatch, product: Callable) -> None:
         """Add to ``y_TN`` what the batch's variants say about ``x_TK``. ``product(x, weight)``: the exact product."""
-        slots_T, pairs, rows = batch.variants, self.pairs, len(x_TK)
-        if not use_triton(x_TK):
-            if self.exact:
-                self._add_exact(x_TK, y_TN, slots_T, product)
-            elif rows <= STATIC_ROWS:
-                lora_static(x_TK, y_TN, pairs, slots_T)
-            else:
-                lora_reference(x_TK, y_TN, pairs, slots_T)
-        elif self.exact or rows <= MAX_ROWS:
-            lora_rows(x_TK, y_TN, pairs, slots_T)
+        slots_T, pairs = batch.variants, self.pairs
+        if use_triton(x_TK):
+            expand(self.shrink(x_TK, batch), y_TN)
+        elif self.exact:
+            self._add_exact(x_TK, y_TN, slots_T, product)
+        elif len(x_TK) <= STATIC_ROWS:
+            lora_static(x_TK, y_TN, pairs, slots_T)
         else:
+            lora_reference(x_TK, y_TN, pairs, slots_T)
+
+    def add_gated(self, x_TK: torch.Tensor, y_TN: torch.Tensor, batch: StepBatch, activation: str) -> torch.Tensor:
+        """Return the activation [T, N / 2] of gate and up ``y_TN`` with what variants add, in x's dtype: one kernel."""
+        out_TO = x_TK.new_empty(len(y_TN), y_TN.shape[1] // 2)
+        return expand(self.shrink(x_TK, batch), y_TN, ACTIVATIONS[activation], out_TO)
+
+    def fits(self, config: Config) -> bool:
+        """Whether a product that runs so may end in adding what ``shrink`` returns."""
+        return not self.exact and adapters_fit(self.pairs, config)
+
+    def shrink(self, x_TK: torch.Tensor, batch: StepBatch, norm: RMSNorm | None = None) -> Shrunk:
+        """A x of each row's variant; with ``norm``, that of the normed rows up to their factor 1 / rms(x)."""
+        rows, fresh, by_slot = len(x_TK), False, None
+        if not self.exact and rows > 1:
             by_slot = batch.scratch.get(SORTED)
             if by_slot is None:
-                by_slot = batch.scratch[SORTED] = sort_rows(slots_T, len(pairs.ranks_S))
-            lora_tiles(x_TK, y_TN, pairs, by_slot)
+                fresh, sort = True, sort_few_rows if rows <= MAX_ROWS else sort_rows
+                by_slot = batch.scratch[SORTED] = sort(batch.variants, len(self.pairs.ranks_S))
+        scale_K = None if norm is None else norm.parameters[0]
+        return shrink(x_TK, self.pairs, batch.variants, by_slot, scale_K, early=False if fresh else None)
 
     def _add_exact(self, x_TK: torch.Tensor, y_TN: torch.Tensor, slots_T: torch.Tensor, product: Callable) -> None:
         wide, pairs = wide_of(x_TK), self.pairs

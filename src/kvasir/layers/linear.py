@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated, gated_reference
 from kvasir.layers.adapters import LowRank
 from kvasir.layers.norm import RMSNorm
@@ -61,7 +62,14 @@ class Linear:
         """Compute the product and what variants add to it. A row without a variant gets the bits of ``__call__``: where
         that one applies the activation to fp32 sums, these are kept in fp32 up to here."""
         assert activation is None or residual_TN is None, "no layer needs both"
-        weight, normed = self.weight, x_TK if norm is None else norm(x_TK)
+        weight = self.weight
+        if weight.format.folds(weight, x_TK.shape[0], self.bias_N is not None, activation, self.low_rank):
+            shrunk = self.low_rank.shrink(x_TK, batch, norm)
+            return weight.format.product(
+                weight, x_TK, norm=norm, bias_N=self.bias_N, activation=activation, residual_TO=residual_TN,
+                shrunk=shrunk,
+            )  # fmt: skip
+        normed = x_TK if norm is None else norm(x_TK)
         if activation is None:
             y = weight.format.product(
                 weight, x_TK, norm=norm, bias_N=self.bias_N, residual_TO=residual_TN, normed_TK=normed
@@ -69,6 +77,8 @@ class Linear:
             self.extra(normed, y, batch)
             return y
         y = weight.format.sums(weight, x_TK, norm, self.bias_N, normed, activation)
+        if self.place.fused and use_triton(y):
+            return self.low_rank.add_gated(normed, y, batch, activation)
         self.extra(normed, y, batch)
         gate = ACTIVATIONS[activation]
         y = gated(y, gate, self.place.exact) if self.place.fused else gated_reference(y, gate)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir.kernels.lora import Shrunk
+from kvasir.layers.adapters import LowRank
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear, streams
 from kvasir.layers.weights import NUMBERS, Placement, Slot
@@ -81,14 +83,20 @@ class WeightFormat(Technique):
         activation: str | None = None,
         residual_TO: torch.Tensor | None = None,
         normed_TK: torch.Tensor | None = None,
+        shrunk: Shrunk | None = None,
     ) -> torch.Tensor:
         """x W^T + bias of x, or of ``norm``(x): [T, N] in x's dtype. With ``activation`` the halves of N are gate and
         up, and the result is [T, O]. ``residual_TO`` is added, and its memory may be used for the result.
-        ``normed_TK``: ``norm``(x), where the caller has it."""
+        ``normed_TK``: ``norm``(x), where the caller has it. ``shrunk``: what adapters add before activation, given only
+        where the format ``folds``."""
         if norm is not None:
             x_TK = norm(x_TK) if normed_TK is None else normed_TK
         place = weight.place
         return finish(linear(x_TK, self.dequantise(weight), bias_N, place.exact), activation, residual_TO, place)
+
+    def folds(self, weight: Weight, rows: int, biased: bool, activation: str | None, low_rank: LowRank) -> bool:
+        """Whether the product of so many rows adds what adapters say as it ends (``shrunk``)."""
+        return False
 
     def sums(
         self, weight: Weight, x_TK: torch.Tensor, norm: RMSNorm | None, bias_N: torch.Tensor | None,

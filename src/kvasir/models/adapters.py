@@ -51,8 +51,7 @@ class AdapterSlots:
         self.num_slots, self.max_rank = num_slots, max_rank
         self.products: dict[str, Linear] = {}
         self._parts: dict[str, tuple[str, int]] = {}  # stored name of a matrix -> its product, and its place there
-        self._dtype, on_gpu = decoder.place.dtype, decoder.place.device.type == "cuda"
-        self._pinned = on_gpu
+        self._dtype, self.device = decoder.place.dtype, decoder.place.device
         family = find_family(decoder.spec.family)
         for i, block in enumerate(decoder.blocks):
             for room, layer in (("mixer", block.mixer), ("ffn", block.ffn)):
@@ -76,8 +75,8 @@ class AdapterSlots:
         return sum(p.a_SCK.nbytes + p.b_SNR.nbytes + p.columns_SC.nbytes for p in pairs)
 
     def read(self, name: str, path: Path, base: str) -> Adapter:
-        """Read an adapter into host memory, pinned for a GPU. Touches no slot, so another thread may call it. ``base``:
-        the model's name, for messages. Raises ConfigError that names what is not served and the way out."""
+        """Read an adapter into host memory. Touches neither a slot nor the device, so another thread may call it.
+        ``base``: the model's name, for messages. Raises ConfigError that names what is not served and the way out."""
         folder = PeftFolder(path)
         merge = f"kvasir convert merge_lora:adapter={path} {base} NEW_FOLDER"
         folder.refuse_unserved([], merge)
@@ -107,11 +106,6 @@ class AdapterSlots:
         pairs = {product: self._pair(product, parts) for product, parts in found.items()}
         return Adapter(AdapterInfo(name=name, path=str(path), key=key, rank=most, base=folder.base), pairs)
 
-    def put(self, slot: int, adapter: Adapter) -> None:
-        """Fill slot ``slot`` (0-based) of every product. On a GPU nothing waits."""
-        for name, product in self.products.items():
-            product.low_rank.put(slot, adapter.pairs.get(name))
-
     def poison(self, slot: int) -> None:
         """Fill a slot with NaN."""
         for product in self.products.values():
@@ -121,9 +115,9 @@ class AdapterSlots:
         """The matrices of a product's parts, padded with zeros to one rank; a part that is absent is all zeros."""
         widths = list(self.products[product].widths.values())
         rank = bucket(max(a.shape[0] for a, _ in parts.values()))
-        a_PRK = torch.zeros(len(widths), rank, self._inputs(product), dtype=self._dtype, pin_memory=self._pinned)
-        b_NR = torch.zeros(sum(widths), rank, dtype=self._dtype, pin_memory=self._pinned)
-        columns_PR = torch.full((len(widths), rank), -1, dtype=torch.int32, pin_memory=self._pinned)
+        a_PRK = torch.zeros(len(widths), rank, self._inputs(product), dtype=self._dtype)
+        b_NR = torch.zeros(sum(widths), rank, dtype=self._dtype)
+        columns_PR = torch.full((len(widths), rank), -1, dtype=torch.int32)
         gathered = True
         for place, (a, b) in parts.items():
             own = len(a)

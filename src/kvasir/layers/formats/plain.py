@@ -15,6 +15,8 @@ import torch
 from kvasir.kernels import packed_fp16
 from kvasir.kernels.gemv import choose, gemv
 from kvasir.kernels.hopper_gemv import GATES, choose_ring, stream_rows
+from kvasir.kernels.lora import Shrunk
+from kvasir.layers.adapters import LowRank
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear, matrix
 from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
@@ -60,6 +62,7 @@ class Plain(WeightFormat):
         activation: str | None = None,
         residual_TO: torch.Tensor | None = None,
         normed_TK: torch.Tensor | None = None,
+        shrunk: Shrunk | None = None,
     ) -> torch.Tensor:
         made = weight.made if weight.made is not None else self._make(weight)
         rows = x_TK.shape[0]
@@ -72,12 +75,22 @@ class Plain(WeightFormat):
         if weight.streams and (config := choose(rows, *made.w_NK.shape)) is not None:
             scale = None if norm is None else norm.parameters
             return gemv(
-                x_TK, made.w_NK, config, norm=scale, bias_N=bias_N, activation=activation, residual_TO=residual_TO
-            )
+                x_TK, made.w_NK, config, norm=scale, bias_N=bias_N, activation=activation, residual_TO=residual_TO,
+                shrunk=shrunk,
+            )  # fmt: skip
         x_TK = _normed(x_TK, norm, normed_TK)
         if residual_TO is not None and weight.streams and bias_N is None and activation is None:
             return residual_TO.addmm_(x_TK, made.w_KN)  # the BLAS adds as it stores
         return finish(self._multiply(weight, made, x_TK, bias_N), activation, residual_TO, weight.place)
+
+    def folds(self, weight: Weight, rows: int, biased: bool, activation: str | None, low_rank: LowRank) -> bool:
+        if not weight.streams:
+            return False
+        made = weight.made if weight.made is not None else self._make(weight)
+        if not biased and activation in GATES and choose_ring(rows, made.w_NK, activation is not None) is not None:
+            return False
+        config = choose(rows, *made.w_NK.shape)
+        return config is not None and low_rank.fits(config)
 
     def sums(
         self, weight: Weight, x_TK: torch.Tensor, norm: RMSNorm | None, bias_N: torch.Tensor | None,
