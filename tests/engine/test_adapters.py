@@ -274,9 +274,10 @@ def test_a_lease_is_for_its_own_adapter(folders):
 def test_adapters_are_swapped_while_others_answer(folders, alone):
     """Two slots for five adapters: each takes its turn, in a slot that was poisoned, and no answer changes."""
     d = serving(folders, max_loras=2, max_cpu_loras=3)
-    fills, fill = [], d.engine.adapters._fill
+    turns, fills = d.engine.adapters._turns, []
+    fill = turns._fill
     names = {info.key: name for name, info in d.engine.info.adapters.items()}
-    d.engine.adapters._fill = lambda key: (fills.append(names[key]), fill(key))
+    turns._fill = lambda slot, key: (fills.append(names[key]), fill(slot, key))[1]
     d.run(fleet(d), gap=1, preempt_every=7)
     assert {key: out.tokens for key, out in d.outputs.items()} == alone
     assert set(fills) == {"a", "c", "d", "g"} and len(d.engine.adapters._held) <= 3
@@ -286,14 +287,14 @@ def test_adapters_are_swapped_while_others_answer(folders, alone):
 def check_pieces(folders, alone) -> None:
     """Sixteen pieces, one a step at most, while another answers; nobody starts before the last."""
     d = serving(folders, max_loras=2, batch_invariant=True)
-    desk, seen = d.engine.adapters, []
+    desk, turns, seen = d.engine.adapters, d.engine.adapters._turns._turns, []
     assert len(desk._staging.pieces) == len(desk.slots.products) > 8
     d.submit(fleet_of(d, 0))
     d.submit(fleet_of(d, 1))
     while d.engine.has_work():
-        before = sum(turn.filling._sent for turn in desk._turns.values() if turn.filling is not None)
+        before = sum(turn.filling._sent for turn in turns.values() if turn.filling is not None)
         d.step()
-        sent = [turn.filling._sent for turn in desk._turns.values() if turn.filling is not None]
+        sent = [turn.filling._sent for turn in turns.values() if turn.filling is not None]
         seen += [count - before for count in sent]
         time.sleep(0.002)  # the other thread stages the next piece
     assert ("1", 0) in d.outputs and d.outputs["1", 0].tokens == alone["1", 0], "it began on an unfilled slot"
