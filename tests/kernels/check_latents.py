@@ -179,7 +179,7 @@ def check_codes(format: str, rank: int, rope: int, device: str) -> None:
     latent_rows.latent_rows(q, rows, Planes.of(mine.planes, rank, format), slots, None, None)
     pages = torch.arange(3, device=device)
     want, got = (x.codec.read(x, pages)[0] for x in (cache, mine))
-    step = rows.abs().amax() * (1 / 255 if format == "int8" else 1 / 14)
+    step = rows.abs().amax() * (1 / 255 if format == "int8" else 1 / 7)
     assert (got - want).abs().max() <= step
     if format == "int8" or device == "cuda":  # Triton's interpreter cuts fp8 off instead of rounding it
         assert (got != want).float().mean() < 0.01
