@@ -11,6 +11,10 @@ from kvasir.attention.latent import UpProjection
 from kvasir.kernels import latent_decode as latents
 from kvasir.kernels import latent_prompt, latent_rows
 from kvasir.kernels.latent_decode import Case, Planes, Shape
+from kvasir.kv.codec import CODECS, Codec
+from kvasir.kv.pool import KVPool
+from kvasir.technique import load
+from kvasir.types import CacheGroup, CacheRow
 from tests.attention.latents import LatentWorld, latent_world, stored_rows
 from tests.kernels.check import FLOOR, _worst, attend_low, rows_of
 
@@ -119,7 +123,10 @@ def check_write(case: latent_rows.Case, dtype: torch.dtype, device: str) -> None
         pool = torch.full((pages, 2, 1, case.page_slots, width), 7.0, dtype=kind, device=device)
         mine = q.to(kind) if kind != dtype else q.clone()
         made = None if norm is None else (norm[0].to(kind), norm[1])
-        write(mine, row.to(kind), pool[:, 1], slots.to(device), case.rank, made, turning)
+        if write is latent_rows.latent_rows:
+            write(mine, row, Planes.of({"k": pool[:, 1]}, case.rank, "plain"), slots.to(device), made, turning)
+        else:
+            write(mine, row.to(kind), pool[:, 1], slots.to(device), case.rank, made, turning)
         stored.append((pool, mine))
     for want, got in zip(*stored):
         torch.testing.assert_close(got.double(), want.double(), atol=FLOOR[dtype] * 4, rtol=FLOOR[dtype])
@@ -155,3 +162,25 @@ def check_prompts(case: latent_prompt.Case, dtype: torch.dtype, device: str) -> 
             assert error <= 4 * FLOOR[dtype] * want[a:b].abs().max().clamp(min=1), (case, float(error))
         else:
             assert out[a:b].isnan().all(), case
+
+
+def check_codes(format: str, rank: int, rope: int, device: str) -> None:
+    """Latents that the kernel encodes are those of the codec's own torch code, to a code of the last place."""
+    group = CacheGroup("g", (0,), (CacheRow(1, rank + rope, 0, latent=rank),))
+    pools = [KVPool([group], load(CODECS, format, Codec), [3], 32, device, torch.float32) for _ in range(2)]
+    draw = torch.Generator().manual_seed(rank)
+    rows = (torch.randn(9, rank + rope, generator=draw) * torch.linspace(0.1, 20, 9)[:, None]).to(device)
+    rows[4] = 0.0
+    slots = torch.randperm(96, generator=draw)[:9].to(device)
+    slots[2] = -1
+    cache, mine = pools[0].layer(0), pools[1].layer(0)
+    cache.codec.write_row(cache, rows, slots)
+    q = torch.zeros(9, 2, 8 + rope, device=device)
+    latent_rows.latent_rows(q, rows, Planes.of(mine.planes, rank, format), slots, None, None)
+    pages = torch.arange(3, device=device)
+    want, got = (x.codec.read(x, pages)[0] for x in (cache, mine))
+    step = rows.abs().amax() * (1 / 255 if format == "int8" else 1 / 7)
+    assert (got - want).abs().max() <= step
+    if format == "int8" or device == "cuda":  # Triton's interpreter cuts fp8 off instead of rounding it
+        assert (got != want).float().mean() < 0.01
+    assert torch.equal(got[..., rank:], want[..., rank:])

@@ -70,6 +70,7 @@ class PagedBackend(AttentionBackend):
 
     def why_not(self, site: Site) -> list[str]:
         size, reasons = site.page_slots, []
+        specs = by_head(site.specs)
         if not _triton.AVAILABLE:
             reasons.append("Triton is not installed")
         elif not site.device.startswith("cuda") and not _triton.INTERPRETED:
@@ -82,7 +83,7 @@ class PagedBackend(AttentionBackend):
             reasons.append(f"computes in float32, bfloat16 or float16, not {site.dtype}")
         if size < 16 or size & (size - 1):
             reasons.append(f"needs pages of 16, 32, 64, ... slots, not {size}")
-        wide, widest = max((s.head_dim for s in site.specs), default=0), self.widest(site)
+        wide, widest = max((s.head_dim for s in specs), default=0), self.widest(site)
         if wide > widest:
             reasons.append(f"takes head dims up to {widest}, not {wide}")
         return reasons
@@ -98,14 +99,13 @@ class PagedBackend(AttentionBackend):
 
     def scratch_bytes(self, length: int) -> int:
         """Bytes of dense keys and values for as many KV heads as fit into the scratch, at least one."""
-        whole = max(
-            (2 * length * s.head_dim * self.site.dtype.itemsize * s.num_kv_heads for s in self.site.specs), default=0
-        )
-        one = max((2 * length * s.head_dim * self.site.dtype.itemsize for s in self.site.specs), default=0)
+        specs, size = by_head(self.site.specs), self.site.dtype.itemsize
+        whole = max((2 * length * s.head_dim * size * s.num_kv_heads for s in specs), default=0)
+        one = max((2 * length * s.head_dim * size for s in specs), default=0)
         return min(whole, max(SCRATCH_BYTES, one))
 
     def plan(self, batch: StepBatch) -> None:
-        for key, spec in {key_of(spec): spec for spec in self.site.specs}.items():
+        for key, spec in {key_of(spec): spec for spec in by_head(self.site.specs)}.items():
             batch.scratch[key] = self._plan(batch, spec)
 
     def together(self) -> tuple[int, ...]:
@@ -113,7 +113,8 @@ class PagedBackend(AttentionBackend):
         tiles belong to another kernel."""
         if self.site.exact:
             return ()
-        small = min(rows_of_small(s.num_heads // s.num_kv_heads) for s in self.site.specs)
+        specs = by_head(self.site.specs)
+        small = min((rows_of_small(s.num_heads // s.num_kv_heads) for s in specs), default=1)
         return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
 
     def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
@@ -260,6 +261,11 @@ class PagedBackend(AttentionBackend):
                 **how,
             )
         return (out_THD, lse_TH) if return_lse else out_THD
+
+
+def by_head(specs: tuple[AttentionSpec, ...]) -> tuple[AttentionSpec, ...]:
+    """Those with keys and values by head; a backend that attends to latents plans these itself."""
+    return tuple(spec for spec in specs if spec.latent is None)
 
 
 def key_of(spec: AttentionSpec) -> tuple:

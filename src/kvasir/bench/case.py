@@ -8,6 +8,7 @@ cached = true                      time only decoding: a life computes its promp
 on_disk = true                     write a shape's random weights for all engines; else each makes its own
 settings = { max_num_seqs = 256 }  settings of each of our arms
 [arms.kvasir]                      one of our arms, with its own settings; targets refer to the first arm
+shape = "llama-8b-mla"             optional, in an arm: its own shape, with the case's vocabulary
 [peer]
 name = "vllm"
 repeats = [3, 2]                   rounds before ours and after it
@@ -83,6 +84,7 @@ class Case:
     rounds: int = 1
     cached: bool = False
     on_disk: bool = False
+    shapes: dict[str, str] = field(default_factory=dict)  # of arms that have their own
     targets: dict[str, float] = field(default_factory=dict)  # "METRIC ARM/ARM" -> least ratio
 
     @property
@@ -131,6 +133,9 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         if not isinstance(value := table.get(key, 5), int) or value < 1:
             raise ConfigError(f"{key}={value!r}: expected a whole number of at least 1")
     arms = {arm: {**table.get("settings", {}), **changes} for arm, changes in table.get("arms", {"kvasir": {}}).items()}
+    shapes = {arm: settings.pop("shape") for arm, settings in arms.items() if "shape" in settings}
+    if shapes and (not shape or table.get("on_disk") or "peer" in table):
+        raise ConfigError("arms have shapes of their own only beside a shape that is not on disk, without a peer")
     for arm, settings in arms.items():
         try:
             EngineConfig.of(**settings)
@@ -187,6 +192,7 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         table.get("rounds", 1),
         cached,
         table.get("on_disk", False),
+        shapes,
         {metric: float(ratio) for metric, ratio in targets.items()},
     )
 

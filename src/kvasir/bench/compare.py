@@ -22,7 +22,7 @@ from kvasir.bench.offline import Samples, decoding, rounds
 from kvasir.bench.result import arm, as_json, finish, judged, ratios_of, result, spread
 from kvasir.bench.startup import random_checkpoint
 from kvasir.bench.worker import Worker, check_peer
-from kvasir.bench.workloads import shape_folder
+from kvasir.bench.workloads import SHAPES, shape_folder
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import checkpoint
@@ -93,7 +93,12 @@ def measure(
         first = case.arms[case.first]
         rates = roofline.machine_rates(first.get("device", "auto"), first.get("dtype", "auto"))
         spec = build_spec(checkpoint.read_config(checkpoint.resolve(model)))
-        limits = _limits(case, spec, workloads, rates)
+        models = {arm: stack.enter_context(shape_folder(shape)) for arm, shape in case.shapes.items()}
+        others = {arm: build_spec(SHAPES[shape]) for arm, shape in case.shapes.items()}
+        for arm, other in others.items():
+            if other.vocab_size != spec.vocab_size:
+                raise ConfigError(f"arm {arm}: its shape has another vocabulary than {case.shape}")
+        limits = _limits(case, spec, others, workloads, rates)
         vocab = spec.vocab_size if case.shape else _tokenizer_size(model, spec.vocab_size)
         made, known = texts.Texts(model, vocab), {}
 
@@ -101,7 +106,7 @@ def measure(
             """Run one life of one engine: ``count`` rounds over every workload, after one that does not count."""
             from kvasir.convert.checkpoint import plain_folder  # imports torch, which only a peer needs
 
-            own, folder = driver == "kvasir", checkpoint.resolve(model)
+            own, folder = driver == "kvasir", checkpoint.resolve(models.get(name, model))
             with Worker(driver, str(folder if own else plain_folder(folder)), options, None if own else site) as worker:
                 log.info("%s started in %.1f s", name, worker.facts["start_s"])
                 starts = facts.get(name, {}).get("starts", [])
@@ -165,9 +170,11 @@ def _life(
     return found
 
 
-def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[str, float]) -> dict[str, Any]:
+def _limits(
+    case: Case, spec: ModelSpec, others: dict[str, ModelSpec], workloads: list[Workload], rates: dict[str, float]
+) -> dict[str, Any]:
     """Limits of the machine by metric, and by "METRIC ARM" for arms that store keys and values in other numbers of
-    bytes.
+    bytes or have another shape (``others``).
 
     Variants of a peer have no limits, since only the peer knows what their options change.
     """
@@ -175,12 +182,17 @@ def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[
     plain = roofline.limits(spec, batches, rates)
     limits: dict[str, Any] = plain | {k: round(v) for k, v in rates.items()}
     for name, settings in case.arms.items():
+        own = others.get(name, spec)
         if (codec := settings.get("kv_codec", "plain")) != "plain":
             found = roofline.limits(
-                spec, batches, rates, kv_share=roofline.kv_share(spec, codec, int(rates["dtype_bytes"]))
+                own, batches, rates, kv_share=roofline.kv_share(own, codec, int(rates["dtype_bytes"]))
             )
-            # A limit is None where a CPU's caches hold everything that the arm's step reads.
-            limits |= {f"{metric} {name}": found.get(metric) for metric in plain}
+        elif name in others:
+            found = roofline.limits(own, batches, rates)
+        else:
+            continue
+        # A limit is None where a CPU's caches hold everything that the arm's step reads.
+        limits |= {f"{metric} {name}": found.get(metric) for metric in plain}
     return limits | {f"{metric} {name}": None for name in (case.peer.variants if case.peer else ()) for metric in plain}
 
 
@@ -230,7 +242,8 @@ def _result(
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
         if samples.get("own", {}).get(name):
-            entries.append(_entry(name, {"shape": case.shape, **settings}, facts[name], samples["own"][name]))
+            config = {"shape": case.shapes.get(name, case.shape), **settings}
+            entries.append(_entry(name, config, facts[name], samples["own"][name]))
     extra, targets = {}, {}
     for peer in [name for name in peer_options if name in samples.get("before", {})]:
         both: dict[str, list[float]] = {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvasir.kernels import latent_decode, latent_prompt, latent_rows
-from tests.kernels.check_latents import check_prompts, check_rows, check_tiles, check_write
+from tests.kernels.check_latents import check_codes, check_prompts, check_rows, check_tiles, check_write
 
 CASES = list(enumerate(latent_decode.grid()))
 
@@ -29,6 +29,12 @@ def test_rows_known_on_the_device_alone(place, case, device):
 def test_write(case, device):
     for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
         check_write(case, dtype, device)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("rank, rope", [(512, 64), (320, 32), (96, 0), (32, 16)])
+def test_write_of_codes(format, rank, rope, device):
+    check_codes(format, rank, rope, device)
 
 
 @pytest.mark.parametrize("case", list(latent_prompt.grid()), ids=str)

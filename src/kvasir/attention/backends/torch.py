@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec
+from kvasir.attention.latent import UpProjection
 from kvasir.kernels.paged_attention import INF, attend, visible
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch
@@ -65,6 +66,19 @@ class TorchBackend(AttentionBackend):
         result_THD, lse_TH = compute(q_THD, cache, spec, batch, sinks_H, return_lse)
         out_THD = result_THD if out_THD is None else out_THD.copy_(result_THD)
         return (out_THD, lse_TH) if return_lse else out_THD
+
+    def run_expanded(
+        self, q_THD: torch.Tensor, up: UpProjection, cache: LayerCache, spec: AttentionSpec, batch: StepBatch
+    ) -> torch.Tensor:
+        """``run_latent`` by its definition, one span after the other: make keys and values of heads, then attend."""
+        parts, row = [], 0
+        for span, (start, length) in enumerate(zip(batch.starts, batch.lengths)):
+            pages = batch.tables[cache.group][span, : -(-(start + length) // cache.page_slots)]
+            k, v = up.expand(cache.codec.read(cache, pages)[0][0, : start + length])  # [H, N, ...]
+            seen = visible(start, length, 0, None, *(_tree(batch, row, length) or ()), device=k.device)
+            parts.append(attend(q_THD[row : row + length].transpose(0, 1), k, v, spec.scale, seen)[0].transpose(0, 1))
+            row += length
+        return torch.cat(parts)
 
     # ---------------------------------------------------------------------------------------------------- normal mode
 

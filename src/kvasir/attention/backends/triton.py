@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionSpec, Site
-from kvasir.attention.paged import DEEP, PagedBackend, Step, key_of
+from kvasir.attention.latent import UpProjection
+from kvasir.attention.latent_steps import LatentSteps
+from kvasir.attention.paged import DEEP, PagedBackend, Step, by_head, key_of
+from kvasir.kernels.decode_attention import count_pad
 from kvasir.kernels.dense_attention import dense_attention_triton
 from kvasir.kernels.gathered import gathered_attention, plan_gathered
 from kvasir.kernels.paged_attention import MAX_DIM
@@ -29,11 +32,15 @@ class TritonBackend(PagedBackend):
     """All spans by our own kernels, over plain and quantised pages."""
 
     rank = 20
+    latents = True
     codec_kernels = frozenset({"plain", *FORMATS})
 
     def why_not(self, site: Site) -> list[str]:
         reasons = super().why_not(site)
-        if site.codec_kernel != "plain" and any(s.head_dim % 4 for s in site.specs):
+        for spec in site.specs:
+            if spec.latent is not None:
+                reasons += [reason for reason in LatentSteps.why_not(site, spec) if reason not in reasons]
+        if site.codec_kernel != "plain" and any(s.head_dim % 4 for s in by_head(site.specs)):
             reasons.append("reads codes of head dims that are multiples of 4")
         if (
             site.codec_kernel == "fp8"
@@ -51,6 +58,7 @@ class TritonBackend(PagedBackend):
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)
+        self._latents = LatentSteps(site) if any(spec.latent is not None for spec in site.specs) else None
         if site.codec_kernel != "plain":
             # The parts of a short span's keys are merged 16, 32 or 64 at a time.
             self.depths = 0, DEEP, 5 * DEEP // 4, 9 * DEEP // 4
@@ -63,21 +71,49 @@ class TritonBackend(PagedBackend):
     def together(self) -> tuple[int, ...]:
         """One tile size for codes. A span too long to read codes (``most_rows``) is decoded into scratch, and
         such steps are launched one by one."""
-        if self.site.codec_kernel == "plain" or self.site.exact:
+        if self.site.codec_kernel == "plain" or self.site.exact or self._latents is not None:
             return super().together()
         most = min(most_rows(s.num_heads // s.num_kv_heads) for s in self.site.specs)
         return (most,) if most > 1 else ()
 
     def plan(self, batch: StepBatch) -> None:
         super().plan(batch)
+        if self._latents is not None:
+            self._latents.plan(batch)
         if self.site.codec_kernel == "plain":
             return
-        for key in {key_of(spec) for spec in self.site.specs}:
+        for key in {key_of(spec) for spec in by_head(self.site.specs)}:
             step: Step = batch.scratch[key]
             if step.tiles:
                 batch.scratch["gathered", key] = plan_gathered(
                     batch.starts, batch.lengths, step.rest, step.tiles, self.site.page_slots, batch.input_ids.device
                 )
+
+    def scratch_bytes(self, length: int) -> int:
+        latents = 0 if self._latents is None else self._latents.scratch_bytes(length)
+        return max(latents, super().scratch_bytes(length))
+
+    def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
+        """Steps over latents: single rows of every count that has a kernel, drafts, a short prompt, a long one."""
+        if spec.latent is None:
+            return super().kinds(spec, max_seqs)
+        counts = sorted({min(count_pad(count), max_seqs) for count in range(1, max_seqs + 1)})
+        return [*([(0, 1)] * count for count in counts), [(DEEP, 4), (0, 1)], [(DEEP, 64)], [(DEEP, 1024)]]
+
+    def run_latent(
+        self,
+        q_THD: torch.Tensor,
+        up: UpProjection,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        *,
+        out_THV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out_THV is None:
+            out_THV = q_THD.new_empty(*q_THD.shape[:2], spec.mixed_dim)
+        self._latents.run_latent(q_THD, up, cache, spec, batch, out_THV)
+        return out_THV
 
     def run(
         self,
@@ -90,6 +126,12 @@ class TritonBackend(PagedBackend):
         return_lse: bool = False,
         out_THD: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if spec.latent is not None:
+            if out_THD is None:
+                out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.result_dim)
+            lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if return_lse else None
+            self._latents.run(q_THD, cache, spec, batch, out_THD, lse_TH)
+            return (out_THD, lse_TH) if return_lse else out_THD
         if self.site.codec_kernel == "plain":
             return super().run(q_THD, cache, spec, batch, sinks_H=sinks_H, return_lse=return_lse, out_THD=out_THD)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out_THD is None else out_THD

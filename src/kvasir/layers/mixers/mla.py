@@ -14,6 +14,7 @@ import torch
 from kvasir.attention.backend import AttentionBackend
 from kvasir.attention.latent import UpProjection, per_head
 from kvasir.errors import ConfigError
+from kvasir.kernels.latent_decode import FORMATS, Planes
 from kvasir.kernels.latent_rows import fits, latent_rows
 from kvasir.kernels.rope import rotate
 from kvasir.kv.codec import LayerCache
@@ -78,11 +79,11 @@ class Mixer:
         """
         spec, num_rows = self.spec, x_TE.shape[0]
         q_THD, row_TR = self._enter(x_TE, norm)
-        slots_T = batch.slots[cache.group]
-        if self.fused and not self.exact and cache.codec.exact and fits(q_THD, row_TR):
+        if self.fused and cache.codec.kernel in FORMATS and fits(q_THD, row_TR):
             turning = None if angles.table is None else (angles.table.table, angles.positions_T)
             latent_norm = None if self.norm is None else self.norm.parameters
-            latent_rows(q_THD, row_TR, cache.planes["k"], slots_T, spec.rank, latent_norm, turning)
+            planes = Planes.of(cache.planes, spec.rank, cache.codec.kernel)
+            latent_rows(q_THD, row_TR, planes, batch.slots[cache.group], latent_norm, turning)
         else:
             q_THD = self._write(q_THD, row_TR, angles, cache, batch)
         if spec.query_scale is not None:
