@@ -80,6 +80,7 @@ FACTORS: dict[str, list[Any]] = {
     "overlap": [True, False],
     "decode over static buffers": [True, False],  # the steps that CUDA graphs capture
     "few rows": [True, False],  # few sequences at a time, so that they come and go
+    "hooks": [True, False],  # three sets of hooks, and requests with none, in one batch
 }
 # The requests of every run, all of them at once.
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvasir.client.admission import admit
+from kvasir.hooks.hook import Gate, Hook
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.head_kinds.eagle import Eagle, EagleShape
@@ -18,9 +19,17 @@ from kvasir.types import Request, SamplingParams
 from tests import composition
 from tests.composition import FACTORS, MODELS, REFUSED, REQUESTS, SHAPE, VOCAB
 from tests.engine.driver import Driver
+from tests.hooks import write_hooks
 from tests.pairwise import label, pairwise, product
 
 OUTPUT = 6
+HOOK_SHAPE = SHAPE["num_hidden_layers"], SHAPE["num_attention_heads"], SHAPE["head_dim"], SHAPE["hidden_size"]
+# Sets that every model's layers can have.
+HOOKS = {
+    "turn": Hook("head_out", (0, 1), "rotate:c=-4,gate=soft", Gate(answers=True)),
+    "odd": Hook("attn_out", (0,), "add:scale=0.2", Gate(tuple(range(1, VOCAB, 2)))),
+    "window": Hook("head_out", (1,), "project:c=-2", Gate(window=(6, 30))),
+}
 KINDS = {
     "medusa": lambda: Medusa(MedusaShape(SHAPE["hidden_size"], (1,), 2)),
     "eagle": lambda: Eagle(EagleShape(SHAPE["hidden_size"], (0, 1), heads=2, head_dim=16, ffn=32)),
@@ -60,6 +69,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
         "weights": "none",
     }
     torch.manual_seed(0)
+    for seed, (name, hook) in enumerate(HOOKS.items()):
+        write_hooks(root / name, [hook], seed, shape=HOOK_SHAPE)
     for kind, make in KINDS.items():
         head = make()
         with torch.no_grad():
@@ -77,6 +88,7 @@ def driver(case: dict, folders: dict[str, str], **options) -> Driver:
     spec = "" if spec == "none" else spec.replace("layer_skip", "layer_skip:exits=1")
     return Driver(
         folders[case["model"]],
+        hook=tuple(f"{name}={folders[name]}" for name in HOOKS if case["hooks"]),
         load_format="dummy",
         tokenizer="nano",
         max_model_len=96,
@@ -95,6 +107,7 @@ def requests(d: Driver) -> list[Request]:
     found = []
     for k, (name, params) in enumerate(REQUESTS.items()):
         given = dict(max_tokens=OUTPUT, ignore_eos=True, seed=7 + k, logprobs=0) | params
+        given["hook"] = [None, *d.engine.info.hooks][k % 4] if d.engine.info.hooks else None
         info = dataclasses.replace(d.engine.info, drafters=())
         found.append(
             admit(
@@ -122,21 +135,21 @@ def outputs(d: Driver) -> dict:
 
 @pytest.fixture(scope="module")
 def reference(folders):
-    """Outputs of the plain engine by model and codec: no drafter, no prefix cache, prompts whole."""
-    found: dict[tuple[str, str], dict] = {}
+    """Outputs of the plain engine by model, codec and hooks: no drafter, no prefix cache, prompts whole."""
+    found: dict[tuple[str, str, bool], dict] = {}
 
-    def get(model: str, codec: str) -> dict:
-        if (model, codec) not in found:
+    def get(model: str, codec: str, hooks: bool = False) -> dict:
+        if (model, codec, hooks) not in found:
             d = driver(
-                {"model": model, "codec": codec, "drafter": "none"},
+                {"model": model, "codec": codec, "drafter": "none", "hooks": hooks},
                 folders,
                 enable_prefix_caching=False,
                 max_num_batched_tokens=512,
             )
             d.run(requests(d))
-            found[model, codec] = outputs(d)
+            found[model, codec, hooks] = outputs(d)
             d.close()
-        return found[model, codec]
+        return found[model, codec, hooks]
 
     return get
 
@@ -145,7 +158,7 @@ accepted: dict[str, int] = {}
 
 
 def run_case(case: dict, folders, reference) -> None:
-    expected = reference(case["model"], case["codec"])
+    expected = reference(case["model"], case["codec"], case["hooks"])
     d = driver(
         case,
         folders,
@@ -187,10 +200,16 @@ def test_drafts_were_right_at_times():
 
 def test_a_wrong_token_is_seen(folders, reference):
     """The comparison can fail: weights of another seed give other tokens."""
-    d = driver({"model": "full attention", "codec": "plain", "drafter": "none"}, folders, seed=1)
+    d = driver({"model": "full attention", "codec": "plain", "drafter": "none", "hooks": False}, folders, seed=1)
     d.run(requests(d))
     assert outputs(d) != reference("full attention", "plain")
     d.close()
+
+
+def test_hooks_change_what_they_act_on(folders, reference):
+    plain, hooked = (reference("full attention", "plain", hooks) for hooks in (False, True))
+    differ = [name for name, _ in plain if plain[name, 0] != hooked[name, 0]]
+    assert len(differ) >= 3 * len(REQUESTS) // 4 - 2, differ
 
 
 CORE = ("drafter", "codec", "model", "chunked prefill", "preemption", "few rows")

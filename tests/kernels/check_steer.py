@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvasir.kernels import steer
@@ -65,13 +67,18 @@ def check_steer(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]
 
 
 def check_row_bits(case: Case, dtype: torch.dtype, device: str) -> None:
-    """A row alone has the bits that it has in any batch."""
+    """A row alone has the bits that it has in any batch, by the kernel and by the reference."""
+    for kernel in (steer.steer, steer.steer_reference):
+        _check_row_bits(kernel, case, dtype, device)
+
+
+def _check_row_bits(kernel: Callable, case: Case, dtype: torch.dtype, device: str) -> None:
     steers, (x, out, words) = draw_steers(case, device), draw(case, dtype, device)
     together = x.clone(), out.clone()
-    steer.steer(together[0], words, steers, together[1] if case.adds else None)
+    kernel(together[0], words, steers, together[1] if case.adds else None)
     for row in range(len(x)):
         one, sums = x[row : row + 1].clone(), out[row : row + 1].clone()
-        steer.steer(one, words[row : row + 1], steers, sums if case.adds else None)
+        kernel(one, words[row : row + 1], steers, sums if case.adds else None)
         assert torch.equal(one[0], together[0][row]) and torch.equal(sums[0], together[1][row]), row
 
 

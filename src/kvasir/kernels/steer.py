@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl, use_triton
 
@@ -31,6 +32,7 @@ MAX_HOOKS = 8  # hooks of a set: bits of a row's word below its slot
 SLOT_SHIFT = 8  # bits of a row's word below the slot of its set
 ADAPTER_BITS = 16  # bits of a row's variant that hold its adapter (``types.HOOK_SHIFT``)
 BLOCK = 256  # rows of a program that opens gates
+PADDED = 64  # elements; a multiple of the vectors of any CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def steer_reference(x_THD: torch.Tensor, words_T: torch.Tensor, steers: Steers,
     if count > 1:
         p_TH = dots_TCH[:, 1] + biases_TCH[:, 1]
         k_TH = k_TH * torch.where((mode_T1 & THRESHOLD) > 0, (p_TH > 0).float(), 1.0)
-        k_TH = k_TH * torch.where((mode_T1 & SOFT) > 0, torch.sigmoid(p_TH), 1.0)
+        k_TH = k_TH * torch.where((mode_T1 & SOFT) > 0, _sigmoid(p_TH), 1.0)
     if steers.shifts:
         lacks_TCH = target_T1[:, None] - (dots_TCH + biases_TCH)
         held_TC1 = (torch.arange(count, device=x_THD.device) < words_T3[:, 2:])[..., None]
@@ -106,6 +108,12 @@ def steer_reference(x_THD: torch.Tensor, words_T: torch.Tensor, steers: Steers,
     else:
         sum_THD = (out_THD.float() + (y_THD - h_THD)).to(out_THD.dtype)
         out_THD.copy_(torch.where(moved_TH[..., None], sum_THD, out_THD))
+
+
+def _sigmoid(p_TH: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of each element, whose bits do not depend on its place: rows are padded to whole vectors, because a
+    CPU computes the last elements of a tensor by other instructions."""
+    return F.pad(p_TH, (0, -p_TH.shape[1] % PADDED)).sigmoid()[:, : p_TH.shape[1]]
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
