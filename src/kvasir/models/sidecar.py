@@ -1,4 +1,4 @@
-"""What kvasir itself says of a checkpoint: kvasir.json beside its config.json, as a converter or a trainer wrote it."""
+"""The sidecar of a checkpoint: kvasir.json beside its config.json, as a converter or a trainer wrote it."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def check_target(folder: Path, kind: str, trained_for: dict[str, Any], served: d
 
 
 def facts_of(model: ServedModel) -> dict[str, Any]:
-    """What `check_target` compares of the served model."""
+    """Facts of the served model that `check_target` compares."""
     return {
         "hidden_size": model.spec.hidden_size,
         "vocab_size": model.spec.vocab_size,
