@@ -67,7 +67,13 @@ MODELS = {
     },
 }
 # Drafters that need a folder of weights, and what it holds: made for the model that they draft for.
-NEEDS_FOLDER = {"draft_model": "a smaller model", "medusa": "heads", "eagle": "a head", "ppd": "prompt tokens"}
+NEEDS_FOLDER = {
+    "draft_model": "a smaller model",
+    "medusa": "heads",
+    "eagle": "a head",
+    "ppd": "prompt tokens",
+    "idlm": "an adapter, or a model trained as a whole",
+}
 FACTORS: dict[str, list[Any]] = {
     "drafter": ["none", *own(DRAFTERS), "suffix+token_recycling+layer_skip"],
     "codec": own(CODECS),

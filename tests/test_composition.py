@@ -21,6 +21,7 @@ from tests.composition import FACTORS, MODELS, REFUSED, REQUESTS, SHAPE, VOCAB
 from tests.engine.driver import Driver
 from tests.hooks import write_hooks
 from tests.pairwise import label, pairwise, product
+from tests.speculation.masks import random_masks
 
 OUTPUT = 6
 HOOK_SHAPE = SHAPE["num_hidden_layers"], SHAPE["num_attention_heads"], SHAPE["head_dim"], SHAPE["hidden_size"]
@@ -77,6 +78,12 @@ def folders(tmp_path_factory) -> dict[str, str]:
             for p in head.parameters():
                 p.normal_(std=0.1)
         heads.write(head, root / kind, target)
+    inputs, outputs = SHAPE["hidden_size"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    tensors = {"mask_embedding": torch.randn(inputs)}
+    for i in range(SHAPE["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{i}.self_attn.q_proj"
+        tensors |= {f"{name}.lora_A.weight": torch.randn(2, inputs), f"{name}.lora_B.weight": torch.randn(outputs, 2)}
+    random_masks(root / "idlm", rank=2, tensors=tensors, target=target)
     return {path.name: str(path) for path in root.iterdir()}
 
 

@@ -15,6 +15,7 @@ from kvasir.types import Grammar
 from tests.engine.driver import use_ways
 from tests.pairwise import label, pairwise, product
 from tests.speculation.helpers import LENGTHS, Hostile, WithGuests, driver, install, outputs, plain, requests
+from tests.speculation.masks import random_masks
 from tests.speculation.trained import random_head
 
 FACTORS = {
@@ -31,6 +32,8 @@ FACTORS = {
         "medusa",
         "eagle",
         "ppd",
+        "idlm",
+        "suffix:min_match=1+idlm",
     ],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
@@ -46,7 +49,7 @@ FACTORS = {
     "params": ["none", "penalties", "grammar"],
     "control": ["fixed", "goodput", "length"],
 }
-RANDOM = ("medusa", "eagle", "ppd")  # weights that mean nothing; ``test_heads.py`` has trained ones
+RANDOM = ("medusa", "eagle", "ppd", "idlm")  # weights that mean nothing; ``test_heads.py`` has trained ones
 PARAMS = {
     "none": {},
     "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
@@ -58,7 +61,9 @@ PARAMS = {
 def heads(tmp_path_factory) -> dict[str, str]:
     """Return the specs of drafters with random weights."""
     root = tmp_path_factory.mktemp("random")
-    return {kind: f"{kind}:model={random_head(kind, root / kind)}" for kind in RANDOM}
+    found = {kind: f"{kind}:model={random_head(kind, root / kind)}" for kind in RANDOM if kind != "idlm"}
+    masks = f"idlm:model={random_masks(root / 'idlm')}"
+    return found | {"idlm": masks, "suffix:min_match=1+idlm": f"suffix:min_match=1+{masks}"}
 
 
 @pytest.fixture(scope="module")

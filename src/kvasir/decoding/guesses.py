@@ -1,4 +1,4 @@
-"""What the rows of guests draw, for the drafter that put them there.
+"""Guesses: what rows of guests draw, for the drafter that put them there.
 
 A guest row draws as the rows of its sequence do: with their temperature, filters, bias and noise. Conditions that
 depend on tokens which nobody knows yet (penalties, bad words, grammars, processors) do not hold for it: a guess that

@@ -22,6 +22,7 @@ Legend: B blocks, G the most drafts of a block, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +31,10 @@ import torch
 from kvasir.decoding.rows import SampleBatch
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.sample import GREEDY_BELOW
-from kvasir.types import Sequence, Span
+from kvasir.types import Guess, Sequence, Span
 
-# Key in ``Sequence.state``: position of the last known token, and the log-weights [G, V] that each draft was drawn
-# from.
+# Key in ``Sequence.state``: position of the last known token, and the log-weights that each draft was drawn from, as
+# [G, V] or a `Spread`.
 DRAWN = "drawn_from"
 
 
@@ -57,19 +58,52 @@ def coins(seq: Sequence, position: int, count: int) -> np.ndarray:
     return np.frombuffer(words, np.uint32)[:count] / 2.0**32
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Distributions over few tokens each: what drafts were drawn from that know only the likeliest tokens.
+
+    ``ids`` int64 and ``log_weights`` fp32 [G, tokens] on the host. A place without a token has weight -inf."""
+
+    ids: torch.Tensor
+    log_weights: torch.Tensor
+
+    @staticmethod
+    def of(guesses: Many[Many[Guess]]) -> Spread:
+        """The spread of tokens and their chances, by draft; the chances need not sum to 1."""
+        width = max(map(len, guesses))
+        ids, chances = np.zeros((len(guesses), width), np.int64), np.zeros((len(guesses), width))
+        for row, pairs in enumerate(guesses):
+            ids[row, : len(pairs)], chances[row, : len(pairs)] = zip(*pairs)
+        with np.errstate(divide="ignore"):
+            return Spread(torch.from_numpy(ids), torch.from_numpy(np.log(chances).astype(np.float32)))
+
+    def dense(self, count: int, size: int, device: torch.device) -> torch.Tensor:
+        """Log-weights [count, size] of the first ``count`` drafts."""
+        found = torch.full((count, size), -torch.inf, device=device)
+        # A place without a token repeats id 0: the larger weight stays.
+        return found.scatter_reduce_(
+            1, self.ids[:count].to(device), self.log_weights[:count].to(device), "amax", include_self=True
+        )
+
+
 @dataclass(slots=True)
 class Block:
-    """The drafts of one span. ``first``: logit row that the first draft follows; ``weights`` [len(drafts), V]:
-    log-weights of q."""
+    """The drafts of one span. ``first``: logit row that the first draft follows; ``weights``: log-weights of q
+    [len(drafts), V], or of its few tokens."""
 
     seq: Sequence
     first: int
     position: int
     drafts: list[int]
-    weights: torch.Tensor
+    weights: torch.Tensor | Spread
+
+    def log_weights(self, size: int, device: torch.device) -> torch.Tensor:
+        """Log-weights [len(drafts), V = ``size``] on the device."""
+        count = len(self.drafts)
+        return self.weights.dense(count, size, device) if isinstance(self.weights, Spread) else self.weights[:count]
 
 
-def drawn(span: Span) -> torch.Tensor | None:
+def drawn(span: Span) -> torch.Tensor | Spread | None:
     """Return the log-weights that this span's drafts were drawn from; None when the walk verifies them."""
     at, weights = span.seq.state.get(DRAWN, (-1, None))
     sample = span.want.get("sample", range(0))
@@ -139,7 +173,7 @@ def accept(found: list[Block], rows: np.ndarray, final_SV: torch.Tensor, tokens_
     drafts_BG = send(np.array([b.drafts + b.drafts[-1:] * (count - len(b.drafts)) for b in found]))
     u_BG = send(np.stack([np.pad(coins(b.seq, b.position, len(b.drafts)), (0, count - len(b.drafts))) for b in found]))
     place_BG = send(np.cumsum([0, *lengths[:-1]])[:, None] + order_BH[:, 1:] - 1)
-    q_BGV = torch.cat([b.weights[: len(b.drafts)] for b in found]).softmax(-1)[place_BG]
+    q_BGV = torch.cat([b.log_weights(final_SV.shape[1], device) for b in found]).softmax(-1)[place_BG]
     h_BG, weights_BHV = verify(final_SV[at_BH].softmax(-1), q_BGV, drafts_BG, send(lengths))
     step = torch.arange(count + 1, device=device)
     tau_B1 = ((u_BG < h_BG) * step[1:]).amax(1, keepdim=True)

@@ -26,7 +26,7 @@ from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
-from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool, resolve_length
+from kvasir.engine.sizing import PoolPlan, available_memory, gib, own_bytes, pages_for, plan_pool, resolve_length
 from kvasir.engine.spans import next_span
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
@@ -45,6 +45,7 @@ from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
+from kvasir.models.sidecar import read_sidecar
 from kvasir.models.spec import ModelSpec
 from kvasir.types import CacheRow, ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
 
@@ -131,10 +132,11 @@ def build(
     config: EngineConfig,
     drafter_bytes: Callable[[Decoder], int] = lambda model: 0,
     others: Iterable[technique.Technique] = (),
+    guest_rank: int = 0,
 ) -> Built:
-    """Do the start-up in order, and time it. ``drafter_bytes`` gives the bytes of the device that a drafter will take.
-    ``others`` are the techniques above the runner, which must agree with those chosen here. Raises ConfigError (what is
-    wrong, why, the fix)."""
+    """Do the start-up in order, and time it. ``drafter_bytes`` gives the bytes of the device that a drafter will take,
+    ``guest_rank`` is the rank of the adapter that computes its guests (0: none). ``others`` are the techniques above
+    the runner, which must agree with those chosen here. Raises ConfigError (what is wrong, why, the fix)."""
     clock = Clock()
     if config.runner.num_threads:
         torch.set_num_threads(config.runner.num_threads)
@@ -173,12 +175,15 @@ def build(
         num_positions=config.model.max_model_len,
         pooling=pooling,
     )
-    variants = make_slots(model, config, path)
+    variants = make_slots(model, config, path, guest_rank)
+    sidecar = model.sidecar = read_sidecar(path, model.spec.vocab_size)
     clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
     info = _info(config, path, hf, model, tokenizer_file)
     info.pooling = pooling
+    if sidecar.mask_id is not None and sidecar.mask_id < info.tokenizer_size:
+        model.never_drawn = sidecar.mask_id
     codec = choose_codec(config.cache.kv_codec, dtype)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
@@ -224,7 +229,7 @@ def build(
         )
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
-        budget = min(config.cache.cpu_cache_bytes, max(0, _available_memory() - drafter_bytes(model)) // 2)
+        budget = min(config.cache.cpu_cache_bytes, max(0, available_memory() - drafter_bytes(model)) // 2)
         plan = plan_pool(groups, page_bytes, budget, **sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
@@ -405,15 +410,6 @@ def _prefix_root(
         used,
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-def _available_memory() -> int:
-    """Bytes of RAM that are free for use, as the kernel estimates it; without its file there is no bound."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return 1 << 62
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _gpu_budget(

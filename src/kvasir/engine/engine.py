@@ -79,7 +79,7 @@ class Engine:
         built = (
             build(config, others=[policy])
             if drafter is None
-            else build(config, drafter.device_bytes, [policy, *drafter.parts])
+            else build(config, drafter.device_bytes, [policy, *drafter.parts], drafter.guest_rank)
         )
         host.check(built.info)
         self.info = built.info

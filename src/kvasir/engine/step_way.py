@@ -157,7 +157,7 @@ class StepParts:
         return batch
 
     def inputs(self, ids_T: torch.Tensor, guests_T: torch.Tensor) -> torch.Tensor:
-        """What the first layer reads [T, E]: embeddings of tokens, or of guests where their number is not -1."""
+        """Inputs of the first layer [T, E]: embeddings of tokens, or of guests where their number is not -1."""
         own_TE = self.guest_inputs.index_select(0, guests_T.clamp(min=0))
         return torch.where(guests_T[:, None] < 0, self.model.embed(ids_T), own_TE)
 

@@ -14,7 +14,7 @@ from kvasir.engine.residents import AllResidents, Residents
 from kvasir.errors import ConfigError
 from kvasir.hooks.hook import read_set
 from kvasir.logs import log
-from kvasir.models.adapters import AdapterSlots
+from kvasir.models.adapters import AdapterSlots, slots_for
 from kvasir.models.decoder import Decoder
 from kvasir.models.hooks import HookSlots, made_for
 from kvasir.types import Event, HookInfo, ModelInfo, Request
@@ -31,24 +31,25 @@ class VariantSlots:
     @property
     def count(self) -> int:
         """Number of variants that can be resident."""
-        return sum(slots.num_slots for slots in (self.adapters, self.hooks) if slots is not None)
+        adapters = 0 if self.adapters is None else self.adapters.num_variants
+        return adapters + (0 if self.hooks is None else self.hooks.num_slots)
 
     def residents(
         self, config: EngineConfig, info: ModelInfo, in_use: Callable[[str], bool]
     ) -> tuple[Adapters | None, Hooks | None]:
         """What decides about the slots. ``in_use(name)``: whether a request that has not ended names the adapter."""
-        poison = config.runner.poison
+        poison, served = config.runner.poison, config.adapters.enable_lora and self.adapters is not None
         info.hooks = self.infos
         return (
-            None if self.adapters is None else Adapters(self.adapters, config.adapters, info, in_use, poison),
+            Adapters(self.adapters, config.adapters, info, in_use, poison) if served else None,
             None if self.hooks is None else Hooks(self.hooks, poison),
         )
 
 
-def make_slots(model: Decoder, config: EngineConfig, path: Path) -> VariantSlots:
-    """Make the slots that the settings ask for. ``path``: the checkpoint. Raises ConfigError."""
-    lora = config.adapters
-    slots = AdapterSlots(model, lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
+def make_slots(model: Decoder, config: EngineConfig, path: Path, guest_rank: int = 0) -> VariantSlots:
+    """Make the slots that the settings ask for. ``path``: the checkpoint; ``guest_rank``: the rank of the adapter that
+    computes a drafter's guests (0: none). Raises ConfigError."""
+    slots = slots_for(model, config.adapters, guest_rank)
     folders = config.hooks.folders()
     if folders and model.spec.labels is not None:
         raise ConfigError("--hook: this model embeds or scores, and its requests name no hooks. Leave out --hook.")

@@ -5,22 +5,33 @@ Legend: K inputs, N outputs, R rank, P parts of a product.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kvasir.config import AdapterConfig
 from kvasir.errors import ConfigError
 from kvasir.layers.adapters import HostPair
 from kvasir.layers.linear import Linear
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import find_family
-from kvasir.models.peft import PeftFolder, one_hot_columns, unknown
+from kvasir.models.peft import LowRankUpdate, PeftFolder, one_hot_columns, unknown
 from kvasir.models.stored import view_of
 from kvasir.types import AdapterInfo
 
 # Ranks that buffers may have: an adapter's is rounded up to the next.
 RANKS = (8, 16, 32, 64, 128, 256)
+
+
+def slots_for(decoder: Decoder, config: AdapterConfig, guest_rank: int) -> AdapterSlots | None:
+    """The slots of a decoder for requests' adapters and that of a drafter's guests; None: neither is there."""
+    if not config.enable_lora and not guest_rank:
+        return None
+    slots, rank = (config.max_loras, config.max_lora_rank) if config.enable_lora else (0, 0)
+    decoder.adapters = AdapterSlots(decoder, slots, rank, guest_rank)
+    return decoder.adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +56,12 @@ def bucket(rank: int) -> int:
 
 class AdapterSlots:
     """The slots of every product of a decoder that adapters may change: those of attention and of dense feed-forward
-    blocks. ``num_slots`` adapters of up to ``max_rank`` fit."""
+    blocks. ``num_slots`` adapters of up to ``max_rank`` fit, and behind them one of ``guest_rank`` (0: none) that
+    computes a drafter's guests."""
 
-    def __init__(self, decoder: Decoder, num_slots: int, max_rank: int) -> None:
+    def __init__(self, decoder: Decoder, num_slots: int, max_rank: int, guest_rank: int = 0) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
+        self.num_variants = num_slots + (guest_rank > 0)
         self.products: dict[str, Linear] = {}
         self._parts: dict[str, tuple[str, int]] = {}  # stored name of a matrix -> its product, and its place there
         self._dtype, self.device = decoder.place.dtype, decoder.place.device
@@ -61,7 +74,7 @@ class AdapterSlots:
                     if not isinstance(product, Linear):
                         continue
                     name = f"layers.{i}.{room}.{attribute}"
-                    product.use_adapters(num_slots, bucket(max_rank))
+                    product.use_adapters(self.num_variants, bucket(max(max_rank, guest_rank)))
                     self.products[name] = product
                     for place, part in enumerate(product.widths):
                         view = view_of(family.stored(f"layers.{i}.{room}.{part}.weight", decoder.spec))
@@ -82,29 +95,42 @@ class AdapterSlots:
         folder.refuse_unserved([], merge)
         key, tensors = folder.key(), folder.tensors()
         folder.refuse_unserved(list(tensors), merge)
+        fix = f"Merge the adapter into its base model: {merge}"
+        pairs, most = self.laid_out(path, folder.updates(tensors), self.max_rank, folder.base, fix)
+        return Adapter(AdapterInfo(name=name, path=str(path), key=key, rank=most, base=folder.base), pairs)
+
+    def laid_out(
+        self, path: Path, updates: Iterable[LowRankUpdate], max_rank: int, base: str, fix: str
+    ) -> tuple[dict[str, HostPair], int]:
+        """The matrices of an adapter by product, and its rank. Raises ConfigError, with the ``fix``, for those that are
+        not served; ``path`` and ``base`` say in messages whose they are."""
         found: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         most = 0
-        for update in folder.updates(tensors):
+        for update in updates:
             if update.module not in self._parts:
-                why = unknown(update.module, self._kinds)
-                raise ConfigError(f"{path}: {why}. Merge the adapter into its base model: {merge}")
+                raise ConfigError(f"{path}: {unknown(update.module, self._kinds)}. {fix}")
             product, place = self._parts[update.module]
             width, num_inputs = list(self.products[product].widths.values())[place], self._inputs(product)
             shape = (update.b_NR.shape[0], update.a_RK.shape[1])
             if shape != (width, num_inputs):
                 raise ConfigError(
                     f"{path}: '{update.module}' changes a matrix of {shape[0]} x {shape[1]}; here it has {width} x "
-                    f"{num_inputs}. The adapter is for another base model ({folder.base or 'it does not say which'})."
+                    f"{num_inputs}. The adapter is for another base model ({base or 'it does not say which'})."
                 )
             most = max(most, update.a_RK.shape[0])
-            if most > self.max_rank:
-                raise ConfigError(f"{path}: rank {most} is more than --max-lora-rank {self.max_rank}")
+            if most > max_rank:
+                raise ConfigError(f"{path}: rank {most} is more than --max-lora-rank {max_rank}")
             scaled = (update.b_NR.float() * update.scale).to(self._dtype)
             found.setdefault(product, {})[place] = update.a_RK.to(self._dtype), scaled
         if not found:
             raise ConfigError(f"{path} has no low-rank matrices")
-        pairs = {product: self._pair(product, parts) for product, parts in found.items()}
-        return Adapter(AdapterInfo(name=name, path=str(path), key=key, rank=most, base=folder.base), pairs)
+        return {product: self._pair(product, parts) for product, parts in found.items()}, most
+
+    def put_guests(self, pairs: dict[str, HostPair]) -> int:
+        """Fill the slot of a drafter's guests. Returns the variant of their rows."""
+        for name, product in self.products.items():
+            product.low_rank.put(self.num_slots, pairs.get(name))
+        return self.num_slots + 1
 
     def poison(self, slot: int) -> None:
         """Fill a slot with NaN."""

@@ -23,6 +23,7 @@ from kvasir.layers.rope import Angles, RopeTable
 from kvasir.layers.steering import LayerHooks
 from kvasir.layers.weight_format import MATRIX, Weight
 from kvasir.layers.weights import Placement, Slot
+from kvasir.models.sidecar import Sidecar
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import StepBatch
 
@@ -133,6 +134,8 @@ class Decoder:
         self.spec = spec
         self.place = place
         self.gates: Gates | None = None  # of the sets of hooks that are loaded; None: there are none
+        self.never_drawn: int | None = None  # a token of the vocabulary that only stands for unknown ones
+        self.sidecar, self.adapters = Sidecar(), None  # set where they are read, and where there are some
         self.embed_VE = torch.empty(spec.vocab_size, spec.hidden_size, device=place.device, dtype=place.dtype)
         # The scale is rounded to the model's dtype, as the models were trained.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=place.dtype).item()
@@ -214,14 +217,16 @@ class Decoder:
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
 
     def scaled(self, logits_MV: torch.Tensor) -> torch.Tensor:
-        """Raw logits, scaled and capped as the model says; changed in place where they are fp32."""
-        if self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None:
-            return logits_MV
-        logits_MV = logits_MV.float()
+        """Raw logits, scaled and capped as the model says, without the token that is never drawn; changed in place
+        where they are fp32."""
+        if self.spec.logit_scale != 1.0 or self.spec.logit_softcap is not None:
+            logits_MV = logits_MV.float()
         if self.spec.logit_scale != 1.0:
             logits_MV *= self.spec.logit_scale
         if self.spec.logit_softcap is not None:
             logits_MV = logits_MV.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+        if self.never_drawn is not None:
+            logits_MV[..., self.never_drawn].fill_(float("-inf"))
         return logits_MV
 
     def _head(self, hidden_ME: torch.Tensor) -> torch.Tensor:

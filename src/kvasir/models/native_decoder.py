@@ -67,6 +67,8 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
         return f"no native kernel knows the weights' format: '{other}'"
     if not all(block.native for block in model.blocks):
         return "some layers are not plain grouped-query attention and a dense block"
+    if model.never_drawn is not None:
+        return "the model has a token that is never drawn"
     if any(rope is None or rope.shape[1] != dim for rope, dim in _turned(model)):
         return "some layers rotate a part of a head, or nothing"
     dims = {block.mixer.attention.head_dim for block in model.blocks}

@@ -142,7 +142,7 @@ def _kept(trees: Many[DraftTree], ranked: Many[tuple[float, int, int]]) -> list[
 
 
 class _Promises:
-    """What the guests of a step's trees promise, and the rows they take, as nodes are kept one by one. The tail of a
+    """Promises of the guests of a step's trees, and the rows they take, as nodes are kept one by one. The tail of a
     chain moves along with its last node kept. ``survival``: by tree, that of its nodes."""
 
     def __init__(self, trees: Many[DraftTree], survival: Many[Many[float]]) -> None:
@@ -171,7 +171,7 @@ class _Promises:
 
 
 def _ends(tree: DraftTree, survival: Many[float]) -> dict[int, float]:
-    """By node (-1: the anchor): the chance that the walk ends there."""
+    """Chance that the walk ends at a node, by node (-1: the anchor)."""
     ends = {-1: 1.0}
     for node, parent in enumerate(tree.parents):
         ends[node] = survival[node]

@@ -97,6 +97,8 @@ class ServedModel(Protocol):
     spec: Any
     place: Any
     norm: Any
+    sidecar: Any  # `kvasir.models.sidecar.Sidecar`
+    adapters: Any  # `kvasir.models.adapters.AdapterSlots`; None: it has none
 
     def embed(self, ids: Any) -> Any:
         """Return the inputs [..., E] of the first layer for these tokens."""
@@ -143,7 +145,8 @@ class Drafter(Technique):
     - ``guests``: embeddings [guests, E] in the model's dtype and place, which its trees may put behind nodes
       (`DraftTree.guests`). The model computes these rows together with the step's own, and ``answer`` gets what they
       guess. Known after ``attach``, later changed in place only. ``guessing`` says how they guess; ``guest_variant`` is
-      the slot of the resident variant that computes them, 0 for the base model.
+      the slot of the resident variant that computes them, 0 for the base model; ``guest_rank``, known after
+      ``prepare``, asks for the slot of an adapter of that rank.
     - ``tail``: guests that may stand, as one chain, behind the last row of a prompt and behind another drafter's draft.
     - ``top_tokens``: how many of the most likely tokens of each verified row ``recycle`` gets.
     - ``place``: the device it runs on. CPU drafters are not told about steps without drafting; they read the sequence's
@@ -156,6 +159,7 @@ class Drafter(Technique):
     guests: Any = None
     guessing = Guessing()
     guest_variant = 0
+    guest_rank = 0
     tail: tuple[int, ...] = ()
     top_tokens: ClassVar[int] = 0
     place: ClassVar[Place] = "cpu"

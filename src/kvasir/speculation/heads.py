@@ -114,6 +114,16 @@ def check_target(folder: Path, kind: str, trained_for: dict[str, Any], served: d
     return trained_for.get("weights") == served["weights"]
 
 
+def facts_of(model: ServedModel) -> dict[str, Any]:
+    """Facts of the served model that `check_target` compares."""
+    return {
+        "hidden_size": model.spec.hidden_size,
+        "vocab_size": model.spec.vocab_size,
+        "num_layers": len(model.spec.layers),
+        "weights": fingerprint(model.norm.weight),
+    }
+
+
 def shipped(kind: str) -> Path | None:
     """The folder of the head that comes in the package, for its default model."""
     folder = Path(str(importlib.resources.files("kvasir"))) / "assets" / "drafters" / kind
@@ -143,13 +153,7 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
     it cannot."""
     folder = folder_of(kind, given)
     head, trained_for = read(kind, folder)
-    served = {
-        "hidden_size": model.spec.hidden_size,
-        "vocab_size": model.spec.vocab_size,
-        "num_layers": len(model.spec.layers),
-        "weights": fingerprint(model.norm.weight),
-    }
-    if not check_target(folder, kind, trained_for, served):
+    if not check_target(folder, kind, trained_for, facts_of(model)):
         log.warning(
             "drafter %s: %s was trained for other weights ('%s') than the served ones: outputs stay "
             "the same (outside exact mode up to ties), but drafts are worse",

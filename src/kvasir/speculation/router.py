@@ -181,6 +181,7 @@ class Router(Drafter):
     def prepare(self, host: Host) -> None:
         for drafter in self.drafters.values():
             drafter.prepare(host)
+        self.guest_rank = max(drafter.guest_rank for drafter in self.drafters.values())
 
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         for drafter in self.drafters.values():

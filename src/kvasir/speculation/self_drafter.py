@@ -1,4 +1,4 @@
-"""What drafters share whose guests write the next draft: they keep the guesses, and learn what a guest is worth.
+"""The base of drafters whose guests write the next draft: it keeps the guesses, and learns what a guest is worth.
 
 Legend: K guests of a chain.
 """
@@ -34,7 +34,7 @@ class SelfDrafter(Drafter):
             seq.state.pop(self.name, None)
 
     def guesses_of(self, seq: Sequence) -> list[list[Guess]]:
-        """What the guests behind the last row of the sequence guessed; [] where there were none."""
+        """Return what the guests behind the sequence's last row guessed; [] where there were none."""
         found = seq.state.get(self.name)
         return found[1] if found is not None and found[0] == len(seq.tokens) else []
 
@@ -47,7 +47,7 @@ class SelfDrafter(Drafter):
             counts[1] = FORGETTING * counts[1] + 1.0
 
     def hazards(self) -> list[float]:
-        """By depth: the chance that a draft is accepted when the one before it was."""
+        """Chances, by depth, that a draft is accepted when the one before it was."""
         return [(right + PRIOR * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT) for right, tried in self._counts]
 
     def promise(self) -> tuple[float, ...]:

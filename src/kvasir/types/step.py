@@ -23,7 +23,7 @@ Guess = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """What a drafter wants of its guest rows: ``count`` tokens of each. ``coupled``: under the noise of the draw that
+    """Guesses that a drafter wants of its guest rows: ``count`` tokens of each. ``coupled``: under the noise of the draw that
     will verify them, the drawn token first (`kvasir.kernels.guess`); else the likeliest at the row's temperature,
     without noise."""
 
