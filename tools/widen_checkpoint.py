@@ -11,8 +11,11 @@ zeros, and rows of the feed-forward block and heads that nobody reads, are noise
 cheap. Weights that would write to the stream beyond the small model's part are zero, and so is everything that further
 layers write.
 
-With --like EARLIER, an OUT of another checkpoint of the same model and size, layers that hold nothing of the small
-model are links to EARLIER's.
+With --spread the small model's layers stand at equal distances, each behind idle ones, so that an exit after a share of
+its layers costs that share of the large model's; without it they come first, and all others add nothing.
+
+With --like EARLIER, an OUT of another checkpoint of the same model, size and order, layers that hold nothing of the
+small model are links to EARLIER's.
 """
 
 from __future__ import annotations
@@ -95,7 +98,13 @@ class Widened:
     """The tensors of a widened model, layer by layer. ``small``: by stored name; ``config``: the small model's."""
 
     def __init__(
-        self, small: dict[str, torch.Tensor], config: dict[str, Any], size: Size, device: torch.device, seed: int = 0
+        self,
+        small: dict[str, torch.Tensor],
+        config: dict[str, Any],
+        size: Size,
+        device: torch.device,
+        seed: int = 0,
+        spread: bool = False,
     ) -> None:
         self.small, self.size, self.head_dim = small, size, config["head_dim"]
         self.layers, self.hidden, self.ffn = (
@@ -103,6 +112,8 @@ class Widened:
             config["hidden_size"],
             config["intermediate_size"],
         )
+        # By layer of the large model: the small model's layer that it holds.
+        self.held = {((i + 1) * size.layers // self.layers - 1 if spread else i): i for i in range(self.layers)}
         self.dtype, self.device = next(iter(small.values())).dtype, device
         self.noise = torch.Generator(device).manual_seed(seed)
         group, wide = config["num_attention_heads"] // config["num_key_value_heads"], size.heads // size.kv_heads
@@ -122,13 +133,14 @@ class Widened:
 
     def layer(self, i: int) -> dict[str, torch.Tensor]:
         """Return the weights of layer ``i``; a layer that the small model does not have adds nothing."""
-        prefix, size, part = f"model.layers.{i}.", self.size, i < self.layers
+        size, part = self.size, i in self.held
+        prefix, small = f"model.layers.{i}.", f"model.layers.{self.held.get(i)}."
         found = {
-            prefix + name: self._norm(prefix + name)
+            prefix + name: self._norm(small + name)
             for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
         }
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-            head_norm = self.small[prefix + name] if part else torch.ones(self.head_dim, dtype=self.dtype)
+            head_norm = self.small[small + name] if part else torch.ones(self.head_dim, dtype=self.dtype)
             found[prefix + name] = head_norm.to(self.device)
         reads = {
             "self_attn.q_proj": (size.heads * self.head_dim, self.query_rows),
@@ -142,7 +154,7 @@ class Widened:
                 SPREAD
             )
             if part:
-                stored = self.small[f"{prefix}{name}.weight"].to(self.device)
+                stored = self.small[f"{small}{name}.weight"].to(self.device)
                 weight[torch.arange(len(stored), device=self.device) if where is None else where, : self.hidden] = (
                     stored
                 )
@@ -150,7 +162,7 @@ class Widened:
         for name, columns in (("self_attn.o_proj", size.heads * self.head_dim), ("mlp.down_proj", size.ffn)):
             weight = torch.zeros(size.hidden, columns, dtype=self.dtype, device=self.device)
             if part:
-                stored = self.small[f"{prefix}{name}.weight"].to(self.device)
+                stored = self.small[f"{small}{name}.weight"].to(self.device)
                 where = self.query_rows if name == "self_attn.o_proj" else torch.arange(self.ffn, device=self.device)
                 weight[: self.hidden, where] = stored
             found[f"{prefix}{name}.weight"] = weight
@@ -169,10 +181,19 @@ class Widened:
         """Each file's name, whether it holds a part of the small model, and its tensors, made when asked for."""
         yield "outer.safetensors", True, self.outer()
         for i in range(self.size.layers):
-            yield f"layer-{i:02}.safetensors", i < self.layers, self.layer(i)
+            yield f"layer-{i:02}.safetensors", i in self.held, self.layer(i)
 
 
-def widen(folder: Path, out: Path, size: Size, *, like: Path | None = None, device: str = "cpu", seed: int = 0) -> None:
+def widen(
+    folder: Path,
+    out: Path,
+    size: Size,
+    *,
+    like: Path | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    spread: bool = False,
+) -> None:
     """Write the checkpoint. Raises ConfigError."""
     config = json.loads((folder / "config.json").read_text())
     wider = wider_config(config, size)
@@ -183,7 +204,12 @@ def widen(folder: Path, out: Path, size: Size, *, like: Path | None = None, devi
     (out / "config.json").write_text(json.dumps(wider, indent=1))
     place: dict[str, str] = {}
     model = Widened(
-        {stored.name: read_tensor(stored) for stored in read_headers(folder)}, config, size, torch.device(device), seed
+        {stored.name: read_tensor(stored) for stored in read_headers(folder)},
+        config,
+        size,
+        torch.device(device),
+        seed,
+        spread,
     )
     for name, holds, tensors in model.shards():
         place |= dict.fromkeys(tensors, name)
@@ -205,9 +231,17 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--like", type=Path, help="an earlier OUT whose idle layers are linked to")
+    parser.add_argument("--spread", action="store_true", help="put the small model's layers at equal distances")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
-    widen(resolve(given.folder), given.out, SIZES[given.size], like=given.like, device=given.device)
+    widen(
+        resolve(given.folder),
+        given.out,
+        SIZES[given.size],
+        like=given.like,
+        device=given.device,
+        spread=given.spread,
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
+from kvasir.lab import export
+from kvasir.lab.drafters import mask_rows, prompt_rows
+from kvasir.lab.drafters.data import Batch
+from kvasir.lab.drafters.gated_adapter import GatedAdapter
+from kvasir.lab.model import Model, Shape
+from kvasir.lab.tokenizer import shipped_tokenizer
+from kvasir.speculation.heads import fingerprint
 from tests import checkpoints
 from tools import widen_checkpoint as tool
+from tools import widen_idlm
 
 # Groups of 4 query heads; the small model's have 2.
 SIZE = tool.Size(hidden=80, layers=5, ffn=96, heads=12, kv_heads=3)
@@ -55,3 +63,46 @@ def test_refuses_what_does_not_fit(folders, tmp_path):
     config = json.loads((folders[0] / "config.json").read_text())
     with pytest.raises(ConfigError, match="tied embeddings"):
         tool.wider_config(config | {"tie_word_embeddings": False}, SIZE)
+
+
+@torch.no_grad()
+def test_spread_layers_answer_the_same_and_exits_cost_their_share(folders, tmp_path):
+    tool.widen(folders[0], tmp_path / "wide", SIZE, spread=True)
+    torch.testing.assert_close(logits(tmp_path / "wide"), logits(folders[1]), rtol=1e-3, atol=1e-2)
+    reference = checkpoints.reference
+    small = reference(folders[0])(IDS, output_hidden_states=True).hidden_states
+    wide = reference(tmp_path / "wide")(IDS, output_hidden_states=True).hidden_states
+    # Three layers in five: the first is over after 1 of 5, the second after 3.
+    for layers, of_small in ((1, 1), (3, 2)):
+        torch.testing.assert_close(wide[layers][..., :32], small[of_small], rtol=1e-3, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_widened_mask_adapter_drafts_what_the_small_one_does(tmp_path):
+    small = Model(Shape(vocab=2048, dim=32, layers=3, ffn=48, heads=6, kv_heads=3, head_dim=16, positions=64), 1)
+    small.model.embed_tokens.weight.mul_(12)
+    export.export(small, shipped_tokenizer(), tmp_path / "small", torch.float32)
+    adapter = GatedAdapter(small, 4, 8.0)
+    for i, b in enumerate(adapter.b):
+        b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(i)) * 0.1)
+    facts = {"name": "small", "hidden_size": 32, "vocab_size": 2048, "num_layers": 3, "weights": "x"}
+    adapter.write(tmp_path / "adapter", facts, 4)
+    tool.widen(tmp_path / "small", tmp_path / "wide", SIZE)
+    widen_idlm.widen(tmp_path / "adapter", tmp_path / "small", tmp_path / "wide-adapter", SIZE)
+    told = json.loads((tmp_path / "wide-adapter" / "config.json").read_text())["target"]
+    large = export.load(tmp_path / "wide")
+    assert (told["hidden_size"], told["num_layers"]) == (80, 5) and told["weights"] == fingerprint(
+        large.model.norm.weight
+    )
+    batch = Batch(torch.arange(10, 30)[None], torch.tensor([20]), torch.tensor([4]), None)
+    rows = mask_rows.layout(batch, 3, torch.tensor([1]), torch.device("cpu"))
+
+    def drafted(model, folder):
+        read = GatedAdapter.read(folder, model)
+        text = prompt_rows.read(model, batch.ids)[1]
+        normed = mask_rows.run(model, read.mask_E, rows, text, read.product)
+        return normed @ model.model.embed_tokens.weight.t()
+
+    wanted = drafted(small, tmp_path / "adapter")
+    found = drafted(large, tmp_path / "wide-adapter")
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=5e-3 * float(wanted.abs().max()))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +163,19 @@ def test_the_adapters_folder(made):
     assert list(record["history"][-1]) == ["step", "seconds", "ce"] and record["spec"] == "idlm:rank=4,objective=ce"
     text = (out / "README.md").read_text()
     assert "--drafter idlm:model=FOLDER" in text and "alpha_introspective" in text and not (out / STATE).exists()
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path):
+    """Sampling, an adapter and a whole model, as `tools/train_idlm.sh` trains them, and the result that it stores."""
+    export.export(Model(Shape(**{**vars(SHAPE), "positions": 1400}), 1), shipped_tokenizer(), tmp_path / "model")
+    script = Path(__file__).parents[2] / "tools" / "train_idlm.sh"
+    settings = {"PARTS": "kl converted", "DEVICE": "cpu", "REPLIES": "8", "OMP_NUM_THREADS": "1"}
+    command = [script, tmp_path / "out", tmp_path / "model", "0.02", "0.02"]
+    subprocess.run(command, check=True, env=os.environ | settings, timeout=600)
+    found = json.loads((tmp_path / "out" / "idlm.json").read_text())
+    assert [arm["name"] for arm in found["arms"]] == ["kl", "converted"]
+    assert all(arm["metrics"]["acceptance"]["chain"]["forwards"] for arm in found["arms"])
 
 
 def test_the_converted_models_folder(made):

@@ -98,8 +98,8 @@ class MaskKind(Kind):
     def probe(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Drafts of mask rows behind every root: [J, B, T] each, with row p for the root and j for token p + 2 + j.
 
-        The likeliest token; min(1, p / q) of the written token; and sum min(p, q), the chance that a draft sampled from
-        q is accepted. p is the clean row's distribution, q the mask's.
+        The likeliest token; min(1, p / q) of a token drawn from p, in expectation; and sum min(p, q), the chance that a
+        draft sampled from q is accepted. p is the clean row's distribution, q the mask's.
         """
         ids = batch.ids.to(self.target.device)
         shape = (self.depth, *ids.shape)
@@ -114,9 +114,8 @@ class MaskKind(Kind):
                 log_q = self.log_probs(self.masks(rows, text)[text_of, at])
                 log_p = self.log_probs(normed[text_of, place])
                 where = depth, text_of, place - 1 - depth
-                written = ids[text_of, place + 1][:, None]
                 tokens[where] = log_q.argmax(-1)
-                ratio[where] = (log_p - log_q).gather(-1, written)[:, 0].clamp(max=0).exp()
+                ratio[where] = (log_p + (log_p - log_q).clamp(max=0)).exp().sum(-1)
                 overlap[where] = torch.minimum(log_p, log_q).exp().sum(-1)
         return tokens, ratio, overlap
 
@@ -127,9 +126,10 @@ class MaskKind(Kind):
         """Acceptance with a group of masks behind every possible last token (the tree layout), and beside it:
 
         ``chain``: masks behind the last draft alone, with the shares of forwards that verify all, reject, or are cold.
-        ``alpha_introspective``: mean of min(1, p / q) over the replies' tokens, with q of the row that proposed the
-        token (its own p where the anchor drew it). ``overlap_by_depth``: the chance that a draft sampled at temperature
-        1 is accepted, where the drafts before it are the written tokens.
+        ``alpha_introspective``: mean of min(1, p / q) over the places of the replies, for a token drawn there at
+        temperature 1, with q of the mask row that proposed a draft for the place (1 where none did).
+        ``overlap_by_depth``: the chance that a draft sampled at temperature 1 is accepted, where the drafts before it
+        are the written tokens.
         """
         served, found = self.served(), {}
         assert isinstance(served, MaskKind)
@@ -146,8 +146,9 @@ class MaskKind(Kind):
                 for _, tried, accepted in acceptance.forwards(right[i], begin, length, chain=True):
                     count += 1
                     kinds["cold" if not tried else "verified" if accepted == tried else "rejected"] += 1
-                for root, _, accepted in acceptance.forwards(right[i], begin, length):
-                    alpha += float(ratios[:accepted, i, root].sum()) + (accepted < length - 2 - root)
+                for root, tried, accepted in acceptance.forwards(right[i], begin, length):
+                    # The anchor draws one token more where all drafts were right, unless the reply has ended.
+                    alpha += float(ratios[:tried, i, root].sum()) + (accepted == tried < length - 2 - root)
         total = sum(kinds.values())
         found["chain"] = {
             "forwards": total,

@@ -27,6 +27,7 @@ from kvasir.lab.drafters.data import Batch
 from kvasir.lab.drafters.prompt_rows import Keys
 from kvasir.lab.model import Model, rotate
 
+ROWS = 16  # Numbers of mask rows are rounded up to a multiple of this, for fused attention needs aligned masks.
 # Applies a matrix of layer i: (layer, name within the layer, module, x) -> y.
 Product = Callable[[int, str, nn.Linear, torch.Tensor], torch.Tensor]
 
@@ -54,7 +55,8 @@ def layout(batch: Batch, masks: int, offsets_B: torch.Tensor, device: torch.devi
     """The mask rows of all replies in blocks of ``masks``. Block numbers are (position + offset) // masks."""
     begins, lengths, offsets = (x.to(device)[:, None] for x in (batch.begins, batch.lengths, offsets_B))
     # The last token of a text predicts nothing.
-    place = begins + torch.arange(max(1, int((batch.lengths - 1 - batch.begins).max())), device=device)
+    count = max(1, int((batch.lengths - 1 - batch.begins).max()))
+    place = begins + torch.arange(-(-count // ROWS) * ROWS, device=device)
     block = (place + offsets) // masks
     tokens = torch.arange(batch.ids.shape[1], device=device)
     earlier = (tokens + offsets)[:, None] // masks < block[..., None]
