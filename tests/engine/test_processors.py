@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvasir.decoding.processor import PACKAGE, Processor
 from kvasir.decoding.processors.cyclic_reflex import CyclicReflex
@@ -205,29 +204,3 @@ def test_processors_are_durable():
     encoded = msgspec.msgpack.encode(request)
     assert msgspec.msgpack.decode(encoded, type=type(request)).processors == request.processors
     driver.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [WAVE, TIP, "budget:max_thinking=2,num_ignore=0"])
-def test_drafts_draw_from_the_same_distribution(spec):
-    """A chi-square test over 2,000 draws of three positions, with drafts and without."""
-    counts = []
-    for options in (dict(), dict(drafter="token_recycling", draft_control="fixed")):
-        driver = Driver(max_num_seqs=64, num_pages=4096, **options)
-        requests = []
-        for i in range(2000):
-            seed = i + (100_000 if options else 0)
-            r = driver.request(f"{i}", [300, 303], temperature=1.0, top_k=6, max_tokens=3, seed=seed, ignore_eos=True)
-            r.processors = [processor(spec)]
-            requests.append(r)
-        driver.run(requests)
-        table = torch.tensor([driver.outputs[f"{i}", 0].tokens for i in range(2000)])
-        counts.append(table)
-        driver.close()
-    for position in range(3):
-        ids = counts[0][:, position].unique()
-        a, b = (torch.stack([(c[:, position] == i).sum() for i in ids]).double() for c in counts)
-        keep = a + b >= 20
-        a, b = a[keep], b[keep]
-        chi = (((a - b) ** 2) / (a + b)).sum().item()
-        assert chi < keep.sum().item() + 5 * (2 * keep.sum().item()) ** 0.5 + 5

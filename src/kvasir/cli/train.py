@@ -116,6 +116,28 @@ def _run(
 
 
 @app.command()
+def prm(
+    out: Annotated[Path, typer.Option(help="Folder to write: a model, to name as the judge of beam or particle.")],
+    target: Annotated[str, typer.Option(help="Base model: a lab checkpoint, by folder or name.")] = "base",
+    task: Annotated[str, typer.Option(help="Task whose steps are judged, with dials: chain:max_steps=12.")] = "chain",
+    rank: Annotated[int, typer.Option(min=1, max=128, help="Rank of the trained change.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 300,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of 512 tokens.")] = 32,
+    count: Annotated[int, typer.Option(min=1, help="Beginnings of solutions to measure the judge on.")] = 1000,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of problems and weights.")] = 0,
+) -> None:
+    """Train a process reward model: a judge of the beginnings of solutions."""
+    from kvasir.lab.adapters.reward import Plan, train
+    from kvasir.lab.drafters.training import default_device
+    from kvasir.models import checkpoint
+
+    check_output(out / "config.json", make=True)
+    plan = Plan(task, rank=rank, steps=steps, rows=rows, count=count, seed=seed)
+    train(plan, checkpoint.resolve(target), out, device=device or default_device())
+
+
+@app.command()
 def adapter(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="lora, corda, paca, hydra or soka.")],
     task: Annotated[str, typer.Option(help="Task of the lab to train on, with dials: chain:modulus=499.")],

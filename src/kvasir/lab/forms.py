@@ -4,9 +4,12 @@
 written by the task, in every mix of right and wrong. `FormTask.case` takes a model's real replies instead. A form's
 ``difficulty`` is the number of right candidates, so scores can be split by it: a pair of difficulty 1 is mixed.
 
-Replies start with a written check (`Task.verify`), except in ``solve`` and ``self_evaluate``. After it, a judge writes
-a verdict; aggregating and refining write a whole solution below an empty line (`solution` extracts it). Without the
-check, a small model copies a candidate, right or wrong.
+``judge_step`` asks what ``self_evaluate`` asks, about the first lines of a solution: its documents train a process
+reward model.
+
+Replies start with a written check (`Task.verify`), except in ``solve``, ``self_evaluate`` and ``judge_step``. After it,
+a judge writes a verdict; aggregating and refining write a whole solution below an empty line (`solution` extracts it).
+Without the check, a small model copies a candidate, right or wrong.
 
 Shape suffixes: N problems, J candidates of a problem.
 """
@@ -64,6 +67,7 @@ FORMS: dict[str, Form] = {
         ("Solution A:", "Solution B:"), "Check both solutions, then rate them from 1 to 9.", 2, names=("A", "B")
     ),
     "self_evaluate": Form(("",), "Is your answer right? Reply Yes or No.", own=True),
+    "judge_step": Form(("",), "Is your answer right? Reply Yes or No.", own=True),
     "refine": Form(("Attempt:",), "This attempt may be wrong. Check it, then write a right solution.", names=("A",)),
 }
 SOLVING = ("solve", "aggregate", "refine")  # Forms whose reply holds a solution.
@@ -117,7 +121,7 @@ def target(name: str, problem: Problem, candidates: Sequence[str], right: Sequen
 
     The solution is a right candidate if there is one, otherwise the task's own.
     """
-    if name in ("judge_one", "self_evaluate"):
+    if name in ("judge_one", "self_evaluate", "judge_step"):
         return YES_NO[right[0]]
     if name == "judge_pair":
         return "\n".join(f"{letter}: {RATINGS[ok]}" for letter, ok in zip("AB", right, strict=True))
@@ -157,6 +161,12 @@ def opened(case: Problem, rng: np.random.Generator) -> list[Segment]:
     return case.segments()[:-1]
 
 
+def _begun(rng: np.random.Generator, text: str) -> str:
+    """The first lines of a solution, at least one."""
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[: rng.integers(1, len(lines) + 1)])
+
+
 class FormTask(Task):
     """One prompt form on one task's problems."""
 
@@ -179,7 +189,10 @@ class FormTask(Task):
         Raises ConfigError for a wrong number of candidates.
         """
         messages, candidates = render(self.form, problem, candidates), [solution(text) for text in candidates]
-        right = tuple(self.inner.check(problem, text) for text in candidates)
+        right = tuple(
+            self.inner.check(problem, text) or self.form == "judge_step" and problem.solution.startswith(text)
+            for text in candidates
+        )
         reply = target(self.form, problem, candidates, right)
         if self.shape.names:
             check = self.inner.verify(problem, candidates, self.shape.names)
@@ -208,6 +221,8 @@ class FormTask(Task):
         origins = self.inner.as_problems(drawn, rng)
         size, wrong = self._mix(rng, count)
         texts = [self.inner.written(drawn, rng, wrong[:, j]) for j in range(wrong.shape[1])]
+        if self.form == "judge_step":
+            return [self.case(origin, [_begun(rng, text)]) for origin, text in zip(origins, texts[0], strict=True)]
         return [self.case(origin, [column[i] for column in texts[: size[i]]]) for i, origin in enumerate(origins)]
 
     def draw(self, rng: np.random.Generator, split: Split) -> Problem:
@@ -219,13 +234,16 @@ class FormTask(Task):
     def _mix(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Number of candidates of each problem [N], and which are wrong [N, J], in random order.
 
-        Every number of right candidates is equally likely, except that half of the pairs to judge are mixed.
+        Every number of right candidates is equally likely, except that half of the pairs to judge are mixed, and that
+        most solutions whose beginning is judged end wrong.
         """
         most = min(self.shape.most, DRAWN)
         size = rng.integers(self.shape.least, most + 1, count)
         right = rng.integers(0, size + 1)
         if self.form == "judge_pair":
             right = np.where(rng.random(count) < 0.25, 1, right)
+        if self.form == "judge_step":  # half of the beginnings of a wrong solution are right
+            right = (rng.random(count) < 0.15).astype(np.int64)
         order = np.argsort(np.where(np.arange(most) < size[:, None], rng.random((count, most)), 2.0), axis=1)
         wrong = np.ones((count, most), dtype=bool)
         np.put_along_axis(wrong, order, np.arange(most) >= right[:, None], 1)
