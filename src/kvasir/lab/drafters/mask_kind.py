@@ -73,7 +73,7 @@ class MaskKind(Kind):
         raise NotImplementedError
 
     def offsets(self, batch: Batch, step: int, masks: int) -> torch.Tensor:
-        """Where the blocks of each text begin [B]: drawn anew for every step."""
+        """Offsets [B] of the blocks of each text, drawn for each step from its number."""
         rng = np.random.default_rng([self.seed, step])
         most = masks if self.config.block_offset == "random" else 1
         return torch.from_numpy(rng.integers(0, most, len(batch.ids)))
@@ -123,7 +123,7 @@ class MaskKind(Kind):
         yield from self.probe(batch)[0]
 
     def measure(self, texts: Texts) -> dict[str, Any]:
-        """Acceptance with a group of masks behind every possible last token (the tree layout), and beside it:
+        """Acceptance with a group of masks behind every possible last token (the tree layout), and in addition:
 
         ``chain``: masks behind the last draft alone, with the shares of forwards that verify all, reject, or are cold.
         ``alpha_introspective``: mean of min(1, p / q) over the places of the replies, for a token drawn there at
