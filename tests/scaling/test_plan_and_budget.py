@@ -17,6 +17,7 @@ from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, Sampling, Shape
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.primitives import Context, Run, opened
 from kvasir.scaling.problem import Problem
+from kvasir.scaling.report import figures
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategies.plan_and_budget import PLAN, TOTALS, allocate, read_plan, weight
 from kvasir.scaling.strategy import load_strategy
@@ -116,6 +117,13 @@ def test_hard_forces_the_end_of_a_step(needs):
     assert [b.mark for b in bounds] == ["\n### 2\n", "\n### 3\n", "\nAnswer: "]
     spent = [u - len(b.mark) for u, b in zip(result.stats["used"], bounds)]
     assert spent == [min(needs, b.limit) for b in bounds] and result.text.endswith("\nAnswer: Answer: 7")
+
+
+def test_e3_counts_the_plan():
+    problems = [Problem("p", ({"role": "user", "content": "What?"},))]
+    done = asyncio.run(solve(load_strategy("plan_and_budget"), problems, [Scripted()]))
+    tokens = len(json.dumps(GOOD)) + len("Answer: 7")
+    assert figures(done, [True])["E3"] == pytest.approx(1 / tokens, rel=1e-4)
 
 
 def test_the_controls():

@@ -30,7 +30,7 @@ def figures(solution: Solution, right: Sequence[bool]) -> dict[str, Any]:
     """The metrics of one arm.
 
     ``right``: whether the chosen reply to each problem is right. Costs are of the whole run; ``per_problem`` holds
-    their means.
+    their means. ``E3``: accuracy squared over the output tokens a problem (Plan-and-Budget, arXiv 2505.16122).
     """
     count, total = len(right), solution.ledger.total()
     found: dict[str, Any] = {
@@ -48,6 +48,8 @@ def figures(solution: Solution, right: Sequence[bool]) -> dict[str, Any]:
     found["wasted"] = round(total["discarded"] / made, 4) if made else 0.0
     found["lost_tokens"] = sum(c.discarded for c in solution.ledger.charges if c.kind == "lost")
     found["per_problem"] = {name: found[name] / max(1, count) for name in CURRENCIES if name in found}
+    output = found["per_problem"]["output_tokens"]  # E3 hides both numbers it is made of: read it next to them
+    found["E3"] = round(found["exact"] ** 2 / output, 8) if output else 0.0
     found["by_model"] = {
         name: {**{k: v for k, v in sums.items() if k != "seconds"}, **costs(sums)}
         for name, sums in solution.ledger.by_endpoint().items()
