@@ -67,8 +67,8 @@ def check_steer(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]
 
 
 def check_row_bits(case: Case, dtype: torch.dtype, device: str) -> None:
-    """A row alone has the bits that it has in any batch, by the kernel and by the reference."""
-    for kernel in (steer.steer, steer.steer_reference):
+    """A row alone has the bits that it has in any batch, by the kernel; by the reference on a CPU, where it serves."""
+    for kernel in (steer.steer, steer.steer_reference)[: 2 if device == "cpu" else 1]:
         _check_row_bits(kernel, case, dtype, device)
 
 

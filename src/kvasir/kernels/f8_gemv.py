@@ -20,7 +20,7 @@ import torch
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
-from kvasir.kernels.gemv import JOIN, MAX_ROWS, UNGATED, Config, _join, _row, _rows, gemv_reference
+from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, _row, _rows, gemv_reference, join
 
 PROGRAMS = 264  # that a launch should have, two for each of an H100's multiprocessors: else K is split
 SHORTEST = 512  # inputs of a split at least
@@ -243,8 +243,7 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
         y_TO.stride(0), share, **shape,
         ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
     if splits > 1:
-        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0),
-                                           OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN, **fused)
+        join(part, squares, y_TO, bias, eps, width, fused)
     return y_TO
 
 

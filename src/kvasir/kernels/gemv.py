@@ -349,6 +349,7 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
     shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WHOLE_K": whole,
              "WHOLE": whole and outputs % config.block_n == 0, "num_warps": config.warps}
     programs = cdiv(outputs, config.block_n)
+    assert config.block_n < 16 or shrunk is None or shrunk.by_slot is not None, "tensor cores go by slots"
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
         _one_row[(programs,)](x_TK, w_NK, y_TO, scale, bias, y_TO, *added, present, eps, S=slots, **shape, **low,
@@ -365,15 +366,26 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         y_TO.stride(0), share, **shape, S=slots, RANK=max(16, low["R"]),
         ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **low, **fused)
     if splits > 1:
-        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, *added, eps, rows, y_TO.stride(0),
-                                           y_TO.stride(0), OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN,
-                                           BLOCK_R=min(RANKS, low["R"]), **low, **fused)
+        join(part, squares, y_TO, bias, eps, width, fused, added, low)
     return y_TO
 
 
+def join(part_UTN: torch.Tensor, squares: torch.Tensor, y_TO: torch.Tensor, bias: torch.Tensor, eps: float,
+         width: int, fused: dict, added: tuple[torch.Tensor, ...] | None = None, low: dict | None = None) -> None:
+    """Add the parts of a product whose K was split, in one launch, and finish it as ``fused`` says. ``added`` and
+    ``low``: what adapters add; None: nothing."""
+    (splits, rows, num_rows), outputs = part_UTN.shape, y_TO.shape[1]
+    none = {"VARIED": False, "N": num_rows, "W0": 0, "W1": 0, "C": 1, "R": 1, "RUNS": 1, "RUNS_2": 1}
+    low = none if low is None else low
+    _join[(rows, cdiv(outputs, JOIN))](
+        part_UTN, squares, y_TO, bias, y_TO, *(added or (y_TO,) * 4), eps, rows, y_TO.stride(0), y_TO.stride(0),
+        OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN, BLOCK_R=min(RANKS, low["R"]),
+        **low, **fused)
+
+
 def adapters_fit(pairs: Pairs, config: Config) -> bool:
-    """Whether ``gemv`` may add what adapters do: each of its programs has outputs of one part. Where there are several
-    rows, ``Shrunk.by_slot`` lists their slots."""
+    """Whether ``gemv`` may add what adapters do: each of its programs has outputs of one part. Where
+    tensor cores sum, ``Shrunk.by_slot`` lists the slots of the rows."""
     return fuses(pairs, JOIN if config.splits > 1 else config.block_n)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import by_hand, cdiv, gl, gluon_jit, hopper, pdl, tl
-from kvasir.kernels.gemv import JOIN, UNGATED, _join
+from kvasir.kernels.gemv import UNGATED, join
 
 MIN_ROWS = tuned.HOPPER_GEMV_ROWS.value  # rows of x; for fewer, ``gemv`` is as fast
 MAX_ROWS = 64  # rows of x that one product takes
@@ -174,11 +174,9 @@ def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bo
         W_RING=min(ring.w_blocks, blocks), X_RING=min(ring.x_blocks, blocks), SPLIT=split, GATED=gated,
         RESIDUAL=residual_TO is not None and not split, PDL=early, num_warps=4, launch_pdl=early)
     if split:
-        _join[(rows, cdiv(outputs, JOIN))](part, part, y_TO, y_TO, y_TO, y_TO, y_TO, y_TO, y_TO, 0.0, rows,
-                                           y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
-                                           SPLITS=ring.splits, BLOCK=JOIN, NORM=False, BIAS=False, KIND=UNGATED,
-                                           RESIDUAL=residual_TO is not None, VARIED=False, N=num_rows, W0=0, W1=0, C=1,
-                                           R=1, RUNS=1, RUNS_2=1, BLOCK_R=1, PDL=early, launch_pdl=early)
+        join(part, part, y_TO, y_TO, 0.0, width, {
+            "NORM": False, "BIAS": False, "KIND": UNGATED, "RESIDUAL": residual_TO is not None, "PDL": early,
+            "launch_pdl": early})
     return y_TO
 
 

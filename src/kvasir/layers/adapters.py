@@ -113,7 +113,7 @@ class LowRank:
     def shrink(self, x_TK: torch.Tensor, batch: StepBatch, norm: RMSNorm | None = None) -> Shrunk:
         """A x of each row's variant; with ``norm``, that of the normed rows up to their factor 1 / rms(x)."""
         rows, fresh, by_slot = len(x_TK), False, None
-        if not self.exact and rows > 1:
+        if not self.exact and rows > 0:
             by_slot = batch.scratch.get(SORTED)
             if by_slot is None:
                 fresh, sort = True, sort_few_rows if rows <= MAX_ROWS else sort_rows

@@ -9,7 +9,8 @@ import torch
 
 from kvasir.kernels import gemv, lora
 from kvasir.kernels.activation import ACTIVATIONS, gated
-from kvasir.layers import linear as layer
+from kvasir.layers.formats import plain
+from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import NormSpec
 from kvasir.layers.weights import Placement
@@ -112,6 +113,7 @@ def test_what_a_product_cannot_end_in(device):
 
 LAYERS = {
     "one row": (1, gemv.Config(8, 64, 2)),
+    "one row by tensor cores": (1, gemv.Config(16, 64, 2, 2)),
     "few rows": (5, gemv.Config(16, 64, 2, 2)),
     "rows in tiles": (12, gemv.Config(16, 64, 2, 2)),
     "the BLAS": (12, None),
@@ -124,12 +126,12 @@ LAYERS = {
 def test_a_layer_in_every_way(way, form, device, monkeypatch):
     """Products as steps run them: rows without an adapter have the bits of a step without, the others what they add."""
     rows, config = LAYERS[way]
-    monkeypatch.setattr(layer, "choose", lambda *shape: config)
+    monkeypatch.setattr(plain, "choose", lambda *shape: config)
     place, case = Placement(torch.device(device), torch.float32), lora.Case((1, 0, 2) * 4, 64, (48, 48))
-    product = layer.Linear(64, {"gate": 48, "up": 48}, bias=False, place=place)
-    product.streams = config is not None
-    product.weight_NK = torch.randn(96, 64, generator=torch.Generator().manual_seed(3)).to(device) / 8
-    product.weight_KN = product.weight_NK.t()
+    product = Linear(64, {"gate": 48, "up": 48}, bias=False, place=place)
+    product.weight.streams = config is not None
+    matrix_NK = torch.randn(96, 64, generator=torch.Generator().manual_seed(3)).to(device) / 8
+    product.weight.planes["weight"] = matrix_NK
     product.use_adapters(2, 16)
     product.low_rank.pairs = draw_pairs(case, torch.float32, device)
     x, y, slots = (t[:rows] for t in draw(case, torch.float32, device))
@@ -144,7 +146,7 @@ def test_a_layer_in_every_way(way, form, device, monkeypatch):
             return product(x, residual_TN=y.clone(), batch=batch)
         return product(x, norm, activation="silu" if form == "activation" else None, batch=batch)
 
-    want = lora.lora_reference(normed, normed @ product.weight_KN, product.low_rank.pairs, slots)
+    want = lora.lora_reference(normed, normed @ matrix_NK.t(), product.low_rank.pairs, slots)
     if form == "activation":
         want = gated(want, ACTIVATIONS["silu"])
     found = run(slots)
