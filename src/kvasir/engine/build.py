@@ -26,7 +26,7 @@ from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
-from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool, resolve_length
+from kvasir.engine.sizing import PoolPlan, available_memory, gib, own_bytes, pages_for, plan_pool, resolve_length
 from kvasir.engine.spans import next_span
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
@@ -45,7 +45,6 @@ from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
-from kvasir.models.spec import ModelSpec
 from kvasir.types import ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
 
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
@@ -172,6 +171,8 @@ def build(
         seed=config.model.seed,
         num_positions=config.model.max_model_len,
         pooling=pooling,
+        weights=config.model.weights,
+        activations=config.model.activation_dtype,
     )
     lora = config.adapters
     adapters = AdapterSlots(model, lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
@@ -225,7 +226,7 @@ def build(
         )
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
-        budget = min(config.cache.cpu_cache_bytes, max(0, _available_memory() - drafter_bytes(model)) // 2)
+        budget = min(config.cache.cpu_cache_bytes, max(0, available_memory() - drafter_bytes(model)) // 2)
         plan = plan_pool(groups, page_bytes, budget, **sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
@@ -257,8 +258,8 @@ def build(
         max_rows,
     )
     token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
-    roofline = _roofline(model.spec, device, dtype, token_bytes)
-    prefix_root = _prefix_root(config, path, hf, dtype, used)
+    roofline = _roofline(model, device, dtype, token_bytes)
+    prefix_root = _prefix_root(config, path, hf, model, used)
     return Built(
         runner,
         device,
@@ -306,20 +307,21 @@ def ways_to_run(
     return [way for way in ways if way is not None]
 
 
-def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
+def _roofline(model: Decoder, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
     """The cost of a step on this device. ``token_bytes`` is the size of one token's keys and values in groups without a
     window. A window bounds what a row looks at, so its keys count as part of the row."""
+    spec, item = model.spec, model.weight_bytes
     bandwidth, flops = rates(device, dtype)
     active = cost.active_params(spec)
     pairs = sum(layer.mixer.pair_flops() for layer in spec.layers if layer.mixer.window is None)
     return Roofline(
         bandwidth,
         flops,
-        cost.touched_params(spec, math.inf) * dtype.itemsize,
+        cost.touched_params(spec, math.inf) * item,
         2.0 * (active - spec.vocab_size * spec.hidden_size),
         pairs,
         token_bytes,
-        cost.routed_bytes(spec, dtype.itemsize),
+        cost.routed_bytes(spec, item),
     )
 
 
@@ -388,7 +390,7 @@ def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
 
 
 def _prefix_root(
-    config: EngineConfig, path: Path, hf: dict, dtype: torch.dtype, techniques: list[technique.Technique]
+    config: EngineConfig, path: Path, hf: dict, model: Decoder, techniques: list[technique.Technique]
 ) -> bytes | None:
     """The part of every prefix key that is fixed at the start: everything that decides keys and values. None: no prefix
     caching."""
@@ -401,20 +403,13 @@ def _prefix_root(
         sorted(map(str, hf.items())),
         config.model.load_format,
         config.model.seed,
-        str(dtype),
+        str(model.place.dtype),
+        config.model.weights,
+        model.place.activations,
         config.runner.batch_invariant,
         used,
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-def _available_memory() -> int:
-    """Bytes of RAM that are free for use, as the kernel estimates it; without its file there is no bound."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return 1 << 62
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _gpu_budget(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvasir.errors import ConfigError
 from kvasir.logs import log
@@ -51,6 +52,15 @@ def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[st
 
     loaded, dtype = technique.load(CODECS, codec, Codec), {2: torch.bfloat16, 4: torch.float32}[width]
     return {g.name: KVPool.page_bytes_of(g, loaded, loaded.page_slots, dtype) / loaded.page_slots for g in groups}
+
+
+def available_memory() -> int:
+    """Bytes of RAM that are free for use, as the kernel estimates it; without its file there is no bound."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 1 << 62
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def pages_for(num_tokens: int, page_slots: int) -> int:
