@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -78,6 +78,14 @@ class WeightFormat(Technique):
     @abstractmethod
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         """The planes of one matrix [N, K]."""
+
+    def stored_as(self, planes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of a module in a checkpoint of this format, by the last part of their names."""
+        raise NotImplementedError(f"{self.name} is not written")
+
+    def quantization_config(self, ignore: list[str]) -> dict[str, Any]:
+        """The field of config.json that describes such a checkpoint. ``ignore``: modules that are not quantised."""
+        raise NotImplementedError(f"{self.name} is not written")
 
     @abstractmethod
     def dequantise(self, weight: Weight) -> torch.Tensor:

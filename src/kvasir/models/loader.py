@@ -20,7 +20,7 @@ from kvasir.errors import ConfigError
 from kvasir.layers.weight_format import PLAIN
 from kvasir.layers.weights import NUMBERS, Placement, Slot
 from kvasir.logs import log
-from kvasir.models import advice
+from kvasir.models import advice, cost
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
@@ -283,6 +283,23 @@ def _activations(given: str, reader: Reader | None, place: Placement) -> str:
 
 def _fitted(formats: Formats | Quantising | None, name: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
     return (tensor, slot) if formats is None else formats.fit(name, tensor, slot)
+
+
+def weight_bytes(config: dict[str, Any], dtype: torch.dtype, weights: str = AUTO) -> int:
+    """Bytes that a model's weights take on a device, by its config.json alone. Raises ConfigError."""
+    spec = build_spec(config)
+    formats = choose_formats((), spec, reader_of(config), weights)
+    decoder = Decoder(spec, Placement(torch.device("meta"), dtype, formats=formats), num_positions=1)
+    elements = sum(w.num_outputs * w.num_inputs * (w.count or 1) for w in decoder.weights())
+    saved = elements * dtype.itemsize - sum(w.num_bytes for w in decoder.weights())
+    return cost.weight_bytes(spec, dtype.itemsize) - saved
+
+
+def check_weights(path: Path, config: dict[str, Any]) -> None:
+    """Raise ConfigError unless a folder's tensors fit ``config``."""
+    stored, spec = read_headers(path), build_spec(config)
+    formats = choose_formats(stored, spec, reader_of(config))
+    assign(stored, spec, Placement(torch.device("meta"), torch.float32, formats=formats))
 
 
 def slots_to_fill(decoder: Decoder) -> dict[str, Slot]:

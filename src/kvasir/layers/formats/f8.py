@@ -10,7 +10,7 @@ Legend: T rows, K inputs, N outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -69,6 +69,35 @@ class Eight(WeightFormat):
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         made = f8.quantise(w_NK, self.block)
         return {MATRIX: made.codes, SCALE: made.scale}
+
+    def stored_as(self, planes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scale = planes[SCALE]
+        own = {"weight_scale_inv": scale} if self.block else {"weight_scale": scale[:, None]}
+        return {MATRIX: planes[MATRIX]} | own
+
+    def quantization_config(self, ignore: list[str]) -> dict[str, Any]:
+        if self.block:
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [self.block, self.block],
+                "modules_to_not_convert": ignore,
+            }
+        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": number | {"strategy": "channel", "dynamic": False},
+            "input_activations": number | {"strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignore,
+        }
 
     def dequantise(self, weight: Weight) -> torch.Tensor:
         return f8.dequantise(self._of(weight), weight.place.dtype)
