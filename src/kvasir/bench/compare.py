@@ -27,7 +27,6 @@ from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
-from kvasir.models.spec import ModelSpec
 
 Facts = dict[str, dict[str, Any]]
 
@@ -92,8 +91,9 @@ def measure(
             model = stack.enter_context(random_checkpoint(case.shape) if case.on_disk else shape_folder(case.shape))
         first = case.arms[case.first]
         rates = roofline.machine_rates(first.get("device", "auto"), first.get("dtype", "auto"))
-        spec = build_spec(checkpoint.read_config(checkpoint.resolve(model)))
-        limits = _limits(case, spec, workloads, rates)
+        config = checkpoint.read_config(checkpoint.resolve(model))
+        spec = build_spec(config)
+        limits = _limits(case, config, workloads, rates)
         vocab = spec.vocab_size if case.shape else _tokenizer_size(model, spec.vocab_size)
         made, known = texts.Texts(model, vocab), {}
 
@@ -165,19 +165,25 @@ def _life(
     return found
 
 
-def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[str, float]) -> dict[str, Any]:
-    """Limits of the machine by metric, and by "METRIC ARM" for arms that store keys and values in other numbers of
-    bytes.
+def _limits(case: Case, config: dict[str, Any], workloads: list[Workload], rates: dict[str, float]) -> dict[str, Any]:
+    """Limits of the machine by metric, and by "METRIC ARM" for arms that store weights, or keys and values, in other
+    numbers of bytes.
 
     Variants of a peer have no limits, since only the peer knows what their options change.
     """
-    batches = [w.batch for w in workloads]
-    plain = roofline.limits(spec, batches, rates)
+    spec, batches, width = build_spec(config), [w.batch for w in workloads], int(rates["dtype_bytes"])
+    share = roofline.weight_share(config, width)
+    plain = roofline.limits(spec, batches, rates, weight_share=share)
     limits: dict[str, Any] = plain | {k: round(v) for k, v in rates.items()}
     for name, settings in case.arms.items():
-        if (codec := settings.get("kv_codec", "plain")) != "plain":
+        codec, weights = settings.get("kv_codec", "plain"), settings.get("weights", "auto")
+        if codec != "plain" or weights != "auto":
             found = roofline.limits(
-                spec, batches, rates, kv_share=roofline.kv_share(spec, codec, int(rates["dtype_bytes"]))
+                spec,
+                batches,
+                rates,
+                kv_share=1.0 if codec == "plain" else roofline.kv_share(spec, codec, width),
+                weight_share=roofline.weight_share(config, width, weights),
             )
             # A limit is None where a CPU's caches hold everything that the arm's step reads.
             limits |= {f"{metric} {name}": found.get(metric) for metric in plain}

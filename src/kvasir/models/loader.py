@@ -258,9 +258,12 @@ def choose_formats(
     stored: Sequence[Stored], spec: ModelSpec, reader: Reader | None, weights: str = AUTO
 ) -> Formats | Quantising | None:
     """The formats of a model's matrices; None: all are plain. ``stored``: the checkpoint's tensors, none: only
-    config.json is known. ``weights``: the format of plain matrices. Raises ConfigError where they are quantised."""
+    config.json is known. ``weights``: the format of plain matrices, or of all where nothing is stored. Raises
+    ConfigError where they are quantised."""
     if reader is None:
         return None if weights in (AUTO, PLAIN) else Quantising(weights)
+    if weights == PLAIN and not stored:  # nothing is read: a shape alone
+        return None
     if weights.replace("-", "_") not in (AUTO, reader.name):
         raise ConfigError(
             f"weights={weights}, but the checkpoint is quantised already (quant_method '{reader.name}'). Leave "
@@ -287,12 +290,21 @@ def _fitted(formats: Formats | Quantising | None, name: str, tensor: Stored, slo
 
 def weight_bytes(config: dict[str, Any], dtype: torch.dtype, weights: str = AUTO) -> int:
     """Bytes that a model's weights take on a device, by its config.json alone. Raises ConfigError."""
-    spec = build_spec(config)
-    formats = choose_formats((), spec, reader_of(config), weights)
-    decoder = Decoder(spec, Placement(torch.device("meta"), dtype, formats=formats), num_positions=1)
+    decoder = _without_memory(config, dtype, weights)
     elements = sum(w.num_outputs * w.num_inputs * (w.count or 1) for w in decoder.weights())
     saved = elements * dtype.itemsize - sum(w.num_bytes for w in decoder.weights())
-    return cost.weight_bytes(spec, dtype.itemsize) - saved
+    return cost.weight_bytes(decoder.spec, dtype.itemsize) - saved
+
+
+def element_bytes(config: dict[str, Any], dtype: torch.dtype, weights: str = AUTO) -> float:
+    """Average bytes of an element of a model's matrices on a device, by its config.json alone. Raises ConfigError."""
+    return _without_memory(config, dtype, weights).weight_bytes
+
+
+def _without_memory(config: dict[str, Any], dtype: torch.dtype, weights: str) -> Decoder:
+    spec = build_spec(config)
+    formats = choose_formats((), spec, reader_of(config), weights)
+    return Decoder(spec, Placement(torch.device("meta"), dtype, formats=formats), num_positions=1)
 
 
 def check_weights(path: Path, config: dict[str, Any]) -> None:
