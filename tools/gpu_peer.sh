@@ -37,7 +37,7 @@ trace() {  # CASE [LOAD]
 
 mkdir -p "$out"
 case $step in
-  llama-8b | llama-8b-long | llama-8b-long-prefill | qwen3-0.6b | gemma-3-27b | speculation-ngram)
+  llama-8b | llama-8b-f8 | llama-8b-long | llama-8b-long-prefill | qwen3-0.6b | gemma-3-27b | speculation-ngram)
     bench run "bench/cases/$step.toml" "${peer[@]}" ;;
   traces-azure | traces-mixed | traces-repeats | traces-full) trace "$step" ;;
   conversation50 | conversation80 | conversation90 | recorded) trace trace-conversation "$step" ;;

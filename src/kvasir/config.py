@@ -44,6 +44,17 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(
         "auto", "Type of weights and KV; auto: as stored on a GPU, float32 on a CPU."
     )
+    weights: str = opt(
+        "auto",
+        "Format that a plain checkpoint's matrices are quantised to at loading: a name that `kvasir doctor` lists; "
+        "then :key=value,key=value; auto: as stored.",
+        "quantization",
+    )
+    activation_dtype: Literal["auto", "bf16", "fp8"] = opt(
+        "auto",
+        "Type of activations in products of more than 64 rows with quantised weights, on a GPU; auto: what the "
+        "checkpoint was made for.",
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = opt(
         "auto", "Source of the weights; dummy fills the model's shape with random weights, to measure speed."
     )

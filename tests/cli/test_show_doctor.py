@@ -167,7 +167,7 @@ def test_experts(kvasir, shape):
     "config, message",
     [
         ({**MOE, "model_type": "qwen9_moe"}, "model_type 'qwen9_moe' is not served"),
-        ({**MOE, "quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({**MOE, "quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({k: v for k, v in MOE.items() if k != "hidden_size"}, "hidden_size"),
         ([], "JSON object"),
     ],

@@ -27,7 +27,6 @@ from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
-from kvasir.models.spec import ModelSpec
 
 Facts = dict[str, dict[str, Any]]
 
@@ -92,13 +91,14 @@ def measure(
             model = stack.enter_context(random_checkpoint(case.shape) if case.on_disk else shape_folder(case.shape))
         first = case.arms[case.first]
         rates = roofline.machine_rates(first.get("device", "auto"), first.get("dtype", "auto"))
-        spec = build_spec(checkpoint.read_config(checkpoint.resolve(model)))
+        config = checkpoint.read_config(checkpoint.resolve(model))
+        spec = build_spec(config)
         models = {arm: stack.enter_context(shape_folder(shape)) for arm, shape in case.shapes.items()}
-        others = {arm: build_spec(SHAPES[shape]) for arm, shape in case.shapes.items()}
+        others = {arm: SHAPES[shape] for arm, shape in case.shapes.items()}
         for arm, other in others.items():
-            if other.vocab_size != spec.vocab_size:
+            if build_spec(other).vocab_size != spec.vocab_size:
                 raise ConfigError(f"arm {arm}: its shape has another vocabulary than {case.shape}")
-        limits = _limits(case, spec, others, workloads, rates)
+        limits = _limits(case, config, others, workloads, rates)
         vocab = spec.vocab_size if case.shape else _tokenizer_size(model, spec.vocab_size)
         made, known = texts.Texts(model, vocab), {}
 
@@ -171,28 +171,31 @@ def _life(
 
 
 def _limits(
-    case: Case, spec: ModelSpec, others: dict[str, ModelSpec], workloads: list[Workload], rates: dict[str, float]
+    case: Case, config: dict[str, Any], others: dict[str, Any], workloads: list[Workload], rates: dict[str, float]
 ) -> dict[str, Any]:
-    """Limits of the machine by metric, and by "METRIC ARM" for arms that store keys and values in other numbers of
-    bytes or have another shape (``others``).
+    """Limits of the machine by metric, and by "METRIC ARM" for arms that store weights, or keys and values, in other
+    numbers of bytes, or have another shape (``others``: its config).
 
     Variants of a peer have no limits, since only the peer knows what their options change.
     """
-    batches = [w.batch for w in workloads]
-    plain = roofline.limits(spec, batches, rates)
+    spec, batches, width = build_spec(config), [w.batch for w in workloads], int(rates["dtype_bytes"])
+    share = roofline.weight_share(config, width)
+    plain = roofline.limits(spec, batches, rates, weight_share=share)
     limits: dict[str, Any] = plain | {k: round(v) for k, v in rates.items()}
     for name, settings in case.arms.items():
-        own = others.get(name, spec)
-        if (codec := settings.get("kv_codec", "plain")) != "plain":
+        codec, weights = settings.get("kv_codec", "plain"), settings.get("weights", "auto")
+        if codec != "plain" or weights != "auto" or name in others:
+            mine = others.get(name, config)
+            own = build_spec(mine)
             found = roofline.limits(
-                own, batches, rates, kv_share=roofline.kv_share(own, codec, int(rates["dtype_bytes"]))
+                own,
+                batches,
+                rates,
+                kv_share=1.0 if codec == "plain" else roofline.kv_share(own, codec, width),
+                weight_share=roofline.weight_share(mine, width, weights),
             )
-        elif name in others:
-            found = roofline.limits(own, batches, rates)
-        else:
-            continue
-        # A limit is None where a CPU's caches hold everything that the arm's step reads.
-        limits |= {f"{metric} {name}": found.get(metric) for metric in plain}
+            # A limit is None where a CPU's caches hold everything that the arm's step reads.
+            limits |= {f"{metric} {name}": found.get(metric) for metric in plain}
     return limits | {f"{metric} {name}": None for name in (case.peer.variants if case.peer else ()) for metric in plain}
 
 

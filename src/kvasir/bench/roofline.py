@@ -39,11 +39,18 @@ def machine_rates(device: str, dtype: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_share: float = 1.0) -> dict[str, float]:
+def limits(
+    spec: ModelSpec,
+    batches: list[Batch],
+    rates: dict[str, float],
+    kv_share: float = 1.0,
+    weight_share: float = 1.0,
+) -> dict[str, float]:
     """Tokens a second that no engine can exceed, by metric. Each is set by the bytes moved or the operations done,
     whichever takes longer.
 
-    ``kv_share`` is the number of bytes of keys and values relative to a plain cache.
+    ``kv_share`` is the number of bytes of keys and values relative to a plain cache, ``weight_share`` that of an
+    element of the matrices relative to plain weights.
     """
     width = int(rates["dtype_bytes"])
     cached = rates.get("cache_bytes", 0)
@@ -51,7 +58,8 @@ def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_sh
     found = {}
     for b in batches:
         context = b.prompt + b.output // 2
-        moved = cost.touched_params(spec, b.batch) * width + b.batch * kv_share * cost.kv_bytes(spec, context, width)
+        weights = cost.touched_params(spec, b.batch) * width * weight_share
+        moved = weights + b.batch * kv_share * cost.kv_bytes(spec, context, width)
         computed = b.batch * cost.flops_per_token(spec, context)
         if moved > cached:
             found[f"{b.name}.decode_tok_s"] = b.batch / max(
@@ -64,11 +72,24 @@ def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_sh
                 cached / 2**20,
             )
         computed = b.prompt * (cost.flops_per_token(spec, max(1, b.prompt // 2)) - head) + head
-        moved = max(0, cost.touched_params(spec, b.batch * b.prompt) * width - cached)
+        moved = max(0, cost.touched_params(spec, b.batch * b.prompt) * width * weight_share - cached)
         found[f"{b.name}.prefill_tok_s"] = (
             b.batch * b.prompt / max(b.batch * computed / rates["matmul_flop_s"], moved / rates["copy_bytes_s"])
         )
     return {name: round(value, 1) for name, value in found.items()}
+
+
+def weight_share(config: dict[str, Any], width: int, weights: str = "auto") -> float:
+    """Bytes of an element of a model's matrices, relative to numbers of ``width`` bytes. ``weights``: the setting."""
+    from kvasir.models.quantisation import reader_of
+
+    if weights == "plain" or weights == "auto" and reader_of(config) is None:
+        return 1.0
+    import torch
+
+    from kvasir.models.loader import element_bytes
+
+    return element_bytes(config, {2: torch.bfloat16, 4: torch.float32}[width], weights) / width
 
 
 def kv_share(spec: ModelSpec, codec: str, width: int) -> float:

@@ -102,14 +102,32 @@ def random_checkpoint(shape: str) -> Iterator[str]:
         tempfile.TemporaryDirectory(prefix=f"kvasir-{shape}-weights-") as folder,
     ):
         config = transformers.AutoConfig.from_pretrained(source)
+        quantised = getattr(config, "quantization_config", None)
+        if quantised is not None:
+            del config.quantization_config
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         del model
         torch.cuda.empty_cache()
+        if quantised is not None:
+            folder = _quantised(Path(folder), quantised)
         for file in Path(source).iterdir():  # the shape's own config, since a newer library may have renamed fields
             (Path(folder) / file.name).write_bytes(file.read_bytes())
         yield folder
+
+
+def _quantised(folder: Path, config: dict[str, Any]) -> str:
+    """Quantise a checkpoint within its own folder, as a shape's ``quantization_config`` says: in blocks, or by channel.
+    The unquantised weights are deleted."""
+    from kvasir.convert.checkpoint import convert
+    from kvasir.convert.converter import load_converter
+
+    spec = "quantise:scale=block" if config.get("weight_block_size") else "quantise"
+    convert(load_converter(spec), spec, folder, folder / "quantised")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    return str(folder / "quantised")
 
 
 def start_once(model: str, flags: list[str], name: str = "kvasir", site: str | None = None) -> dict[str, float]:

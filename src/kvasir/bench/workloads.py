@@ -224,6 +224,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 
+# As Qwen and DeepSeek publish theirs.
+SHAPES["llama-8b-f8"] = SHAPES["llama-8b"] | dict(
+    quantization_config=dict(
+        quant_method="fp8",
+        fmt="e4m3",
+        activation_scheme="dynamic",
+        weight_block_size=[128, 128],
+        modules_to_not_convert=["lm_head"],
+    )
+)
+
 
 @contextlib.contextmanager
 def shape_folder(name: str, *, tokenizer: bool = False) -> Iterator[str]:

@@ -31,6 +31,7 @@ def examine() -> dict[str, Any]:
     from kvasir.engine.policy import POLICIES
     from kvasir.kernels.native.library import native
     from kvasir.kv.codec import CODECS, Codec
+    from kvasir.layers.weight_format import PACKAGE as FORMATS
     from kvasir.scaling.strategy import STRATEGIES
     from kvasir.speculation.drafter import DRAFTERS
     from kvasir.technique import load, names, of_all
@@ -51,6 +52,7 @@ def examine() -> dict[str, Any]:
         "attention": {},
         "native_kernels": {"ready": native().library is not None, "reason": native().reason},
         "codecs": names(CODECS),
+        "weight_formats": names(FORMATS),
         "scheduling_policies": names(POLICIES),
         "drafters": names(DRAFTERS),
         "strategies": names(STRATEGIES),
@@ -141,6 +143,7 @@ def run(as_json: bool) -> None:
     for name in facts["attention"]:
         table.add_row(f"attention {name}", _attention(facts, name))
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
+    table.add_row("weight formats", ", ".join(facts["weight_formats"]))
     table.add_row("drafters", ", ".join(facts["drafters"]))
     table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))
     table.add_row("strategies", ", ".join(facts["strategies"]))

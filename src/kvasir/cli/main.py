@@ -184,12 +184,15 @@ def show(
     memory_gib: Annotated[
         float | None, typer.Option("--memory", min=0, help="Memory to plan for, in GiB; default: here and common GPUs.")
     ] = None,
+    weights: Annotated[
+        str, typer.Option(help="Format that plain weights are quantised to, as for serve; auto: as stored.")
+    ] = "auto",
     as_json: AsJSON = False,
 ) -> None:
     """Show a model's layers, bytes per token, and what fits into which memory."""
     from kvasir.cli import show as command
 
-    command.run(model, dtype, memory_gib, as_json)
+    command.run(model, dtype, memory_gib, as_json, weights)
 
 
 @app.command("eval", cls=Command)

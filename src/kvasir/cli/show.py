@@ -14,6 +14,7 @@ from kvasir.engine.sizing import GIB, gib, token_bytes
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint, cost
 from kvasir.models.families import build_spec
+from kvasir.models.quantisation import reader_of
 from kvasir.models.spec import LayerSpec, ModelSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -25,7 +26,7 @@ SHOWN_CONTEXT = 16384
 SHARE = CacheConfig().gpu_memory_utilization
 
 
-def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]:
+def describe(model: str, dtype: str, memory_gib: float | None, weights: str = "auto") -> dict[str, Any]:
     """Facts about a model as plain data.
 
     ``fits``: place -> context length -> number of sequences of that length that fit in addition to the weights.
@@ -33,22 +34,23 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
     ``advice``: the commands to go on with, each with what it is for, in the first of the places.
     """
     path = checkpoint.resolve(model)
-    spec = build_spec(checkpoint.read_config(path))
-    item = BYTES[dtype]
-    weights = cost.weight_bytes(spec, item)
+    config = checkpoint.read_config(path)
+    spec, item = build_spec(config), BYTES[dtype]
+    size = _weight_bytes(config, spec, dtype, weights)
     sizes = cost.kv_bytes_per_token(spec, item)
     places = {_here(): _memory() / GIB, **GPUS} if memory_gib is None else {f"{memory_gib:g} GiB": memory_gib}
-    fits = {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()}
-    codecs = _codecs(spec, item, places)
+    fits = {place: _fits(spec, gibs * GIB, size, sizes) for place, gibs in places.items()}
+    codecs = _codecs(spec, item, size, places)
     here = next(iter(places))
     return {
         "model": model or "embedded",
         "path": str(path),
         "family": spec.family,
         "dtype": dtype,
-        "parameters": weights // item,
+        "parameters": cost.num_params(spec),
         "active_parameters": cost.active_params(spec),
-        "weight_bytes": weights,
+        "weight_bytes": size,
+        "quantised": size < cost.weight_bytes(spec, item),
         "vocab_size": spec.vocab_size,
         "cache_groups": [
             {"name": g.name, "layers": len(g.layers), "window": g.window, "kv_bytes_per_token": sizes[g.name]}
@@ -60,21 +62,29 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
         "memory_share": SHARE,
         "fits": fits,
         "codecs": codecs,
-        "advice": _advice(model, dtype, here, places[here], weights, fits[here], codecs),
+        "advice": _advice(model, dtype, weights, here, places[here], size, fits[here], codecs),
     }
 
 
 def _advice(
-    model: str, dtype: str, place: str, gibs: float, weights: int, fits: dict[int, int], codecs: dict[str, Any]
+    model: str,
+    dtype: str,
+    weights: str,
+    place: str,
+    gibs: float,
+    size: int,
+    fits: dict[int, int],
+    codecs: dict[str, Any],
 ) -> list[str]:
     """The commands that serve the model in a place: as it is, else with a smaller cache or a shorter context."""
     serve = f"kvasir serve {shlex.quote(model)}" if model else "kvasir serve"
     usual = f" --dtype {dtype}" if dtype != "bfloat16" else ""
+    usual += f" --weights {weights}" if weights != "auto" else ""
     longest = max(fits)
     if fits[longest]:
         return [f"{serve}{usual}: {fits[longest]:,} sequences of the whole context at once"]
-    if weights > SHARE * gibs * GIB:
-        return [f"nothing fits: the weights alone need {gib(weights)} of {SHARE:.0%} of {place}"]
+    if size > SHARE * gibs * GIB:
+        return [f"nothing fits: the weights alone need {gib(size)} of {SHARE:.0%} of {place}"]
     found = [
         f"{serve}{usual} --kv-codec {name}: {codec['fits'][place][longest]:,} sequences of the whole context at once"
         for name, codec in codecs.items()
@@ -85,29 +95,40 @@ def _advice(
     return found or [f"{serve}{usual} --fit: the longest context that fits, below {min(fits):,} tokens"]
 
 
-def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float]) -> dict[int, int]:
+def _weight_bytes(config: dict[str, Any], spec: ModelSpec, dtype: str, weights: str) -> int:
+    """Bytes of all weights, as the checkpoint stores them or in the format asked for."""
+    if weights == "auto" and reader_of(config) is None:
+        return cost.weight_bytes(spec, BYTES[dtype])
+    import torch
+
+    from kvasir.models.loader import weight_bytes
+
+    return weight_bytes(config, getattr(torch, dtype), weights)
+
+
+def _fits(spec: ModelSpec, memory: float, weights: int, sizes: Mapping[str, float]) -> dict[int, int]:
     """Number of sequences that fit, by context length. ``sizes``: bytes per token, by cache group. Rounding to whole
     pages is left out."""
-    pool = SHARE * memory - cost.weight_bytes(spec, item)
+    pool = SHARE * memory - weights
     lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
     return {
         n: max(0, int(pool // sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()))) for n in lengths
     }
 
 
-def _codecs(spec: ModelSpec, item: int, places: Mapping[str, float]) -> dict[str, Any]:
+def _codecs(spec: ModelSpec, item: int, weights: int, places: Mapping[str, float]) -> dict[str, Any]:
     from kvasir.kv.codec import CODECS
     from kvasir.technique import of_all
 
     return dict(
         sorted(
-            of_all(CODECS, lambda name: (name, _codec(spec, name, item, places))),
+            of_all(CODECS, lambda name: (name, _codec(spec, name, item, weights, places))),
             key=lambda found: found[0] != CacheConfig().kv_codec,
         )
     )
 
 
-def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -> dict[str, Any]:
+def _codec(spec: ModelSpec, name: str, item: int, weights: int, places: Mapping[str, float]) -> dict[str, Any]:
     """Bytes per token of a codec with default options, scales included, or the reason why it cannot serve the model."""
     try:
         sizes = token_bytes(spec.cache_groups(), name, item)
@@ -117,7 +138,7 @@ def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -
     return {
         "kv_bytes_per_token": total,
         "ratio": plain / total,
-        "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()},
+        "fits": {place: _fits(spec, size * GIB, weights, sizes) for place, size in places.items()},
     }
 
 
@@ -166,9 +187,9 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None:
+def run(model: str, dtype: str, memory_gib: float | None, as_json: bool, weights: str = "auto") -> None:
     """Print what ``describe`` finds, as tables or as JSON."""
-    facts = describe(model, dtype, memory_gib)
+    facts = describe(model, dtype, memory_gib, weights)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -181,7 +202,8 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
     table.add_row(
         "model", f"{facts['model']} ({facts['family']}, {facts['parameters'] / 1e6:,.1f}M parameters{sparse})"
     )
-    table.add_row("weights", f"{gib(facts['weight_bytes'])} in {dtype}")
+    kind = "quantised" if facts["quantised"] else f"in {dtype}"
+    table.add_row("weights", f"{gib(facts['weight_bytes'])} {kind}")
     for group in facts["cache_groups"]:
         kept = f", for the last {group['window']:,} tokens only" if group["window"] else ""
         table.add_row(

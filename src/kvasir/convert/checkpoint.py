@@ -19,8 +19,8 @@ from kvasir.convert.converter import SHARD_BYTES, Converter, Source
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
 from kvasir.models import packed as packed_file
-from kvasir.models.families import build_spec
-from kvasir.models.loader import INDEX, SINGLE, assign, read_headers, read_tensors
+from kvasir.models.loader import INDEX, SINGLE, check_weights, read_tensors
+from kvasir.models.quantisation import reader_of
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +96,11 @@ def convert(
         raise ConfigError(f"{target} exists already: name a new folder")
     checkpoint.read_config(source, converter.as_served)  # refuses what is not served
     about = Source.of(source, converter.as_served(checkpoint.read_json(source / "config.json")))
+    if (reader := reader_of(about.config)) is not None:
+        raise ConfigError(
+            f"{source} is quantised (quant_method '{reader.name}'), and converters work on plain weights. Convert the "
+            "unquantised checkpoint, and quantise the result."
+        )
     converter.check(about)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +117,7 @@ def convert(
             total = write_tensors(part, made, shard_bytes or converter.shard_bytes, converter.packed)
             config = converter.edit_config(about)
             _write_json(part / "config.json", config)
-            assign(read_headers(part), build_spec(config))
+            check_weights(part, config)
             _copy_rest(source, part)
             if converter.sidecar is not None:
                 _write_json(part / checkpoint.SIDECAR, converter.sidecar)

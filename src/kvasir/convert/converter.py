@@ -54,7 +54,11 @@ class Source:
                 f"'{slot}' is a part of '{view.name}' in a checkpoint of {self.spec.family}, and this converter works "
                 "on whole tensors. Use a checkpoint that stores it by itself."
             )
-        return self._names.get(view.name, view.name)
+        return self.own_name(view.name)
+
+    def own_name(self, name: str) -> str:
+        """The checkpoint's name of a tensor, by the family's, which may have another prefix."""
+        return self._names.get(name, name)
 
     @functools.cached_property
     def _names(self) -> dict[str, str]:

@@ -46,7 +46,6 @@ from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
 from kvasir.models.sidecar import read_sidecar
-from kvasir.models.spec import ModelSpec
 from kvasir.types import CacheRow, ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
 
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
@@ -174,6 +173,8 @@ def build(
         seed=config.model.seed,
         num_positions=config.model.max_model_len,
         pooling=pooling,
+        weights=config.model.weights,
+        activations=config.model.activation_dtype,
     )
     variants = make_slots(model, config, path, guest_rank)
     sidecar = model.sidecar = read_sidecar(path, model.spec.vocab_size)
@@ -261,8 +262,8 @@ def build(
         max_rows,
     )
     token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
-    roofline = _roofline(model.spec, device, dtype, token_bytes)
-    prefix_root = _prefix_root(config, path, hf, dtype, used)
+    roofline = _roofline(model, device, dtype, token_bytes)
+    prefix_root = _prefix_root(config, path, hf, model, used)
     return Built(
         runner,
         device,
@@ -310,20 +311,21 @@ def ways_to_run(
     return [way for way in ways if way is not None]
 
 
-def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
+def _roofline(model: Decoder, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
     """The cost of a step on this device. ``token_bytes`` is the size of one token's keys and values in groups without a
     window. A window bounds what a row looks at, so its keys count as part of the row."""
+    spec, item = model.spec, model.weight_bytes
     bandwidth, flops = rates(device, dtype)
     active = cost.active_params(spec)
     pairs = sum(layer.mixer.pair_flops() for layer in spec.layers if layer.mixer.window is None)
     return Roofline(
         bandwidth,
         flops,
-        cost.touched_params(spec, math.inf) * dtype.itemsize,
+        cost.touched_params(spec, math.inf) * item,
         2.0 * (active - spec.vocab_size * spec.hidden_size),
         pairs,
         token_bytes,
-        cost.routed_bytes(spec, dtype.itemsize),
+        cost.routed_bytes(spec, item),
     )
 
 
@@ -392,7 +394,7 @@ def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
 
 
 def _prefix_root(
-    config: EngineConfig, path: Path, hf: dict, dtype: torch.dtype, techniques: list[technique.Technique]
+    config: EngineConfig, path: Path, hf: dict, model: Decoder, techniques: list[technique.Technique]
 ) -> bytes | None:
     """The part of every prefix key that is fixed at the start: everything that decides keys and values. None: no prefix
     caching."""
@@ -405,7 +407,9 @@ def _prefix_root(
         sorted(map(str, hf.items())),
         config.model.load_format,
         config.model.seed,
-        str(dtype),
+        str(model.place.dtype),
+        config.model.weights,
+        model.place.activations,
         config.runner.batch_invariant,
         used,
     )

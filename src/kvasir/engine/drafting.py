@@ -417,9 +417,9 @@ def _roofline(runner: Runner) -> Roofline:
     return Roofline(
         bandwidth,
         flops,
-        cost.weight_bytes(spec, size),
+        cost.weight_bytes(spec, runner.model.weight_bytes),
         2 * cost.active_params(spec),
         pairs,
         sum(cost.kv_bytes_per_token(spec, size).values()),
-        cost.routed_bytes(spec, size),
+        cost.routed_bytes(spec, runner.model.weight_bytes),
     )

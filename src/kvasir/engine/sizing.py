@@ -54,6 +54,15 @@ def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[st
     return {g.name: KVPool.page_bytes_of(g, loaded, loaded.page_slots, dtype) / loaded.page_slots for g in groups}
 
 
+def available_memory() -> int:
+    """Bytes of RAM that are free for use, as the kernel estimates it; without its file there is no bound."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 1 << 62
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
 def pages_for(num_tokens: int, page_slots: int) -> int:
     """Number of pages that hold ``num_tokens``."""
     return -(-num_tokens // page_slots)

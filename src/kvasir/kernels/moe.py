@@ -14,6 +14,9 @@ Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.1408
 which would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a
 pair.
 
+Weights may be codes in FP8 (``kernels.f8``): SCALES is -1 for plain ones, 0 for a scale a channel, else the outputs and
+inputs of a block. What is computed is the product with the dequantised weights.
+
 Legend: T rows, X experts, K experts per row, P = T * K pairs, E model dim, F width of an expert, D the summed dimension
 and N the outputs of one product.
 """
@@ -30,17 +33,21 @@ import torch
 from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import _row
 from kvasir.kernels.hardware import name_of
 from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
 
+Experts = torch.Tensor | F8  # the matrices of all experts
 Biases = tuple[torch.Tensor, torch.Tensor]  # of experts: gate_up [X, 2F], gate first, and down [X, E]
 
 
-def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
+def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts, down_XEF: Experts,
                   top_k: int, renormalize: bool, activation: str = "silu",
                   biases: Biases | None = None) -> torch.Tensor:
     """One pair after the other, in x's dtype, with the sum in the weights' dtype: [T, E] in x's dtype."""
+    gate_up_XFE, down_XEF = (dequantise_reference(w, x_TE.dtype) if isinstance(w, F8) else w
+                             for w in (gate_up_XFE, down_XEF))
     weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
     out_TE = torch.zeros(x_TE.shape, dtype=weights_TK.dtype, device=x_TE.device)
     for t, (weights, ids) in enumerate(zip(weights_TK, ids_TK.tolist())):
@@ -70,7 +77,17 @@ def _activate(x, up, ACTIVATION: tl.constexpr):
 
 
 @jit
-def _grouped(a_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, w_expert, w_row, w_col,
+def _numbers(w, SCALES: tl.constexpr, DTYPE: tl.constexpr):
+    """Weights as the product takes them; codes without their scales."""
+    if SCALES >= 0:
+        return from_e4m3(w, DTYPE)
+    else:
+        return w.to(DTYPE)
+
+
+@jit
+def _grouped(a_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, w_expert, w_row,
+             w_col, scale_expert, SCALES: tl.constexpr,
              N: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
              BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
              PDL: tl.constexpr):
@@ -95,6 +112,7 @@ def _grouped(a_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_pt
         a = a_ptr + row[:, None] * a_row + d[None, :]
         w = w_ptr + expert * w_expert + n.to(tl.int64)[None, :] * w_row + d[:, None] * w_col
         up = w + N * w_row
+        s = w_scale_ptr + expert * scale_expert
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, D, BLOCK_D):
@@ -104,13 +122,34 @@ def _grouped(a_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_pt
                 left = D - start
                 rows_m, rows_n = live[:, None] & (d < left)[None, :], (n < N)[None, :] & (d < left)[:, None]
             x = tl.load(a, mask=rows_m, other=0.0)
-            acc = tl.dot(x, tl.load(w, mask=rows_n, other=None if rows_n is None else 0.0), acc, input_precision="ieee")
+            if SCALES >= 0:
+                gate_w = from_e4m3(tl.load(w, mask=rows_n, other=None if rows_n is None else 0), x.dtype)
+                if GATED:
+                    up_w = from_e4m3(tl.load(up, mask=rows_n, other=None if rows_n is None else 0), x.dtype)
+                if SCALES > 0:  # a step of the sum is within one block
+                    at = s + n // SCALES * ((D + SCALES - 1) // SCALES) + start // SCALES
+                    acc += tl.dot(x, gate_w, input_precision="ieee") * tl.load(at, mask=n < N, other=0.0)[None, :]
+                    if GATED:
+                        at += N // SCALES * ((D + SCALES - 1) // SCALES)
+                        acc_up += tl.dot(x, up_w, input_precision="ieee") * tl.load(at, mask=n < N, other=0.0)[None, :]
+                else:
+                    acc = tl.dot(x, gate_w, acc, input_precision="ieee")
+                    if GATED:
+                        acc_up = tl.dot(x, up_w, acc_up, input_precision="ieee")
+            else:
+                acc = tl.dot(x, tl.load(w, mask=rows_n, other=None if rows_n is None else 0.0), acc,
+                             input_precision="ieee")
+                if GATED:
+                    acc_up = tl.dot(x, tl.load(up, mask=rows_n, other=None if rows_n is None else 0.0), acc_up,
+                                    input_precision="ieee")
             if GATED:
-                acc_up = tl.dot(x, tl.load(up, mask=rows_n, other=None if rows_n is None else 0.0), acc_up,
-                                input_precision="ieee")
                 up += BLOCK_D * w_col
             a += BLOCK_D
             w += BLOCK_D * w_col
+        if SCALES == 0:
+            acc *= tl.load(s + n, mask=n < N, other=0.0)[None, :]
+            if GATED:
+                acc_up *= tl.load(s + N + n, mask=n < N, other=0.0)[None, :]
         if BIAS:
             bias = bias_ptr + expert * (2 * N if GATED else N) + n
             acc += tl.load(bias, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -190,8 +229,8 @@ def _route_row(x_ptr, scale_ptr, router_ptr, bias_ptr, arrived_ptr, logits_ptr, 
 
 
 @jit
-def _gate_up_row(x_ptr, scale_ptr, w_ptr, bias_ptr, ids_ptr, inner_ptr, eps, w_expert, w_row, w_col, E: tl.constexpr,
-                 F: tl.constexpr, BIAS: tl.constexpr,
+def _gate_up_row(x_ptr, scale_ptr, w_ptr, w_scale_ptr, bias_ptr, ids_ptr, inner_ptr, eps, w_expert, w_row, w_col,
+                 scale_expert, SCALES: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr,
                  ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, NORM: tl.constexpr,
                  PDL: tl.constexpr):
     """BLOCK_F outputs of one expert of a single row: inner [K, F]. The bytes of w are the bound, so no tensor core is
@@ -202,27 +241,38 @@ def _gate_up_row(x_ptr, scale_ptr, w_ptr, bias_ptr, ids_ptr, inner_ptr, eps, w_e
     if PDL:  # the next kernel starts once the experts are known: it fetches their weights before it waits for this one
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    at = w_ptr + tl.load(ids_ptr + k).to(tl.int64) * w_expert + f[:, None] * w_row + e[None, :] * w_col
-    gate_w = tl.load(at, mask=(f < F)[:, None] & (e < E)[None, :], other=0.0)
-    up_w = tl.load(at + F * w_row, mask=(f < F)[:, None] & (e < E)[None, :], other=0.0)
+    expert = tl.load(ids_ptr + k).to(tl.int64)
+    at = w_ptr + expert * w_expert + f[:, None] * w_row + e[None, :] * w_col
+    s = w_scale_ptr + expert * scale_expert
+    gate_w = tl.load(at, mask=(f < F)[:, None] & (e < E)[None, :], other=0)
+    up_w = tl.load(at + F * w_row, mask=(f < F)[:, None] & (e < E)[None, :], other=0)
     squares = tl.zeros([BLOCK_E], tl.float32)
     gate = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
     up = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
     for start in range(0, E, BLOCK_E):
         at += BLOCK_E * w_col
         inside = (f < F)[:, None] & (e < E - start - BLOCK_E)[None, :]
-        next_gate = tl.load(at, mask=inside, other=0.0)  # is on its way while this block is multiplied
-        next_up = tl.load(at + F * w_row, mask=inside, other=0.0)
+        next_gate = tl.load(at, mask=inside, other=0)  # is on its way while this block is multiplied
+        next_up = tl.load(at + F * w_row, mask=inside, other=0)
         x, squares = _row(x_ptr, scale_ptr, start + e, squares, E, E % BLOCK_E == 0, NORM)
-        gate += gate_w.to(tl.float32) * x[None, :]
-        up += up_w.to(tl.float32) * x[None, :]
+        x_up = x
+        if SCALES > 0:  # a program's outputs are within one block: its scales multiply x
+            columns: tl.constexpr = (E + SCALES - 1) // SCALES
+            block = s + tl.program_id(0) * BLOCK_F // SCALES * columns + (start + e) // SCALES
+            x_up = x * tl.load(block + F // SCALES * columns, mask=start + e < E, other=0.0)
+            x *= tl.load(block, mask=start + e < E, other=0.0)
+        gate += _numbers(gate_w, SCALES, tl.float32) * x[None, :]
+        up += _numbers(up_w, SCALES, tl.float32) * x_up[None, :]
         gate_w, up_w = next_gate, next_up
     factor = 1.0
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / E + eps)
     gate_F, up_F = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
+    if SCALES == 0:
+        gate_F *= tl.load(s + f, mask=f < F, other=0.0)
+        up_F *= tl.load(s + F + f, mask=f < F, other=0.0)
     if BIAS:
-        bias = bias_ptr + tl.load(ids_ptr + k).to(tl.int64) * (2 * F) + f
+        bias = bias_ptr + expert * (2 * F) + f
         gate_F += tl.load(bias, mask=f < F, other=0.0).to(tl.float32)
         up_F += tl.load(bias + F, mask=f < F, other=0.0).to(tl.float32)
     inner = _activate(gate_F, up_F, ACTIVATION)
@@ -230,9 +280,10 @@ def _gate_up_row(x_ptr, scale_ptr, w_ptr, bias_ptr, ids_ptr, inner_ptr, eps, w_e
 
 
 @jit
-def _down_row(inner_ptr, w_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col, E: tl.constexpr,
-              F: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr,
-              RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+def _down_row(inner_ptr, w_ptr, w_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col,
+              scale_expert, SCALES: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr,
+              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, RESIDUAL: tl.constexpr,
+              PDL: tl.constexpr):
     """BLOCK_E outputs of a single row from all its experts: out [E] is their weighted sum, added to its old value if
     RESIDUAL."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -243,7 +294,7 @@ def _down_row(inner_ptr, w_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, w_exper
         tl.extra.cuda.gdc_launch_dependents()
     at = w_ptr + e[:, None] * w_row + f[None, :] * w_col
     inside = (e < E)[:, None] & (f < F)[None, :]
-    w = tl.load(at + tl.load(ids_ptr, cache_modifier=".cg").to(tl.int64) * w_expert, mask=inside, other=0.0)
+    w = tl.load(at + tl.load(ids_ptr, cache_modifier=".cg").to(tl.int64) * w_expert, mask=inside, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if RESIDUAL:
@@ -251,12 +302,18 @@ def _down_row(inner_ptr, w_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, w_exper
     for k in tl.static_range(TOP_K):  # unrolled: all experts' blocks are on their way at once
         expert = at + tl.load(ids_ptr + k).to(tl.int64) * w_expert
         weight = tl.load(weights_ptr + k)
+        s = w_scale_ptr + tl.load(ids_ptr + k).to(tl.int64) * scale_expert
         for start in tl.static_range(0, F, BLOCK_F):
             if k > 0 or start > 0:
-                w = tl.load(expert + start * w_col, mask=(e < E)[:, None] & (f < F - start)[None, :], other=0.0)
+                w = tl.load(expert + start * w_col, mask=(e < E)[:, None] & (f < F - start)[None, :], other=0)
             inner = tl.load(inner_ptr + k * F + start + inner_f, mask=inner_f < F - start,
                             other=0.0).to(tl.float32) * weight
-            acc += w.to(tl.float32) * inner
+            if SCALES > 0:
+                block = s + tl.program_id(0) * BLOCK_E // SCALES * ((F + SCALES - 1) // SCALES) + (start + f) // SCALES
+                inner *= tl.load(block, mask=f < F - start, other=0.0)[None, :]
+            elif SCALES == 0:
+                inner *= tl.load(s + e, mask=e < E, other=0.0)[:, None]
+            acc += _numbers(w, SCALES, tl.float32) * inner
     out = tl.sum(acc, 1)
     if BIAS:
         for k in tl.static_range(TOP_K):
@@ -302,7 +359,16 @@ def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool
     return tuned.look_up(TILINGS, dtype=name_of(dtype), pairs=FIXED_PAIRS if fixed else num_pairs / num_experts)
 
 
-def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
+def _planes(w: Experts, block: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Numbers or codes of the experts' matrices, their scales, the scales of one expert, and the block of scales.
+    ``block``: outputs or inputs that must lie in one of them."""
+    if not isinstance(w, F8):
+        return w, w, 0, -1
+    assert not w.block or w.block % block == 0 and w.codes.shape[1] % w.block == 0, "a program's weights share scales"
+    return w.bytes, w.scale, w.scale.stride(0), w.block
+
+
+def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts, down_XEF: Experts,
                top_k: int, renormalize: bool, activation: str = "silu", fixed: bool = False,
                tiling: Tiling | None = None, residual_TE: torch.Tensor | None = None, biases: Biases | None = None,
                routed: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
@@ -315,10 +381,8 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
     result, and returned.
     """
     num_rows, dim = x_TE.shape
-    num_experts, width = gate_up_XFE.shape[0], gate_up_XFE.shape[1] // 2
-    assert gate_up_XFE.shape == (num_experts, 2 * width, dim) and down_XEF.shape == (num_experts, dim, width), \
-        "weights do not fit"
-    assert x_TE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_TE.stride(1) == 1, "dense rows of the weights' dtype"
+    (num_experts, width), dtypes = _check(gate_up_XFE, down_XEF, dim)
+    assert dtypes <= {x_TE.dtype} and x_TE.stride(1) == 1, "dense rows of the weights' dtype"
     assert residual_TE is None or (residual_TE.shape == x_TE.shape and residual_TE.is_contiguous()), \
         "the residual is as the result"
     out_TE = residual_TE if residual_TE is not None else torch.empty((num_rows, dim), dtype=x_TE.dtype,
@@ -335,8 +399,10 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
     first, second = (x_TE, x_TE) if biases is None else biases
     for a, w, bias, out, shape, is_gated in ((x_TE, gate_up_XFE, first, inner_PF, tiling.gate_up, True),
                                              (inner_PF, down_XEF, second, y_PE, tiling.down, False)):
+        numbers, scale, scale_expert, scales = _planes(w, shape.d)
         _grouped[(cdiv(out.shape[1], shape.n), len(routing.tiles))](
-            a, w, bias, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), N=out.shape[1],
+            a, numbers, scale, bias, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0),
+            *numbers.stride(), scale_expert, SCALES=scales, N=out.shape[1],
             D=a.shape[1],
             TOP_K=top_k, GATED=is_gated, ACTIVATION=activation, BIAS=biases is not None, BLOCK_M=shape.m,
             BLOCK_N=shape.n, BLOCK_D=shape.d,
@@ -347,7 +413,18 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
     return out_TE
 
 
-def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor,
+def _check(gate_up_XFE: Experts, down_XEF: Experts, dim: int) -> tuple[tuple[int, int], set[torch.dtype]]:
+    """The number of experts, their width, and the types of plain weights."""
+    first, second = (w.codes if isinstance(w, F8) else w for w in (gate_up_XFE, down_XEF))
+    num_experts, width = first.shape[0], first.shape[1] // 2
+    assert first.shape == (num_experts, 2 * width, dim) and second.shape == (num_experts, dim, width), \
+        "weights do not fit"
+    assert not isinstance(gate_up_XFE, F8) or not gate_up_XFE.block or width % gate_up_XFE.block == 0, \
+        "gate and up begin with a block"
+    return (num_experts, width), {w.dtype for w in (gate_up_XFE, down_XEF) if not isinstance(w, F8)}
+
+
+def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: Experts, down_XEF: Experts,
                    top_k: int, renormalize: bool, arrived: torch.Tensor, activation: str = "silu", *,
                    norm: tuple[torch.Tensor, float] | None = None, residual_1E: torch.Tensor | None = None,
                    biases: Biases | None = None, router_bias_X: torch.Tensor | None = None) -> torch.Tensor:
@@ -358,11 +435,10 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
     is added, overwritten with the result, and returned. ``arrived`` [1] int32 on the device holds 0 before and after;
     two calls that may run at once need one each.
     """
-    dim, (num_experts, _, width) = x_1E.shape[1], down_XEF.shape
-    assert x_1E.shape == (1, dim) and router_XE.shape == (num_experts, dim) \
-        and gate_up_XFE.shape == (num_experts, 2 * width, dim)
-    assert x_1E.dtype == router_XE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_1E.stride(1) == 1, \
-        "a dense row of the weights' dtype"
+    dim = x_1E.shape[1]
+    (num_experts, width), dtypes = _check(gate_up_XFE, down_XEF, dim)
+    assert x_1E.shape == (1, dim) and router_XE.shape == (num_experts, dim)
+    assert dtypes | {router_XE.dtype} == {x_1E.dtype} and x_1E.stride(1) == 1, "a dense row of the weights' dtype"
     logits, weights = (torch.empty(n, dtype=torch.float32, device=x_1E.device) for n in (num_experts, top_k))
     ids = torch.empty(top_k, dtype=torch.int32, device=x_1E.device)
     inner_KF = torch.empty((top_k, width), dtype=x_1E.dtype, device=x_1E.device)
@@ -378,12 +454,16 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
         X_PAD=next_power_of_2(num_experts), TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize,
         BIAS=router_bias_X is not None, BLOCK_E=min(2048, next_power_of_2(dim)), NORM=norm is not None, num_warps=1,
         **early)
+    numbers, w_scale, scale_expert, scales = _planes(gate_up_XFE, 8)
     _gate_up_row[(cdiv(width, 8), top_k)](
-        x_1E, scale, gate_up_XFE, first, ids, inner_KF, eps, *gate_up_XFE.stride(), E=dim, F=width,
+        x_1E, scale, numbers, w_scale, first, ids, inner_KF, eps, *numbers.stride(), scale_expert, SCALES=scales, E=dim,
+        F=width,
         BIAS=biases is not None, ACTIVATION=activation,
         BLOCK_F=8, BLOCK_E=min(256, next_power_of_2(dim)), NORM=norm is not None, num_warps=4, **early)
+    numbers, w_scale, scale_expert, scales = _planes(down_XEF, 8)
     _down_row[(cdiv(dim, 8),)](
-        inner_KF, down_XEF, second, ids, weights, out_1E, *down_XEF.stride(), E=dim, F=width, BIAS=biases is not None,
+        inner_KF, numbers, w_scale, second, ids, weights, out_1E, *numbers.stride(), scale_expert, SCALES=scales,
+        E=dim, F=width, BIAS=biases is not None,
         TOP_K=top_k,
         BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), RESIDUAL=residual_1E is not None, num_warps=8, **early)
     return out_1E

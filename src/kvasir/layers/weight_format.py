@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
+from kvasir.kernels.f8 import F8
 from kvasir.kernels.lora import Shrunk
 from kvasir.layers.adapters import LowRank
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear, streams
-from kvasir.layers.weights import NUMBERS, Placement, Slot
-from kvasir.technique import Technique, load
+from kvasir.layers.weights import NUMBERS, Placement, Slot, Whole
+from kvasir.technique import Technique, find_also, load
 
 PACKAGE = "kvasir.layers.formats"
 PLAIN = "plain"  # the format of weights that nobody quantised
@@ -30,7 +32,7 @@ MATRIX = "weight"  # the plane whose slots have the names of plain weights
 @dataclass(frozen=True, slots=True)
 class Plane:
     """One tensor of a weight [rows, columns], ``columns`` None: [rows]. A row stands for ``outputs`` rows of the
-    matrix. ``types``: names of the safetensors types that may fill it."""
+    matrix. ``types``: names of the safetensors types that may fill it. ``random``: as in ``Slot``."""
 
     name: str
     rows: int
@@ -38,21 +40,27 @@ class Plane:
     dtype: torch.dtype
     outputs: int = 1
     types: tuple[str, ...] = NUMBERS
+    random: tuple[float, float] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.rows,) if self.columns is None else (self.rows, self.columns)
+
+    def of(self, first: int, count: int) -> slice:
+        """The rows that stand for so many outputs from the ``first`` on."""
+        return slice(first // self.outputs, -(-(first + count) // self.outputs))
 
 
 class WeightFormat(Technique):
     """A layout of matrices with the products that read it.
 
     ``rows_skippable``: a product may leave out inputs (rows of W^T) and read fewer bytes. ``native``: the C kernels
-    take it (``kernels/native``)."""
+    take it (``kernels/native``). ``also``: other names that it goes by, such as vLLM's."""
 
     affects_kv = True
     rows_skippable = False
     native = False
+    also: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
@@ -68,6 +76,18 @@ class WeightFormat(Technique):
             plane.name: torch.empty(*lead, *plane.shape, dtype=plane.dtype, device=place.device)
             for plane in self.planes(widths, num_inputs, place.dtype)
         }
+
+    @abstractmethod
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The planes of one matrix [N, K]."""
+
+    def stored_as(self, planes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of a module in a checkpoint of this format, by the last part of their names."""
+        raise NotImplementedError(f"{self.name} is not written")
+
+    def quantization_config(self, ignore: list[str]) -> dict[str, Any]:
+        """The field of config.json that describes such a checkpoint. ``ignore``: modules that are not quantised."""
+        raise NotImplementedError(f"{self.name} is not written")
 
     @abstractmethod
     def dequantise(self, weight: Weight) -> torch.Tensor:
@@ -106,15 +126,17 @@ class WeightFormat(Technique):
         the same bits."""
         return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
 
-    def grouped(self, weight: Weight) -> torch.Tensor:
+    def grouped(self, weight: Weight) -> torch.Tensor | F8:
         """The matrices of all experts [X, N, K], as ``kernels.moe`` takes them."""
         return self.dequantise(weight)
 
 
 @functools.cache
 def load_format(spec: str) -> WeightFormat:
-    """Build a format from ``name:key=value,key=value``. Raises ConfigError for an unknown name, key or value."""
-    return load(PACKAGE, spec, WeightFormat)
+    """Build a format from ``name:key=value,key=value``, which may have another name that it goes by (``also``). Raises
+    ConfigError for an unknown name, key or value."""
+    name, *options = spec.split(":", 1)
+    return load(PACKAGE, ":".join([find_also(PACKAGE, name.strip(), WeightFormat).name, *options]), WeightFormat)
 
 
 class Weight:
@@ -168,6 +190,11 @@ class Weight:
         """The matrix [..., N, K] in the model's dtype; a plain one is not copied."""
         return self.format.dequantise(self)
 
+    def _put(self, first: int, w_NK: torch.Tensor) -> None:
+        """Quantise the outputs from the ``first`` on."""
+        for name, part in self.format.quantise(w_NK).items():
+            self.planes[name][self._rows[name].of(first, len(w_NK))].copy_(part)
+
     def forget(self) -> None:
         """Drop what was made of the planes, since they have changed."""
         self.made = None
@@ -175,10 +202,14 @@ class Weight:
     def slots(self, expert: int | None = None) -> dict[str, Slot]:
         """The places that stored tensors fill: ``part.weight``, and ``part.weight/plane`` for other planes."""
         found, first = {}, 0
+        own = self if expert is None else self[expert]
         for part, width in self.widths.items():
-            for name, whole in self.planes.items():
-                plane, tensor = self._rows[name], whole if expert is None else whole[expert]
-                rows = tensor[first // plane.outputs : -(-(first + width) // plane.outputs)]
-                found[f"{part}.weight" if name == MATRIX else f"{part}.weight/{name}"] = Slot(rows, types=plane.types)
+            for name, tensor in own.planes.items():
+                plane = self._rows[name]
+                rows = tensor[plane.of(first, width)]
+                slot = Slot(rows, types=plane.types, random=plane.random)
+                if name == MATRIX and plane.random is not None:  # a quantised one
+                    slot = replace(slot, whole=Whole((width, self.num_inputs), functools.partial(own._put, first)))
+                found[f"{part}.weight" if name == MATRIX else f"{part}.weight/{name}"] = slot
             first += width
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -19,13 +20,15 @@ class Placement:
     products of few rows are torch's own, one after the other, to measure what fusing gains.
 
     ``formats``: the weight format (``layers/weight_format.py``) of a matrix that is filled through these slots; None:
-    all are plain. ``path``: what the names of slots begin with here, such as ``layers.0.mixer.``."""
+    all are plain. ``activations``: the type in which products of many rows with quantised weights take these. ``path``:
+    what the names of slots begin with here, such as ``layers.0.mixer.``."""
 
     device: torch.device
     dtype: torch.dtype
     exact: bool = False
     fused: bool = True
     formats: Callable[[tuple[str, ...]], Technique] | None = None
+    activations: Literal["bf16", "fp8"] = "bf16"
     path: str = ""
 
     def within(self, name: str) -> Placement:
@@ -38,16 +41,29 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """A plain matrix [N, K] of ``shape`` that may be given instead of its planes: ``put`` quantises it."""
+
+    shape: tuple[int, int]
+    put: Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """The place of one stored tensor, often a slice of a fused weight. ``offset`` is added to the stored value;
     ``repeat``: one stored vector fills every row of the target; ``index``: the part of the stored tensor that fills the
-    target (empty: all of it), as ``models.stored.View`` gives it; ``types``: those that the stored tensor may have."""
+    target (empty: all of it), as ``models.stored.View`` gives it; ``types``: those that the stored tensor may have;
+    ``random``: the range of random numbers that may stand for stored ones (None: that of weights and norms);
+    ``whole``: the matrix whose first plane this is; ``collect``: takes the values for a target without memory."""
 
     target: torch.Tensor
     offset: float = 0.0
     repeat: bool = False
     index: tuple[int | slice, ...] = ()
     types: tuple[str, ...] = NUMBERS
+    random: tuple[float, float] | None = None
+    whole: Whole | None = None
+    collect: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -85,6 +101,10 @@ class Slot:
 
     def fill(self, stored: torch.Tensor) -> None:
         """Copy ``stored``, or the part of it that ``index`` names, into place, converting dtype and device."""
-        self.target.copy_(stored[self.index] if self.index else stored)
+        stored = stored[self.index] if self.index else stored
+        if self.collect is not None:
+            self.collect(self.target, stored)
+            return
+        self.target.copy_(stored)
         if self.offset:
             self.target.add_(self.offset)

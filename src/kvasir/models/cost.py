@@ -31,7 +31,7 @@ def active_params(spec: ModelSpec) -> int:
     return total
 
 
-def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float], ...]:
+def routed_bytes(spec: ModelSpec, dtype_bytes: float) -> tuple[tuple[float, float], ...]:
     """Layers with experts, grouped by the share of a layer's experts that one row does not use: pairs of that share and
     the bytes of all experts in such layers."""
     found: Counter[float] = Counter()
@@ -48,9 +48,9 @@ def touched_params(spec: ModelSpec, rows: float) -> float:
     return active_params(spec) + sum(size * (alone - alone**rows) for alone, size in routed_bytes(spec, 1))
 
 
-def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
-    """Bytes of all weights."""
-    return num_params(spec) * dtype_bytes
+def weight_bytes(spec: ModelSpec, dtype_bytes: float) -> int:
+    """Bytes of all weights; ``dtype_bytes`` may be an average that counts scales."""
+    return round(num_params(spec) * dtype_bytes)
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ Legend: T rows, M rows with logits, E model dim, V vocabulary.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -236,12 +236,20 @@ class Decoder:
     def forget_copies(self) -> None:
         """Drop what was made of the weights for faster products, since they have changed; it is made again when
         needed."""
-        for block in self.blocks:
-            shared = getattr(block.ffn, "shared", None)
-            for part in (block.mixer, block.ffn, *([] if shared is None else [shared])):
-                for layer in vars(part).values():
-                    if isinstance(layer, Linear):
-                        layer.weight.forget()
+        for weight in self.weights():
+            weight.forget()
+
+    def weights(self) -> Iterator[Weight]:
+        """The weights of all products."""
+        yield self.head
+        for part in (*self.blocks, *([] if self.layer_embeddings is None else [self.layer_embeddings])):
+            yield from _weights(part)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Average bytes of an element of the matrices, scales included."""
+        found = list(self.weights())
+        return sum(w.num_bytes for w in found) / sum(w.num_outputs * w.num_inputs * (w.count or 1) for w in found)
 
     def slots(self) -> dict[str, Slot]:
         """Every place that a stored tensor goes to, by our names. The head is among them only if it is not the
@@ -256,3 +264,14 @@ class Decoder:
         for i, block in enumerate(self.blocks):
             found |= {f"layers.{i}.{name}": slot for name, slot in block.slots().items()}
         return found
+
+
+def _weights(part: object) -> Iterator[Weight]:
+    """The weights of a part of the model, and of its own parts."""
+    for value in vars(part).values():
+        if isinstance(value, Weight):
+            yield value
+        elif isinstance(value, Linear):
+            yield value.weight
+        elif callable(getattr(value, "slots", None)) and not isinstance(value, type):
+            yield from _weights(value)

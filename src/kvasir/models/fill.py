@@ -167,7 +167,7 @@ class _Staging:
                 slot.fill(sent_there)
             self.sent[self.turn] = torch.cuda.Event()
             self.sent[self.turn].record()
-            return [_range(slot.target) for slot in part.slots]
+            return [_range(sent_there if slot.collect is not None else slot.target) for slot in part.slots]
 
 
 def _range(x: torch.Tensor) -> torch.Tensor:

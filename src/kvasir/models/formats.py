@@ -1,8 +1,12 @@
-"""The weight format of every matrix of a model: what the checkpoint's reader says, where its tensors are quantised."""
+"""The weight format of every matrix of a model: what the checkpoint's reader says where its tensors are quantised, or
+the one that ``--weights`` asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+import torch
 
 from kvasir.errors import ConfigError
 from kvasir.layers.weight_format import MATRIX, PLAIN, WeightFormat, load_format
@@ -11,7 +15,8 @@ from kvasir.models.fill import Stored
 from kvasir.models.quantisation import SUFFIX, Reader
 from kvasir.models.stored import View
 
-# Matrices that are plain where only config.json can be asked: most ignore lists do not name them.
+# Matrices that stay plain where nothing but config.json can be asked, and where plain weights are quantised: the head
+# decides between close tokens.
 UNQUANTISED = ("head.weight",)
 
 
@@ -20,6 +25,8 @@ class Formats:
 
     ``view``: the stored tensor of a slot, by the family. ``tensors``: the stored tensors by that name; empty: only
     config.json can be asked. ``quantised``: slots whose format was found not to be plain."""
+
+    quantises = False  # plain tensors are quantised as they are loaded
 
     def __init__(self, reader: Reader, view: Callable[[str], View], tensors: Mapping[str, Stored]) -> None:
         self.reader, self._view, self._tensors = reader, view, tensors
@@ -55,7 +62,11 @@ class Formats:
             )
         return PLAIN if found is None or not self._tensors and slot in UNQUANTISED else found
 
-    def stored(self, slot: str, plane: str, view: View, names: Iterable[str]) -> View:
+    def unread(self, name: str) -> bool:
+        """Whether a stored tensor is not read."""
+        return name.endswith(self.reader.unread)
+
+    def stored(self, slot: str, plane: str, view: View, names: Collection[str]) -> View:
         """The part of a stored tensor that fills a plane, where the matrix itself would be filled by ``view``."""
         return self.reader.stored(view, plane or MATRIX, names) if slot in self.quantised else view
 
@@ -63,3 +74,75 @@ class Formats:
         """A stored tensor and its slot, so that their shapes are the same."""
         base, _, plane = name.partition("/")
         return self.reader.fit(plane or MATRIX, tensor, slot) if base in self.quantised else (tensor, slot)
+
+
+class Quantising:
+    """One format for all matrices of a plain checkpoint, which are quantised as they are loaded.
+    ``Placement.formats``."""
+
+    quantises = True
+
+    def __init__(self, spec: str) -> None:
+        self.format = load_format(spec)
+
+    def __call__(self, slots: tuple[str, ...]) -> WeightFormat:
+        return load_format(PLAIN) if slots[0] in UNQUANTISED else self.format
+
+    def unread(self, name: str) -> bool:
+        return False
+
+    def stored(self, slot: str, plane: str, view: View, names: Collection[str]) -> View:
+        return view
+
+    def fit(self, name: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+        return tensor, slot
+
+
+class Whole:
+    """Collects one matrix, part by part and from several threads, and quantises it when it is complete. Until then it
+    lies in scratch memory, in the type of the model."""
+
+    def __init__(
+        self, put: Callable[[torch.Tensor], None], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._put, self._shape, self._dtype, self._device = put, shape, dtype, device
+        self._lock, self._scratch = threading.Lock(), None
+        self._left = shape[0] * shape[1]
+        self._sent: list[torch.cuda.Event] = []
+
+    def fill(self, place: torch.Tensor, stored: torch.Tensor) -> None:
+        """Copy ``stored`` to where ``place``, a view of a tensor without memory, lies in the matrix."""
+        with self._lock:
+            if self._scratch is None:
+                self._scratch = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            scratch = self._scratch
+        scratch.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(stored)
+        if scratch.is_cuda:
+            scratch.record_stream(torch.cuda.current_stream(self._device))
+            event = torch.cuda.Event()
+            event.record()
+        with self._lock:
+            if scratch.is_cuda:
+                self._sent.append(event)
+            self._left -= place.numel()
+            if self._left:
+                return
+            self._scratch, self._left = None, self._shape[0] * self._shape[1]
+            sent, self._sent = self._sent, []
+        for event in sent:
+            event.wait()
+        self._put(scratch)
+
+
+def to_fill(slots: dict[str, Slot], dtype: torch.dtype) -> dict[str, Slot]:
+    """The places that the tensors of a plain checkpoint fill, where matrices are quantised as they are loaded: one for
+    each matrix of ``dtype`` instead of one for each plane."""
+    found = {}
+    for name, slot in slots.items():
+        if slot.whole is not None:
+            place = torch.empty(slot.whole.shape, dtype=dtype, device="meta")
+            collect = Whole(slot.whole.put, slot.whole.shape, dtype, slot.target.device).fill
+            found[name] = Slot(place, collect=collect)
+        elif slot.random is None:  # others are planes beside the first
+            found[name] = slot
+    return found

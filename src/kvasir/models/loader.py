@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from kvasir.errors import ConfigError
+from kvasir.layers.weight_format import PLAIN
 from kvasir.layers.weights import NUMBERS, Placement, Slot
 from kvasir.logs import log
-from kvasir.models import advice
+from kvasir.models import advice, cost
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import DTYPES, Filling, Stored, list_names, read_tensor
-from kvasir.models.formats import Formats
+from kvasir.models.formats import Formats, Quantising, to_fill
 from kvasir.models.packed import chunks_of, is_packed, stored_as
 from kvasir.models.quantisation import Reader, reader_of
 from kvasir.models.spec import ModelSpec
@@ -36,6 +37,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 # Most names listed in a message.
 SHOWN = 5
+DRAWN = 1 << 24  # random codes that are drawn at a time
+AUTO = "auto"
 EMBED, HEAD, LABELS = "embed.weight", "head.weight", "labels.weight"
 # Names of transformers: the head for classes, and the prefix of everything that is not a head.
 STORED_LABELS, PREFIX = "score.weight", "model."
@@ -60,32 +63,37 @@ def start_loading(
     seed: int = 0,
     num_positions: int | None = None,
     pooling: Pooling | None = None,
+    weights: str = AUTO,
+    activations: str = AUTO,
 ) -> tuple[Decoder, Filling]:
     """Build the model that ``config`` describes and start to fill it from ``path`` (``dummy``: with random weights).
 
     The decoder may run at once, on undefined weights, to compile kernels and measure memory while files are read.
     ``num_positions`` limits the RoPE tables (default: all that the config allows). ``pooling``: how the model pools
-    (None: it generates). Raises ConfigError that names file and tensor.
+    (None: it generates). ``weights``: the format of plain matrices, which are quantised as they are loaded (auto: as
+    stored). ``activations``: their type in products of many rows with quantised weights (auto: what the checkpoint was
+    made for). Raises ConfigError that names file and tensor.
     """
     spec = build_spec(config)
     if pooling is not None and pooling.tokens is None:  # no token's logit is wanted
         spec = replace(spec, labels=pooling.labels)
     reader = reader_of(config)
     place = Placement(torch.device(device), dtype, exact, fused)
+    place = replace(place, activations=_activations(activations, reader, place))
     filling = Filling(place.device)
     if load_format == "dummy":
-        place = replace(place, formats=choose_formats((), spec, reader))
+        place = replace(place, formats=choose_formats((), spec, reader, weights))
         decoder = Decoder(spec, place, num_positions)
         fill_random(decoder, seed, str(config.get("dtype") or config.get("torch_dtype")).endswith("bfloat16"))
         return decoder, filling
     stored = read_headers(path)
-    place = replace(place, formats=choose_formats(stored, spec, reader))
+    place = replace(place, formats=choose_formats(stored, spec, reader, weights))
     assigned = assign(stored, spec, place)
     for prefix, tensors in assigned.left_out.items():
         size = sum(t.num_bytes for t in tensors) / (1 << 20)
         log.info("left out of %s: %s* (%d tensors, %.1f MiB)", path.name, prefix, len(tensors), size)
     decoder = Decoder(spec, place, num_positions)
-    slots = decoder.slots()
+    slots = slots_to_fill(decoder)
     sources = {slot: tensor for slot, tensor, _ in assigned.placed}
     checks = [partial(_check_tied, tensor, sources[EMBED]) for slot, tensor in sources.items() if slot not in slots]
     return decoder, filling.start(assigned.into(slots), checks)
@@ -94,7 +102,7 @@ def start_loading(
 def load_again(decoder: Decoder, path: Path) -> None:
     """Load other weights of the same model into the same tensors. Raises ConfigError that names file and tensor."""
     assigned = assign(read_headers(path), decoder.spec, decoder.place)
-    Filling(decoder.place.device).start(assigned.into(decoder.slots()), []).wait()
+    Filling(decoder.place.device).start(assigned.into(slots_to_fill(decoder)), []).wait()
 
 
 # ----------------------------------------------------------------------------------------------------------- headers
@@ -234,7 +242,7 @@ class Assigned:
 
     placed: list[tuple[str, Stored, View]]
     left_out: dict[str, list[Stored]]
-    formats: Formats | None = None
+    formats: Formats | Quantising | None = None
 
     def into(self, slots: dict[str, Slot]) -> list[tuple[Stored, Slot]]:
         """The slots to fill. A tied head that is stored as well is not among them."""
@@ -246,17 +254,71 @@ class Assigned:
         return found
 
 
-def choose_formats(stored: Sequence[Stored], spec: ModelSpec, reader: Reader | None) -> Formats | None:
+def choose_formats(
+    stored: Sequence[Stored], spec: ModelSpec, reader: Reader | None, weights: str = AUTO
+) -> Formats | Quantising | None:
     """The formats of a model's matrices; None: all are plain. ``stored``: the checkpoint's tensors, none: only
-    config.json is known."""
+    config.json is known. ``weights``: the format of plain matrices, or of all where nothing is stored. Raises
+    ConfigError where they are quantised."""
     if reader is None:
+        return None if weights in (AUTO, PLAIN) else Quantising(weights)
+    if weights == PLAIN and not stored:  # nothing is read: a shape alone
         return None
+    if weights.replace("-", "_") not in (AUTO, reader.name):
+        raise ConfigError(
+            f"weights={weights}, but the checkpoint is quantised already (quant_method '{reader.name}'). Leave "
+            "--weights out, or give the unquantised checkpoint."
+        )
     prefixes = getattr(find_family(spec.family), "RENAMED", {})
     return Formats(reader, _view_of_slots(stored, spec), {renamed(t.name, prefixes): t for t in stored})
 
 
-def _fitted(formats: Formats | None, name: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+def _activations(given: str, reader: Reader | None, place: Placement) -> str:
+    """The type of activations in products of many rows with quantised weights. Raises ConfigError."""
+    if given == "fp8" and place.exact:
+        raise ConfigError("activation_dtype=fp8 cannot be had in exact mode, which has one kind of product: use bf16")
+    if given == "fp8" and place.device.type == "cpu":
+        raise ConfigError("activation_dtype=fp8 needs a GPU. On a CPU leave out --activation-dtype.")
+    if given != AUTO:
+        return given
+    return "bf16" if reader is None or place.exact or place.device.type == "cpu" else reader.activations
+
+
+def _fitted(formats: Formats | Quantising | None, name: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
     return (tensor, slot) if formats is None else formats.fit(name, tensor, slot)
+
+
+def weight_bytes(config: dict[str, Any], dtype: torch.dtype, weights: str = AUTO) -> int:
+    """Bytes that a model's weights take on a device, by its config.json alone. Raises ConfigError."""
+    decoder = _without_memory(config, dtype, weights)
+    elements = sum(w.num_outputs * w.num_inputs * (w.count or 1) for w in decoder.weights())
+    saved = elements * dtype.itemsize - sum(w.num_bytes for w in decoder.weights())
+    return cost.weight_bytes(decoder.spec, dtype.itemsize) - saved
+
+
+def element_bytes(config: dict[str, Any], dtype: torch.dtype, weights: str = AUTO) -> float:
+    """Average bytes of an element of a model's matrices on a device, by its config.json alone. Raises ConfigError."""
+    return _without_memory(config, dtype, weights).weight_bytes
+
+
+def _without_memory(config: dict[str, Any], dtype: torch.dtype, weights: str) -> Decoder:
+    spec = build_spec(config)
+    formats = choose_formats((), spec, reader_of(config), weights)
+    return Decoder(spec, Placement(torch.device("meta"), dtype, formats=formats), num_positions=1)
+
+
+def check_weights(path: Path, config: dict[str, Any]) -> None:
+    """Raise ConfigError unless a folder's tensors fit ``config``."""
+    stored, spec = read_headers(path), build_spec(config)
+    formats = choose_formats(stored, spec, reader_of(config))
+    assign(stored, spec, Placement(torch.device("meta"), torch.float32, formats=formats))
+
+
+def slots_to_fill(decoder: Decoder) -> dict[str, Slot]:
+    """The slots that a checkpoint's tensors fill."""
+    formats = decoder.place.formats
+    quantises = formats is not None and formats.quantises
+    return to_fill(decoder.slots(), decoder.place.dtype) if quantises else decoder.slots()
 
 
 def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None) -> Assigned:
@@ -267,7 +329,7 @@ def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None
     one of the decoder that will be filled (None: of plain weights).
     """
     place = replace(place or Placement(torch.device("meta"), torch.float32), device=torch.device("meta"))
-    slots = Decoder(spec, place, num_positions=1).slots()
+    slots = slots_to_fill(Decoder(spec, place, num_positions=1))
     family, formats = find_family(spec.family), place.formats
     view = _view_of_slots(stored, spec, formats)
     views = {slot: view(slot) for slot in slots}
@@ -280,7 +342,7 @@ def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None
     for tensor in stored:
         name = renamed(tensor.name, getattr(family, "RENAMED", {}))
         prefix = next((p for p in prefixes if name.startswith(p)), None)
-        if formats is not None and name.endswith(formats.reader.unread):
+        if formats is not None and formats.unread(name):
             prefix = "*." + name.rpartition(".")[2]
         if spec.labels is not None and name == view(HEAD).name:
             prefix = name  # a head for tokens is not read where labels are scored
@@ -337,7 +399,9 @@ def _check_reads(tensor: Stored, views: dict[str, tuple[View, Slot]]) -> None:
         )
 
 
-def _view_of_slots(stored: Sequence[Stored], spec: ModelSpec, formats: Formats | None = None) -> Callable[[str], View]:
+def _view_of_slots(
+    stored: Sequence[Stored], spec: ModelSpec, formats: Formats | Quantising | None = None
+) -> Callable[[str], View]:
     """The stored tensor of each slot. A model that was saved without a head lacks the prefix ``model.``."""
     family = find_family(spec.family)
     names, embed = {t.name for t in stored}, view_of(family.stored(EMBED, spec)).name
@@ -376,10 +440,21 @@ def fill_random(decoder: Decoder, seed: int, narrow: bool = False) -> None:
     """
     generator = torch.Generator(decoder.place.device).manual_seed(seed)
     for name, slot in decoder.slots().items():
-        if slot.target.dim() >= 2 and not slot.repeat:
+        if slot.random is not None:
+            _draw(slot.target, *slot.random, generator)
+        elif slot.target.dim() >= 2 and not slot.repeat:
             bound = (3.0 / slot.shape[-1]) ** 0.5
             slot.target.uniform_(-bound, bound, generator=generator)
             if narrow and slot.target.dtype == torch.float32:
                 slot.target.copy_(slot.target.bfloat16())
         else:
             slot.target.fill_(1.0 if name.endswith(("norm.weight", "scale")) else 0.0)
+
+
+def _draw(target: torch.Tensor, low: float, high: float, generator: torch.Generator) -> None:
+    """Fill codes with random numbers in [low, high), or scales with the one number that both are."""
+    if low == high:
+        target.fill_(low)
+        return
+    for part in target.split(max(1, DRAWN // max(1, target[0].numel()))):
+        part.copy_(torch.empty(part.shape, device=part.device).uniform_(low, high, generator=generator))

@@ -10,7 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -35,7 +35,6 @@ from kvasir.kernels.native.program import (
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.weight_format import Weight
 from kvasir.models.decoder import Block, Decoder
 from kvasir.types import StepBatch
 
@@ -63,7 +62,7 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
         return f"attention is by {backend.name}"
     if (other := next((cache.codec.name for cache in caches if not _is_known(cache)), None)) is not None:
         return f"no native kernel knows the cache's layout: '{other}'"
-    if (other := next((w.format.name for w in _weights(model) if not w.format.native), None)) is not None:
+    if (other := next((w.format.name for w in model.weights() if not w.format.native), None)) is not None:
         return f"no native kernel knows the weights' format: '{other}'"
     if not all(block.native for block in model.blocks):
         return "some layers are not plain grouped-query attention and a dense block"
@@ -304,13 +303,6 @@ class NativeDecoder:
 
     def _packed(self, layer: Linear, gated: bool = False) -> Packed:
         return pack(native().library, layer.weight.tensor, gated)
-
-
-def _weights(model: Decoder) -> Iterator[Weight]:
-    """The weights of all products."""
-    yield model.head
-    for block in model.blocks:
-        yield from (p.weight for part in (block.mixer, block.ffn) for p in vars(part).values() if isinstance(p, Linear))
 
 
 def _turned(model: Decoder) -> list[tuple[torch.Tensor | None, int]]:

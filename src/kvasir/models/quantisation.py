@@ -7,6 +7,7 @@ fills each plane of it. Needs no torch; the formats themselves do.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
@@ -100,3 +101,30 @@ def ignored(module: str, patterns: Iterable[str]) -> bool:
 def with_suffix(view: View, suffix: str) -> View:
     """The same part of another tensor of the module: ``.weight`` becomes ``suffix``."""
     return replace(view, name=view.name.removesuffix(SUFFIX) + suffix)
+
+
+def scale_of(view: View, block: int) -> View:
+    """The scales of a part of a matrix: of its rows, or with a ``block`` of whole blocks of its rows and columns."""
+    if not block:
+        index = view.index[: 2 if view.index and isinstance(view.index[0], int) else 1]
+        return replace(view, index=index, transposed=False)
+    return replace(view, index=tuple(pick if isinstance(pick, int) else _blocks(pick, block) for pick in view.index))
+
+
+def _blocks(rows: slice, block: int) -> slice:
+    """The blocks of some consecutive rows that begin with a block."""
+    start, stop, step = rows.start or 0, rows.stop, rows.step or 1
+    if start % block or step != 1 or (stop or 0) % block:
+        raise ConfigError(f"rows {start} to {stop} of a fused tensor are not whole blocks of {block}")
+    return slice(start // block, None if stop is None else stop // block)
+
+
+def fit_scale(tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+    """A tensor of scales with the slot that it fills. Scales of channels may be stored as [N, 1], and one scale of a
+    whole tensor fills all its channels."""
+    shape = tensor.shape
+    if slot.target.dim() == 1 and math.prod(shape) == 1:
+        return replace(tensor, shape=()), replace(slot, repeat=True)
+    if slot.target.dim() == 1 and len(shape) > 1 and shape[-1] == 1:
+        return replace(tensor, shape=shape[:-1]), slot
+    return tensor, slot

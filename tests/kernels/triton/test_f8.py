@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir.kernels import f8, f8_gemv
+from kvasir.kernels import f8, f8_gemv, moe
 from kvasir.kernels.f8 import F8
 from kvasir.kernels.gemv import Config
 from tests.kernels.check_f8 import CHECKS, exact, weights
@@ -50,3 +50,33 @@ def test_a_wrong_scale_shows(block, mutation, rows, config, device):
     right, wrong = f8_gemv.f8_gemv(x, w, config), f8_gemv.f8_gemv(x, F8(w.codes, scale, block), config)
     torch.testing.assert_close(right.double(), want, rtol=1e-5, atol=1e-5)
     assert (wrong.double() - want).abs().max() > 0.05 * want.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("block", [0, 32])
+def test_experts(block, rows, device):
+    """Grouped products of codes are those of the dequantised weights; one of a neighbour's scale is not."""
+    draw, experts, dim, width = Draw(rows, torch.float32, device), 5, 96, 64
+    gate_up, down = weights(draw, experts, 2 * width, dim, block=block), weights(draw, experts, dim, width, block=block)
+    x, logits, bias = draw(rows, dim), draw(rows, experts), (draw(experts, 2 * width), draw(experts, dim))
+    want = moe.moe_reference(x.double(), logits.double(), exact(gate_up), exact(down), 2, True, biases=bias)
+    tile = moe.Tile(16, 32, 32, 2, 2)
+
+    def run(first: F8, second: F8) -> torch.Tensor:
+        return moe.moe_triton(x, logits, first, second, 2, True, tiling=moe.Tiling(tile, tile), biases=bias)
+
+    size = float(want.abs().max())
+    assert (run(gate_up, down).double() - want).abs().max() < 1e-5 * size
+    for planes in (
+        (F8(gate_up.codes, gate_up.scale.roll(1, 1), block), down),
+        (gate_up, F8(down.codes, down.scale.roll(1, 0), block)),
+    ):
+        assert (run(*planes).double() - want).abs().max() > 1e-2 * size
+    if rows == 1:
+        router = draw(experts, dim)
+        arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        got = moe.moe_row_triton(x, router, gate_up, down, 2, True, arrived, biases=bias)
+        want = moe.moe_reference(
+            x.double(), (x @ router.t()).double(), exact(gate_up), exact(down), 2, True, biases=bias
+        )
+        assert (got.double() - want).abs().max() < 1e-5 * float(want.abs().max())

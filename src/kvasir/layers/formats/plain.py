@@ -49,6 +49,9 @@ class Plain(WeightFormat):
         lead = () if count is None else (count,)
         return {MATRIX: matrix(*lead, sum(widths), num_inputs, place=place)}
 
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {MATRIX: w_NK}
+
     def dequantise(self, weight: Weight) -> torch.Tensor:
         return weight.tensor
 

@@ -47,7 +47,7 @@ OF_THE_WHOLE = (
 POOLING_ENDS = ("Model", "TextModel", "ForSequenceClassification", "TextForSequenceClassification")
 
 # Fields whose names end as those of parts do.
-OF_THE_TEXT = ("per_layer_config",)
+NO_PARTS = ("per_layer_config", "quantization_config", "compression_config")
 
 
 def find_family(model_type: str) -> ModuleType:
@@ -81,7 +81,7 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
     and ``text_model_type`` is that of the part. Raises ConfigError where parts other than the text are needed.
     """
     parts = sorted(
-        k for k, v in config.items() if k.endswith("_config") and k not in OF_THE_TEXT and isinstance(v, dict) and v
+        k for k, v in config.items() if k.endswith("_config") and k not in NO_PARTS and isinstance(v, dict) and v
     )
     if not parts:
         return config

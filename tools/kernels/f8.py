@@ -1,0 +1,150 @@
+"""FP8 products against their references, and timed: few rows by shape of tile beside bf16, and prompts.
+
+``--rows`` chooses the numbers of rows of the first part. It prints, for every matrix of Llama-8B and number of rows,
+the shapes of ``kernels.f8_gemv`` with the fastest first, and what ``choose`` takes today.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvasir.kernels import f8, f8_gemv, f8_matmul, gemv
+from kvasir.kernels.f8 import F8
+from kvasir.kernels.gemv import Config
+from tests.kernels.check_f8 import CHECKS
+from tools.kernels.frame import BF16, COLD_BYTES, Grid, Report, check_grids, each, measure_limits, tried
+
+GRIDS = {
+    name: Grid(cases, check, {BF16: 1} if name == "f8 matmul" else {BF16: 1, torch.float32: 1})
+    for name, (cases, check) in CHECKS.items()
+}
+# Name -> outputs, inputs, and what is fused, of Llama-8B.
+MATRICES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "qkv": (6144, 4096, {"norm": True}),
+    "o": (4096, 4096, {"residual": True}),
+    "gate_up": (28672, 4096, {"norm": True, "activation": "silu"}),
+    "down": (4096, 14336, {"residual": True}),
+}
+ONE = [Config(n, k, w) for n in (1, 2, 4, 8) for k in (512, 1024, 2048, 4096) for w in (4, 8) if 2048 <= n * k <= 8192]
+FEW = [
+    Config(n, 128, warps, stages, splits)
+    for n, warps in ((16, 2), (32, 4), (64, 4), (128, 8))
+    for stages in (3, 5)
+    for splits in (1, 2, 4, 8)
+]
+PROMPT_ROWS = (128, 512, 2048, 8192, 16384)
+TILES = [f8_matmul.Tile(m, n, w, s) for m, n, w in ((64, 128, 4), (128, 128, 8), (128, 128, 4)) for s in (3, 4, 5)]
+
+
+def made(n: int, k: int, block: int, cold: int = COLD_BYTES) -> list[F8]:
+    """Codes of one shape that take ``cold`` bytes together."""
+    found = []
+    for _ in range(max(3, -(-cold // (n * k)))):
+        shape = (-(-n // block), -(-k // block)) if block else (n,)
+        codes = (torch.randn(n, k, device="cuda", dtype=BF16) * 32).to(f8.E4M3)
+        found.append(F8(codes, torch.rand(shape, device="cuda"), block))
+    return found
+
+
+def time_few(report: Report, name: str, block: int, all_rows: list[int]) -> None:
+    """Products of a few rows with one matrix: every shape of tile, and bf16 as the engine computes it today."""
+    n, k, fused = MATRICES[name]
+    weights = made(n, k, block)
+    plain = [torch.randn(n, k, device="cuda", dtype=BF16) for _ in range(max(2, len(weights) // 2))]
+    for rows in all_rows:
+        chosen = f8_gemv.choose(rows, n, k, block, "activation" in fused)
+        spent = {}
+        for config in dict.fromkeys([chosen, *(ONE if rows == 1 else []), *FEW]):
+            if (found := tried((name, rows, config), partial(few_seconds, rows, weights, config, fused))) is not None:
+                spent[config] = found
+        bf16 = few_seconds(rows, plain, gemv.choose(rows, n, k), fused)
+        ranked = sorted(spent, key=spent.__getitem__)
+        report.add(
+            f"f8 gemv {name}",
+            {"rows": rows, "N": n, "K": k, "block": block},
+            {
+                "bf16_us": round(bf16 * 1e6, 2),
+                "chosen_us": round(spent.get(chosen, float("nan")) * 1e6, 2),
+                "chosen": str(chosen),
+                "TB_per_s": round(n * k / spent[ranked[0]] / 1e12, 2),
+                "times_bf16": round(bf16 / spent[ranked[0]], 2),
+                "own_us": {str(c): round(spent[c] * 1e6, 2) for c in ranked[:6]},
+            },
+        )
+    report.save()
+
+
+def few_seconds(
+    rows: int, weights: list[F8] | list[torch.Tensor], config: Config | None, fused: dict[str, Any]
+) -> float:
+    """Seconds of one product; ``config`` None: by the BLAS, without what is fused."""
+    first = weights[0]
+    n, k = first.codes.shape if isinstance(first, F8) else first.shape
+    x = torch.randn(rows, k, dtype=BF16, device="cuda")
+    if config is None:
+        return each([partial(torch.mm, x, w.t()) for w in weights])
+    options = {
+        "norm": (torch.ones(k, dtype=BF16, device="cuda"), 1e-5) if "norm" in fused else None,
+        "activation": fused.get("activation"),
+        "residual_TO": torch.zeros(rows, n, dtype=BF16, device="cuda") if "residual" in fused else None,
+    }
+    product = f8_gemv.f8_gemv if isinstance(first, F8) else gemv.gemv
+    return each([partial(product, x, w, config, **options) for w in weights])
+
+
+def time_prompts(report: Report, name: str, block: int) -> None:
+    """Products of many rows: quantised rows on FP8 tensor cores, bf16, and the matrix dequantised before."""
+    n, k, _ = MATRICES[name]
+    plain, w = torch.randn(n, k, device="cuda", dtype=BF16), made(n, k, block, 1)[0]
+    for rows in PROMPT_ROWS:
+        x = torch.randn(rows, k, dtype=BF16, device="cuda")
+        own = {}
+        for tile in TILES if block else [None]:
+            spent = tried((name, tile), partial(each, [partial(f8_matmul.f8_matmul, x, w, tile)] * 3))
+            if spent is not None:
+                own[str(tile)] = spent
+        best = min(own, key=own.__getitem__)
+        bf16 = each([partial(torch.mm, x, plain.t())] * 3)
+        times = {
+            "bf16_us": bf16,
+            "dequantise_us": each([partial(f8.dequantise, w, BF16)] * 3),
+            "rows_us": each([partial(f8.quantise_rows, x, block or k)] * 3),
+            "own_us": own[best],
+        }
+        report.add(
+            f"f8 prompt {name}",
+            {"rows": rows, "N": n, "K": k, "block": block},
+            {key: round(spent * 1e6, 1) for key, spent in times.items()}
+            | {
+                "best": best,
+                "times_bf16": round(bf16 / own[best], 2),
+                "TFLOP_per_s": round(2 * rows * n * k / own[best] / 1e12),
+            },
+        )
+    report.save()
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--skip-few", action="store_true")
+    parser.add_argument("--skip-prompts", action="store_true")
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> int:
+    torch.manual_seed(0)
+    report = Report("gpu_f8", options.output)
+    measure_limits(report)
+    check_grids(report, __name__, {} if options.skip_checks else GRIDS, [])
+    for block in (128, 0):
+        for name in MATRICES:
+            if not options.skip_few:
+                time_few(report, name, block, options.rows)
+            if not options.skip_prompts:
+                time_prompts(report, name, block)
+    return report.end()
