@@ -42,11 +42,21 @@ class Plane:
         return (self.rows,) if self.columns is None else (self.rows, self.columns)
 
 
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix as the C kernels take it: codes [N, K], int8 or 0 .. 15 as uint8, scales [N, G] and perhaps zero points
+    [N, G] of its groups of inputs."""
+
+    codes_NK: torch.Tensor
+    scales_NG: torch.Tensor
+    zeros_NG: torch.Tensor | None = None
+
+
 class WeightFormat(Technique):
     """A layout of matrices with the products that read it.
 
     ``rows_skippable``: a product may leave out inputs (rows of W^T) and read fewer bytes. ``native``: the C kernels
-    take it (``kernels/native``)."""
+    take it (``kernels/native``), as ``codes`` or as a plain matrix."""
 
     affects_kv = True
     rows_skippable = False
@@ -97,6 +107,10 @@ class WeightFormat(Technique):
         """The product [T, N] before ``activation``: in fp32 where ``product`` applies it to fp32 sums, so that it gives
         the same bits."""
         return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
+
+    def codes(self, weight: Weight) -> Codes | None:
+        """The codes of a matrix, for the C kernels; None: they take what ``dequantise`` returns."""
+        return None
 
     def grouped(self, weight: Weight) -> torch.Tensor:
         """The matrices of all experts [X, N, K], as ``kernels.moe`` takes them."""

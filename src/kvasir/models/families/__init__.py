@@ -47,7 +47,7 @@ OF_THE_WHOLE = (
 POOLING_ENDS = ("Model", "TextModel", "ForSequenceClassification", "TextForSequenceClassification")
 
 # Fields whose names end as those of parts do.
-OF_THE_TEXT = ("per_layer_config",)
+OF_THE_TEXT = ("per_layer_config", "quantization_config", "compression_config")
 
 
 def find_family(model_type: str) -> ModuleType:

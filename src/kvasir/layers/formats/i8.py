@@ -1,0 +1,52 @@
+"""Weights of 8 bits: signed codes with a scale by channel or by group of inputs. ``i8:group=32``.
+
+Legend: N outputs, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.kernels.weight_codes import dequantise_i8, quantise_i8
+from kvasir.layers.codes import SCALE, CodeFormat, codes_of
+from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
+
+GROUPS = (0, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Config:
+    """``group``: inputs of a scale, 0: all."""
+
+    group: int = 0
+
+
+class I8(CodeFormat):
+    """code * scale."""
+
+    native = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.group not in GROUPS:
+            raise ConfigError(f"i8: group is {config.group}; there are {', '.join(map(str, GROUPS))} (0: by channel)")
+        self.group = config.group
+
+    def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        return (
+            Plane(MATRIX, sum(widths), num_inputs, torch.int8, types=("I8",)),
+            Plane(SCALE, sum(widths), self.groups(num_inputs), torch.float32),
+        )
+
+    def numbers(self, weight: Weight) -> torch.Tensor:
+        return dequantise_i8(codes_of(weight), weight.planes[SCALE])
+
+    def codes(self, weight: Weight) -> Codes:
+        return Codes(codes_of(weight), weight.planes[SCALE])
+
+    def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
+        codes, scales = quantise_i8(w_NK, self.group, search)
+        return {MATRIX: codes, SCALE: scales}

@@ -1,0 +1,36 @@
+"""Weights of 4 bits as NVFP4: E2M1 numbers, an E4M3 scale for each 16 inputs, and one factor for the tensor.
+
+Activations stay as they are (W4A16): before Blackwell no tensor core multiplies these numbers.
+
+Legend: N outputs, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvasir.kernels.weight_codes import NV_GROUP, dequantise_nvfp4, quantise_nvfp4, tensor_scale_nvfp4
+from kvasir.layers.codes import SCALE, TENSOR_SCALE, CodeFormat, codes_of
+from kvasir.layers.weight_format import MATRIX, Plane, Weight
+
+
+class NVFP4(CodeFormat):
+    """number * scale * the tensor's scale."""
+
+    group = NV_GROUP
+
+    def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        rows = sum(widths)
+        return (
+            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",)),
+            Plane(SCALE, rows, self.groups(num_inputs), torch.float8_e4m3fn, types=("F8_E4M3",)),
+            Plane(TENSOR_SCALE, rows, None, torch.float32),
+        )
+
+    def numbers(self, weight: Weight) -> torch.Tensor:
+        return dequantise_nvfp4(codes_of(weight), weight.planes[SCALE], weight.planes[TENSOR_SCALE])
+
+    def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
+        factor = tensor_scale_nvfp4(w_NK)
+        codes, scales = quantise_nvfp4(w_NK, factor, search)
+        return {MATRIX: codes, SCALE: scales, TENSOR_SCALE: factor.expand(len(w_NK)).contiguous()}
