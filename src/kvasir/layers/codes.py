@@ -13,6 +13,11 @@ from abc import abstractmethod
 import torch
 
 from kvasir.errors import ConfigError
+from kvasir.kernels._triton import use_triton
+from kvasir.kernels.codes_gemv import Coded, choose, codes_gemv, matrix_of
+from kvasir.kernels.gemv import MAX_ROWS
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.products import finish, linear
 from kvasir.layers.weight_format import MATRIX, Weight, WeightFormat
 
 SCALE, ZERO, TENSOR_SCALE = "scale", "zero", "tensor_scale"  # planes beside that of the codes
@@ -24,8 +29,8 @@ class CodeFormat(WeightFormat):
     group = 0
 
     @abstractmethod
-    def numbers(self, weight: Weight) -> torch.Tensor:
-        """The matrix fp32 [..., N, K], exactly as its codes and scales say."""
+    def coded(self, weight: Weight) -> Coded:
+        """The planes as the kernels take them."""
 
     @abstractmethod
     def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
@@ -33,7 +38,49 @@ class CodeFormat(WeightFormat):
         weights."""
 
     def dequantise(self, weight: Weight) -> torch.Tensor:
-        return self.numbers(weight).to(weight.place.dtype)
+        w, dtype = self.coded(weight), weight.place.dtype
+        return matrix_of(w, dtype) if use_triton(w.codes) else w.numbers().to(dtype)
+
+    def product(
+        self,
+        weight: Weight,
+        x_TK: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        bias_N: torch.Tensor | None = None,
+        activation: str | None = None,
+        residual_TO: torch.Tensor | None = None,
+        normed_TK: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows = x_TK.shape[0]
+        if weight.streams and rows <= MAX_ROWS:
+            w = self.coded(weight)
+            return codes_gemv(
+                x_TK,
+                w,
+                choose(rows, weight.num_outputs, w, activation is not None),
+                norm=None if norm is None else norm.parameters,
+                bias_N=bias_N,
+                activation=activation,
+                residual_TO=residual_TO,
+            )
+        if norm is not None:
+            x_TK = norm(x_TK) if normed_TK is None else normed_TK
+        w_NK = self.dequantise(weight)
+        if residual_TO is not None and weight.streams and bias_N is None and activation is None:
+            return residual_TO.addmm_(x_TK, w_NK.t())  # the BLAS adds as it stores
+        return finish(linear(x_TK, w_NK, bias_N, weight.place.exact), activation, residual_TO, weight.place)
+
+    def sums(
+        self, weight: Weight, x_TK: torch.Tensor, norm: RMSNorm | None, bias_N: torch.Tensor | None,
+        normed_TK: torch.Tensor, activation: str,
+    ) -> torch.Tensor:  # fmt: skip
+        rows = x_TK.shape[0]
+        if not weight.streams or rows > MAX_ROWS:
+            return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
+        w, y_TN = self.coded(weight), x_TK.new_empty((rows, weight.num_outputs), dtype=torch.float32)
+        scale = None if norm is None else norm.parameters
+        return codes_gemv(x_TK, w, choose(rows, weight.num_outputs, w), norm=scale, bias_N=bias_N, out_TO=y_TN)
 
     def groups(self, num_inputs: int) -> int:
         """The groups of a row. Raises ConfigError where the inputs are no multiple of a group."""

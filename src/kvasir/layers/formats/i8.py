@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.kernels.weight_codes import dequantise_i8, quantise_i8
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.weight_codes import quantise_i8
 from kvasir.layers.codes import SCALE, CodeFormat, codes_of
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
 
@@ -41,8 +42,8 @@ class I8(CodeFormat):
             Plane(SCALE, sum(widths), self.groups(num_inputs), torch.float32),
         )
 
-    def numbers(self, weight: Weight) -> torch.Tensor:
-        return dequantise_i8(codes_of(weight), weight.planes[SCALE])
+    def coded(self, weight: Weight) -> Coded:
+        return Coded(self.name, codes_of(weight), weight.planes[SCALE], None, self.group)
 
     def codes(self, weight: Weight) -> Codes:
         return Codes(codes_of(weight), weight.planes[SCALE])

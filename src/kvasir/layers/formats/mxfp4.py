@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.weight_codes import MX_GROUP, dequantise_mxfp4, quantise_mxfp4
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.weight_codes import MX_GROUP, quantise_mxfp4
 from kvasir.layers.codes import SCALE, CodeFormat, codes_of
 from kvasir.layers.weight_format import MATRIX, Plane, Weight
 
@@ -24,8 +25,8 @@ class MXFP4(CodeFormat):
             Plane(SCALE, rows, self.groups(num_inputs), torch.uint8, types=("U8",)),
         )
 
-    def numbers(self, weight: Weight) -> torch.Tensor:
-        return dequantise_mxfp4(codes_of(weight), weight.planes[SCALE])
+    def coded(self, weight: Weight) -> Coded:
+        return Coded(self.name, codes_of(weight), weight.planes[SCALE], None, self.group)
 
     def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
         codes, scales = quantise_mxfp4(w_NK, search)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.weight_codes import NV_GROUP, dequantise_nvfp4, quantise_nvfp4, tensor_scale_nvfp4
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.weight_codes import NV_GROUP, quantise_nvfp4, tensor_scale_nvfp4
 from kvasir.layers.codes import SCALE, TENSOR_SCALE, CodeFormat, codes_of
 from kvasir.layers.weight_format import MATRIX, Plane, Weight
 
@@ -27,8 +28,8 @@ class NVFP4(CodeFormat):
             Plane(TENSOR_SCALE, rows, None, torch.float32),
         )
 
-    def numbers(self, weight: Weight) -> torch.Tensor:
-        return dequantise_nvfp4(codes_of(weight), weight.planes[SCALE], weight.planes[TENSOR_SCALE])
+    def coded(self, weight: Weight) -> Coded:
+        return Coded(self.name, codes_of(weight), weight.planes[SCALE], weight.planes[TENSOR_SCALE], self.group)
 
     def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
         factor = tensor_scale_nvfp4(w_NK)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.kernels.weight_codes import dequantise_u4, quantise_u4, unpack_nibbles
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.weight_codes import quantise_u4, unpack_nibbles
 from kvasir.layers.codes import SCALE, ZERO, CodeFormat, codes_of
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
 
@@ -44,8 +45,8 @@ class U4(CodeFormat):
         )
         return (*found, Plane(ZERO, rows, groups, torch.uint8, types=("U8",))) if self.zeros else found
 
-    def numbers(self, weight: Weight) -> torch.Tensor:
-        return dequantise_u4(codes_of(weight), weight.planes[SCALE], weight.planes.get(ZERO))
+    def coded(self, weight: Weight) -> Coded:
+        return Coded(self.name, codes_of(weight), weight.planes[SCALE], weight.planes.get(ZERO), self.group)
 
     def codes(self, weight: Weight) -> Codes:
         return Codes(unpack_nibbles(codes_of(weight)), weight.planes[SCALE], weight.planes.get(ZERO))
