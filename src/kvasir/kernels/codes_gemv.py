@@ -336,7 +336,8 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
              "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
              "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
     shape = {"OUT": outputs, "K": width, "B": width // w.pair, "G": w.scales.shape[1],
-             "BLOCK_N": config.block_n, "BYTES": size, "GROUPS": config.block_k // w.group if w.group else 1, "GROUP": w.group,
+             "BLOCK_N": config.block_n, "BYTES": size, "GROUP": w.group,
+             "GROUPS": config.block_k // w.group if w.group else 1,
              "PAIR": w.pair, "LAYOUT": LAYOUTS[w.layout], "ZEROS": w.layout == "u4" and w.more is not None,
              "WHOLE": width % config.block_k == 0 and outputs % config.block_n == 0, "num_warps": config.warps}
     programs = cdiv(outputs, config.block_n)
