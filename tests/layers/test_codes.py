@@ -15,10 +15,10 @@ LOSS = {"i8": 0.0080, "i8:group=32": 0.0054, "u4:group=32": 0.092, "u4:group=64,
 
 
 def made(name, w_NK, search=False):
-    form = load_format(name)
+    form = load_format(name + ("," if ":" in name else ":") + "scale=search" if search else name)
     place = Placement(torch.device("cpu"), torch.float32, formats=lambda slots: form)
     weight = Weight({"a": w_NK.shape[0]}, w_NK.shape[1], place)
-    for plane, values in form.quantise(w_NK, search).items():
+    for plane, values in form.quantise(w_NK).items():
         assert weight.planes[plane].shape == values.shape and weight.planes[plane].dtype == values.dtype
         weight.planes[plane].copy_(values)
     return weight

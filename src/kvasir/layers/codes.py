@@ -9,6 +9,7 @@ Legend: T rows, N outputs, K inputs, O outputs after a gated activation, G group
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 
@@ -32,10 +33,15 @@ class CodeFormat(WeightFormat):
     def coded(self, weight: Weight) -> Coded:
         """The planes as the kernels take them."""
 
-    @abstractmethod
-    def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
-        """The planes of a matrix. ``search``: scales with the least squared error instead of those of the largest
+    @property
+    def search(self) -> bool:
+        """Whether quantising looks for the scales with the least squared error, instead of those of the largest
         weights."""
+        return self.config.scale == "search"
+
+    @abstractmethod
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The planes of a matrix."""
 
     def dequantise(self, weight: Weight) -> torch.Tensor:
         w, dtype = self.coded(weight), weight.place.dtype
@@ -91,6 +97,20 @@ class CodeFormat(WeightFormat):
                 "are no multiple of. Use a checkpoint with smaller groups, or with scales by channel."
             )
         return num_inputs // group
+
+
+def compressed(kind: str, bits: int, group: int, ignore: list[str], **weights: Any) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint of compressed-tensors. ``group`` 0: scales by channel."""
+    size = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **size, **weights}
+    module = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": module},
+        "ignore": ignore,
+    }
 
 
 def codes_of(weight: Weight) -> torch.Tensor:

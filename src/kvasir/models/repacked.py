@@ -108,3 +108,10 @@ def in_words(slot: Slot, signed: bool) -> Repacked:
 def as_words(slot: Slot) -> Slot:
     """The slot of a plane of bytes, filled by int32 words that hold the same bytes."""
     return replace(slot, target=slot.target.view(torch.int32), types=("I32",))
+
+
+def offset_words(slot: Slot) -> Repacked:
+    """The slot of a plane of signed codes, filled by int32 words of the same codes with 128 added."""
+    words = slot.target.view(torch.int32)
+    flip = 0x80808080 - (1 << 32)
+    return Repacked(words, types=("I32",), convert=lambda stored: stored ^ flip, given=tuple(words.shape))

@@ -6,13 +6,14 @@ Legend: N outputs, K inputs, G groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from kvasir.errors import ConfigError
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.weight_codes import quantise_i8
-from kvasir.layers.codes import SCALE, CodeFormat, codes_of
+from kvasir.layers.codes import SCALE, CodeFormat, codes_of, compressed
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
 
 GROUPS = (0, 32, 64, 128)
@@ -20,9 +21,10 @@ GROUPS = (0, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Config:
-    """``group``: inputs of a scale, 0: all."""
+    """``group``: inputs of a scale, 0: all. ``scale``: how quantising chooses it."""
 
     group: int = 0
+    scale: Literal["max", "search"] = "max"
 
 
 class I8(CodeFormat):
@@ -48,6 +50,12 @@ class I8(CodeFormat):
     def codes(self, weight: Weight) -> Codes:
         return Codes(codes_of(weight), weight.planes[SCALE])
 
-    def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
-        codes, scales = quantise_i8(w_NK, self.group, search)
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales = quantise_i8(w_NK, self.group, self.search)
         return {MATRIX: codes, SCALE: scales}
+
+    def stored_as(self, planes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {MATRIX: planes[MATRIX], "weight_scale": planes[SCALE]}
+
+    def quantization_config(self, ignore: list[str]) -> dict[str, Any]:
+        return compressed("int-quantized", 8, self.group, ignore)

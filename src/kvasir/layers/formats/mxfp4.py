@@ -5,12 +5,22 @@ Legend: N outputs, K inputs, G groups.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.weight_codes import MX_GROUP, quantise_mxfp4
 from kvasir.layers.codes import SCALE, CodeFormat, codes_of
 from kvasir.layers.weight_format import MATRIX, Plane, Weight
+
+
+@dataclass(frozen=True)
+class Config:
+    """``scale``: how quantising chooses the scales."""
+
+    scale: Literal["max", "search"] = "max"
 
 
 class MXFP4(CodeFormat):
@@ -28,6 +38,6 @@ class MXFP4(CodeFormat):
     def coded(self, weight: Weight) -> Coded:
         return Coded(self.name, codes_of(weight), weight.planes[SCALE], None, self.group)
 
-    def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
-        codes, scales = quantise_mxfp4(w_NK, search)
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales = quantise_mxfp4(w_NK, self.search)
         return {MATRIX: codes, SCALE: scales}

@@ -7,12 +7,22 @@ Legend: N outputs, K inputs, G groups.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import torch
 
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.weight_codes import NV_GROUP, quantise_nvfp4, tensor_scale_nvfp4
-from kvasir.layers.codes import SCALE, TENSOR_SCALE, CodeFormat, codes_of
+from kvasir.layers.codes import SCALE, TENSOR_SCALE, CodeFormat, codes_of, compressed
 from kvasir.layers.weight_format import MATRIX, Plane, Weight
+
+
+@dataclass(frozen=True)
+class Config:
+    """``scale``: how quantising chooses the scales."""
+
+    scale: Literal["max", "search"] = "max"
 
 
 class NVFP4(CodeFormat):
@@ -31,7 +41,14 @@ class NVFP4(CodeFormat):
     def coded(self, weight: Weight) -> Coded:
         return Coded(self.name, codes_of(weight), weight.planes[SCALE], weight.planes[TENSOR_SCALE], self.group)
 
-    def quantise(self, w_NK: torch.Tensor, search: bool = False) -> dict[str, torch.Tensor]:
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         factor = tensor_scale_nvfp4(w_NK)
-        codes, scales = quantise_nvfp4(w_NK, factor, search)
+        codes, scales = quantise_nvfp4(w_NK, factor, self.search)
         return {MATRIX: codes, SCALE: scales, TENSOR_SCALE: factor.expand(len(w_NK)).contiguous()}
+
+    def stored_as(self, planes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        divisor = planes[TENSOR_SCALE][:1].reciprocal()
+        return {"weight_packed": planes[MATRIX], "weight_scale": planes[SCALE], "weight_global_scale": divisor}
+
+    def quantization_config(self, ignore: list[str]) -> dict[str, Any]:
+        return compressed("nvfp4-pack-quantized", 4, self.group, ignore, type="float", strategy="tensor_group")
