@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parent / "triton"
 # Files that take long in the interpreter, in parts of cases chosen by a hash: every commit runs the first part,
 # `make test-all` the others.
 PARTS = {
+    "test_codes.py": 4,
     "test_decode_attention.py": 3,
     "test_dense_attention.py": 2,
     "test_exact_attention.py": 2,

@@ -142,12 +142,3 @@ def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: st
         f"{holds}. Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose "
         "for you."
     )
-
-
-def available_memory() -> int:
-    """Bytes of RAM that are free for use, as the kernel estimates it; without its file there is no bound."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return 1 << 62
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -51,11 +51,22 @@ class Plane:
         return slice(first // self.outputs, -(-(first + count) // self.outputs))
 
 
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix as the C kernels take it: codes [N, K], int8 or 0 .. 15 as uint8, scales [N, G] and perhaps zero points
+    [N, G] of its groups of inputs."""
+
+    codes_NK: torch.Tensor
+    scales_NG: torch.Tensor
+    zeros_NG: torch.Tensor | None = None
+
+
 class WeightFormat(Technique):
     """A layout of matrices with the products that read it.
 
     ``rows_skippable``: a product may leave out inputs (rows of W^T) and read fewer bytes. ``native``: the C kernels
-    take it (``kernels/native``). ``also``: other names that it goes by, such as vLLM's."""
+    take it (``kernels/native``), as ``codes`` or as a plain matrix. ``also``: other names that it goes by, such as
+    vLLM's."""
 
     affects_kv = True
     rows_skippable = False
@@ -125,6 +136,10 @@ class WeightFormat(Technique):
         """The product [T, N] before ``activation``: in fp32 where ``product`` applies it to fp32 sums, so that it gives
         the same bits."""
         return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
+
+    def codes(self, weight: Weight) -> Codes | None:
+        """The codes of a matrix, for the C kernels; None: they take what ``dequantise`` returns."""
+        return None
 
     def grouped(self, weight: Weight) -> torch.Tensor | F8:
         """The matrices of all experts [X, N, K], as ``kernels.moe`` takes them."""

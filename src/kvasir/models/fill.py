@@ -28,6 +28,8 @@ from kvasir.models.packed import Chunk, read_chunk
 # Size of a part: large enough for full speed of disk and PCIe, and for few enough parts that Python's time does not
 # count.
 PART_BYTES = 16 << 20
+# Parts have a multiple of so many rows, if they have more: codes of several rows may share a byte of a plane.
+WHOLE = 8
 # Most threads: one copies a few GB/s out of the page cache, and PCIe takes some 50 GB/s.
 NUM_THREADS = 8
 # Bytes from which on a progress bar is shown.
@@ -130,6 +132,8 @@ def _cut(tensor: Stored, rows: int) -> Iterator[Chunk]:
     """Pieces of a tensor that is not packed."""
     row_bytes = tensor.num_bytes // rows
     step = max(1, PART_BYTES // max(1, row_bytes))
+    if step > WHOLE:
+        step -= step % WHOLE
     for first in range(0, rows, step):
         count = min(step, rows - first)
         yield Chunk(count, count * row_bytes, tensor.offset + first * row_bytes, 0)

@@ -96,6 +96,9 @@ def start_loading(
     slots = slots_to_fill(decoder)
     sources = {slot: tensor for slot, tensor, _ in assigned.placed}
     checks = [partial(_check_tied, tensor, sources[EMBED]) for slot, tensor in sources.items() if slot not in slots]
+    if reader is not None:
+        unread = (t for ts in assigned.left_out.values() for t in ts if t.name.endswith(reader.unread))
+        checks += [partial(reader.check, tensor) for tensor in unread]
     return decoder, filling.start(assigned.into(slots), checks)
 
 

@@ -32,6 +32,7 @@ from kvasir.kernels.native.program import (
     StepInputs,
     pack,
 )
+from kvasir.kernels.native.quantized import pack_codes
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
@@ -214,7 +215,7 @@ class NativeDecoder:
         self._logits_MV = program.tensor(LOGIT_ROWS, model.spec.vocab_size)
         program.linear(
             h_TE,
-            pack(library, model.head.tensor),
+            _pack(model.head),
             self._logits_MV,
             norm=_norm(model.norm),
             wanted=True,
@@ -302,7 +303,14 @@ class NativeDecoder:
         program.norm(y_TE, h_TE, _norm(post), add=True, wanted=wanted)
 
     def _packed(self, layer: Linear, gated: bool = False) -> Packed:
-        return pack(native().library, layer.weight.tensor, gated)
+        return _pack(layer.weight, gated)
+
+
+def _pack(weight: Weight, gated: bool = False) -> Packed:
+    codes = weight.format.codes(weight)
+    if codes is None:
+        return pack(native().library, weight.dequantise(), gated)
+    return pack_codes(native().library, codes.codes_NK, codes.scales_NG, codes.zeros_NG, gated)
 
 
 def _turned(model: Decoder) -> list[tuple[torch.Tensor | None, int]]:

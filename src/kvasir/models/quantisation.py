@@ -59,6 +59,9 @@ class Reader(Technique):
         """A stored tensor and the slot of the plane that it fills, so that their shapes are the same."""
         return tensor, slot
 
+    def check(self, tensor: Stored) -> None:
+        """Look into a tensor that is not read. Raises ConfigError where its content changes the result."""
+
     def refuse(self, what: str, instead: str = "") -> None:
         """Raise ConfigError that says what of this checkpoint is not served."""
         instead = instead or advice.dequantize(self.name)

@@ -1,0 +1,447 @@
+"""y = x W^T for few rows of x and weights as codes with scales by group (``kernels.weight_codes``). The time is that of
+streaming the codes once.
+
+These are the two kernels of ``kernels.gemv`` with the same work fused in: norm before, bias, gate and residual after,
+and the early start. A byte of two codes is loaded once; the even and the odd inputs of x are loaded apart, so codes
+never change places. One row: numbers times scales are summed in fp32. Several rows go through tensor cores with the
+numbers times their group's scale, rounded to x's type; a scale of the whole tensor or of an output multiplies the sum.
+
+Bytes: those of the planes. Legend: T rows, K inputs, N rows of W (F of gate, then F of up, where they are gated), O
+outputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.kernels import weight_codes as codes
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
+from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
+from kvasir.kernels.gemv import JOIN, MAX_ROWS, UNGATED, Config, _join, gemv_reference
+
+LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3}
+PROGRAMS = 264  # that a launch should have, two for each of an H100's multiprocessors: else K is split
+SHORTEST = 512  # inputs of a split at least
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A matrix [N, K] as codes. ``more``: zero points uint8 [N, G] of ``u4``, or the tensor's scale fp32 [N] of
+    ``nvfp4``; None: there are none. ``group``: inputs of a scale, 0: all."""
+
+    layout: str
+    codes: torch.Tensor
+    scales: torch.Tensor
+    more: torch.Tensor | None
+    group: int
+
+    @property
+    def pair(self) -> int:
+        """Codes of a byte."""
+        return 1 if self.layout == "i8" else 2
+
+    @property
+    def num_inputs(self) -> int:
+        return self.codes.shape[-1] * self.pair
+
+    def numbers(self) -> torch.Tensor:
+        """The matrix fp32 [..., N, K]."""
+        if self.layout == "i8":
+            return codes.dequantise_i8(self.codes, self.scales)
+        if self.layout == "u4":
+            return codes.dequantise_u4(self.codes, self.scales, self.more)
+        if self.layout == "mxfp4":
+            return codes.dequantise_mxfp4(self.codes, self.scales)
+        return codes.dequantise_nvfp4(self.codes, self.scales, self.more)
+
+
+def codes_gemv_reference(x_TK: torch.Tensor, w: Coded, **options: object) -> torch.Tensor:
+    """[T, O] in x's dtype: ``gemv_reference`` with the dequantised matrix."""
+    return gemv_reference(x_TK, w.numbers().to(x_TK.dtype), **options)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _bytes(at, live, b, B, WHOLE: tl.constexpr):
+    """A block of bytes. It is read once, and should not evict anything from the L2 cache."""
+    if WHOLE:
+        w = tl.load(at + b[None, :], eviction_policy="evict_first")
+    else:
+        w = tl.load(at + b[None, :], mask=live[:, None] & (b < B)[None, :], other=0, eviction_policy="evict_first")
+    return w
+
+
+@jit
+def _number(code, zero, LAYOUT: tl.constexpr):
+    """fp32 numbers of codes, before their scale. E2M1's bits stand in fp32's places, with an exponent 126 too low."""
+    if LAYOUT >= 2:
+        wide = code.to(tl.int32)
+        y = ((wide & 8) << 28 | (wide & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif LAYOUT == 1:
+        y = code.to(tl.float32) - zero
+    else:
+        y = code.to(tl.float32)
+    return y
+
+
+@jit
+def _spread(x, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
+    """A number a group as a number a byte: [N, BYTES] of [N, GROUPS]; or [N, 1]."""
+    if GROUPS > 1:
+        x = tl.reshape(tl.broadcast_to(x[:, :, None], [N, GROUPS, BYTES // GROUPS]), [N, BYTES])
+    return x
+
+
+@jit
+def _scales(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
+            GROUPS: tl.constexpr):
+    """Scales fp32 [N, GROUPS] of the outputs n for the inputs from ``first`` on, and zero points. GROUP 0: the scales
+    of all inputs, which ``_factor`` multiplies with later."""
+    if GROUP == 0:
+        g = tl.zeros([1], tl.int32)
+    else:
+        g = first // GROUP + tl.arange(0, GROUPS)
+    at = n.to(tl.int64)[:, None] * G + g[None, :]
+    mask = live[:, None] & (g < G)[None, :]
+    if GROUP == 0:
+        s = tl.zeros_like(at).to(tl.float32) + 1.0
+    elif LAYOUT == 2:  # a power of two: fp32's exponent has the same bias
+        wide = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32)
+        s = tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
+    elif LAYOUT == 3:  # E4M3's bits in fp32's places, with an exponent 120 too low
+        wide = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32)
+        s = ((wide & 128) << 24 | (wide & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        s = tl.load(scale_ptr + at, mask=mask, other=0.0)
+    if ZEROS:
+        z = tl.load(more_ptr + at, mask=mask, other=0).to(tl.float32)
+    else:
+        z = tl.zeros_like(s) + 8.0
+    return s, z
+
+
+@jit
+def _factor(scale_ptr, more_ptr, n, live, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
+    """The factor of each output's sum."""
+    if LAYOUT == 3:
+        f = tl.load(more_ptr + n, mask=live, other=0.0)
+    elif GROUP == 0:
+        f = tl.load(scale_ptr + n, mask=live, other=0.0)
+    else:
+        f = tl.zeros_like(n).to(tl.float32) + 1.0
+    return f
+
+
+@jit
+def _pair(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
+    """The weights fp32 of the even and the odd inputs of a block of bytes; of 8 bits all, twice."""
+    s = _spread(s, N, GROUPS, BYTES)
+    z = _spread(z, N, GROUPS, BYTES)
+    if LAYOUT == 0:
+        even = _number(w, z, LAYOUT) * s
+        odd = even
+    else:
+        even = _number(w & 15, z, LAYOUT) * s
+        odd = _number(w >> 4, z, LAYOUT) * s
+    return even, odd
+
+
+@jit
+def _inputs(x_ptr, norm_ptr, k, squares, K, NORM: tl.constexpr):
+    """Inputs k of one row in fp32, times the norm's weight, and the running squares."""
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    if NORM:
+        squares += x * x
+        x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    return x, squares
+
+
+@jit
+def _one_row_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_ptr, residual_ptr, eps, OUT, K, B, G,
+                   BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+                   PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
+                   NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+                   PDL: tl.constexpr):
+    """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    b = tl.arange(0, BYTES)
+    live = n < OUT
+    at = w_ptr + n.to(tl.int64)[:, None] * B
+    up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = _bytes(at, live, b, B, WHOLE)
+    if KIND >= 0:
+        w_up = _bytes(up_at, live, b, B, WHOLE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    squares = tl.zeros([BYTES], tl.float32)
+    acc = tl.zeros([BLOCK_N, BYTES], tl.float32)
+    acc_up = acc
+    for b0 in range(0, B, BYTES):
+        later = b0 + BYTES + b
+        ahead = _bytes(at, live & (b0 + BYTES < B), later, B, False)  # is on its way while this block is multiplied
+        if KIND >= 0:
+            ahead_up = _bytes(up_at, live & (b0 + BYTES < B), later, B, False)
+        x_even, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * PAIR, squares, K, NORM)
+        s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+        acc += even * x_even[None, :]
+        if PAIR == 2:
+            x_odd, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * 2 + 1, squares, K, NORM)
+            acc += odd * x_odd[None, :]
+        w = ahead
+        if KIND >= 0:
+            s, z = _scales(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            even, odd = _pair(w_up, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            acc_up += even * x_even[None, :]
+            if PAIR == 2:
+                acc_up += odd * x_odd[None, :]
+            w_up = ahead_up
+    y = tl.sum(acc, 1)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y *= factor
+    y *= _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+    if KIND >= 0:
+        up = tl.sum(acc_up, 1) * factor * _factor(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)
+        if BIAS:
+            up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
+        y = activate(y, up, KIND)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@jit
+def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, NORM: tl.constexpr):
+    """Inputs k of x^T [., ROWS] in its dtype, times the norm's weight, and the running sums of squares of its rows."""
+    at = x_ptr + tl.arange(0, ROWS)[None, :] * x_row + k[:, None]
+    x = tl.load(at, mask=live_m[None, :] & (k < K)[:, None], other=0.0)
+    if NORM:
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 0)
+        x = (wide * tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)[:, None]).to(x_ptr.dtype.element_ty)
+    return x, squares
+
+
+@jit
+def _dot(acc, even, odd, x_even, x_odd, PAIR: tl.constexpr):
+    dtype = x_even.dtype
+    acc = tl.dot(even.to(dtype), x_even, acc, input_precision="ieee")
+    if PAIR == 2:
+        acc = tl.dot(odd.to(dtype), x_odd, acc, input_precision="ieee")
+    return acc
+
+
+@jit(do_not_specialize=["rows"])
+def _few_rows_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, part_ptr, squares_ptr, norm_ptr, bias_ptr,
+                    residual_ptr, eps, rows, x_row, y_row, residual_row, share, OUT, K, B, G, ROWS: tl.constexpr,
+                    BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+                    PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr,
+                    SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+                    KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+    """``BLOCK_N`` outputs of every row: y; or, over ``share`` bytes of a row of W, ``part`` [splits, T, N] fp32 and
+    ``squares`` [splits, T]."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    start = split * share
+    stop = tl.minimum(start + share, B)
+    m = tl.arange(0, ROWS)
+    b = tl.arange(0, BYTES)
+    live, live_m = n < OUT, m < rows
+    at = w_ptr + n.to(tl.int64)[:, None] * B
+    up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    squares = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    acc_up = acc
+    for b0 in tl.range(start, stop, BYTES, num_stages=STAGES):
+        w = _bytes(at, live, b0 + b, B, WHOLE)
+        s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        x_even, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * PAIR, live_m, squares, K, ROWS, NORM)
+        x_odd = x_even
+        if PAIR == 2:
+            x_odd, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * 2 + 1, live_m, squares, K, ROWS, NORM)
+        even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+        acc = _dot(acc, even, odd, x_even, x_odd, PAIR)
+        if KIND >= 0:
+            w = _bytes(up_at, live, b0 + b, B, WHOLE)
+            s, z = _scales(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            acc_up = _dot(acc_up, even, odd, x_even, x_odd, PAIR)
+    acc *= _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
+    if KIND >= 0:
+        acc_up *= _factor(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
+    held = live[:, None] & live_m[None, :]
+    if SPLIT:
+        N = OUT
+        if KIND >= 0:
+            N = 2 * OUT
+        part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
+        tl.store(part, acc, mask=held)
+        if KIND >= 0:
+            tl.store(part + OUT, acc_up, mask=held)
+        if NORM:
+            tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
+    else:
+        if NORM:
+            factor = tl.rsqrt(squares / K + eps)[None, :]
+            acc *= factor
+            if KIND >= 0:
+                acc_up *= factor
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
+            if KIND >= 0:
+                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
+        if KIND >= 0:
+            acc = activate(acc, acc_up, KIND)
+        if RESIDUAL:
+            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
+        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+
+
+def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
+               bias_N: torch.Tensor | None = None, activation: str | None = None,
+               residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``codes_gemv_reference`` in one launch (two where K is split), as ``kernels.gemv.gemv`` does.
+    ``config.block_k`` counts inputs: a power of two, and whole groups."""
+    (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
+    assert rows <= MAX_ROWS and w.num_inputs == width and x_TK.stride(1) == 1, "a few dense rows"
+    assert w.codes.is_contiguous() and w.scales.is_contiguous(), "dense planes"
+    outputs = num_rows if activation is None else num_rows // 2
+    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
+        "the residual is as the result"
+    assert not w.group or config.block_k % w.group == 0, "a block of whole groups"
+    y_TO = residual_TO if residual_TO is not None else out_TO
+    if y_TO is None:
+        y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    if rows == 0:
+        return y_TO
+    norm_K, eps = (x_TK, 0.0) if norm is None else norm
+    bias, more = x_TK if bias_N is None else bias_N, w.scales if w.more is None else w.more
+    early, size = pdl(x_TK.device), config.block_k // w.pair
+    scales = w.scales if w.layout in ("i8", "u4") else w.scales.view(torch.uint8)
+    fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
+             "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
+             "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
+    shape = {"OUT": outputs, "K": width, "B": width // w.pair, "G": w.scales.shape[1],
+             "BLOCK_N": config.block_n, "BYTES": size, "GROUP": w.group,
+             "GROUPS": config.block_k // w.group if w.group else 1,
+             "PAIR": w.pair, "LAYOUT": LAYOUTS[w.layout], "ZEROS": w.layout == "u4" and w.more is not None,
+             "WHOLE": width % config.block_k == 0 and outputs % config.block_n == 0, "num_warps": config.warps}
+    programs = cdiv(outputs, config.block_n)
+    if config.block_n < 16:
+        assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
+        _one_row_codes[(programs,)](x_TK, w.codes, scales, more, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
+        return y_TO
+    share = cdiv(cdiv(width // w.pair, size), config.splits) * size
+    splits = cdiv(width // w.pair, share)  # none of them empty
+    part = squares = x_TK
+    if splits > 1:
+        part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
+        squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
+    _few_rows_codes[(programs, splits)](
+        x_TK, w.codes, scales, more, y_TO, part, squares, norm_K, bias, y_TO, eps, rows, x_TK.stride(0),
+        y_TO.stride(0), y_TO.stride(0), share, **shape, ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages,
+        SPLIT=splits > 1, **fused)
+    if splits > 1:
+        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0),
+                                           OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN, **fused)
+    return y_TO
+
+
+@jit
+def _write_matrix(w_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
+                  GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr,
+                  ZEROS: tl.constexpr):
+    """A block of the matrix itself."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    b0 = tl.program_id(1) * BYTES
+    b = b0 + tl.arange(0, BYTES)
+    live = n < rows
+    w = _bytes(w_ptr + n.to(tl.int64)[:, None] * B, live, b, B, False)
+    s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    even, odd = _pair(w, s * _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None], z, LAYOUT, BLOCK_N,
+                      GROUPS, BYTES)
+    at = y_ptr + n.to(tl.int64)[:, None] * (B * PAIR)
+    if PAIR == 2:
+        both = tl.reshape(tl.join(even, odd), [BLOCK_N, 2 * BYTES])
+        k = 2 * b0 + tl.arange(0, 2 * BYTES)
+        tl.store(at + k[None, :], both.to(y_ptr.dtype.element_ty), mask=live[:, None] & (k < 2 * B)[None, :])
+    else:
+        tl.store(at + b[None, :], even.to(y_ptr.dtype.element_ty), mask=live[:, None] & (b < B)[None, :])
+
+
+def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [..., N, K] in ``dtype``, by one kernel: scratch memory of a product of many rows."""
+    shape = (*w.codes.shape[:-1], w.num_inputs)
+    y = torch.empty(shape, dtype=dtype, device=w.codes.device)
+    rows, block_k = w.codes[..., 0].numel(), 128 * w.pair
+    scales, more = w.scales, w.scales if w.more is None else w.more
+    _write_matrix[(cdiv(rows, 16), cdiv(w.num_inputs, block_k))](
+        w.codes, scales if w.layout in ("i8", "u4") else scales.view(torch.uint8), more, y, rows,
+        w.codes.shape[-1], scales.shape[-1], BLOCK_N=16, BYTES=128, GROUPS=block_k // w.group if w.group else 1,
+        GROUP=w.group, PAIR=w.pair, LAYOUT=LAYOUTS[w.layout], ZEROS=w.layout == "u4" and w.more is not None,
+        num_warps=4)
+    return y
+
+
+# -------------------------------------------------------------------------------------------------------------- chooser
+
+
+def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config:
+    """Config for ``num_rows`` rows of codes and ``rows`` rows of x, 1 to 64. A rule that nobody measured yet."""
+    least = w.group or 1
+    if rows == 1:
+        return Config(4, max(least, min(1024, next_power_of_2(w.num_inputs))), 4)
+    outputs = num_rows // 2 if gated else num_rows
+    block_n = 64 if rows > 16 and outputs >= 64 * PROGRAMS else 32
+    splits = 1
+    while cdiv(outputs, block_n) * splits < PROGRAMS and w.num_inputs // (2 * splits) >= SHORTEST:
+        splits *= 2
+    return Config(block_n, max(least, 128 * w.pair), 8 if rows > 32 else 4, 3, splits)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the test grid. ``outputs`` is O."""
+
+    layout: str
+    group: int
+    rows: int
+    outputs: int
+    width: int
+    config: Config
+    zeros: bool = False
+    norm: bool = False
+    bias: bool = False
+    activation: str | None = None
+    residual: bool = False
+
+
+def grid() -> Iterator[Case]:
+    one, few = Config(4, 128, 4), Config(16, 128, 1, 2)
+    for layout, group, zeros in (("i8", 0, False), ("i8", 32, False), ("u4", 32, False), ("u4", 64, True),
+                                 ("mxfp4", 32, False), ("nvfp4", 16, False)):
+        width = 320
+        yield Case(layout, group, 1, 40, width, one, zeros)
+        yield Case(layout, group, 1, 33, width, one, zeros, norm=True, bias=True, residual=True)
+        yield Case(layout, group, 1, 40, 192, one, zeros, norm=True, activation="silu")
+        yield Case(layout, group, 3, 48, width, few, zeros)
+        yield Case(layout, group, 5, 40, 192, few, zeros, norm=True, bias=True, residual=True)
+        yield Case(layout, group, 17, 48, 512, Config(32, 128, 4, 3, splits=3), zeros, norm=True, activation="silu",
+                   bias=True)
+    yield Case("u4", 128, 1, 40, 512, Config(4, 128, 4), zeros=True, norm=True)
+    yield Case("u4", 128, 2, 40, 512, few, activation="gelu_tanh", residual=True)
+    yield Case("u4", 128, 0, 16, 256, one)

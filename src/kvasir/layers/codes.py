@@ -1,0 +1,118 @@
+"""Weights as codes with scales: what the formats ``i8``, ``u4``, ``mxfp4`` and ``nvfp4`` have in common.
+
+The planes stay as they are: products of few rows read codes, and prompts a copy of one matrix at a time in the model's
+dtype, which is given back.
+
+Legend: T rows, N outputs, K inputs, O outputs after a gated activation, G groups.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.kernels._triton import use_triton
+from kvasir.kernels.codes_gemv import Coded, choose, codes_gemv, matrix_of
+from kvasir.kernels.gemv import MAX_ROWS
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.products import finish, linear
+from kvasir.layers.weight_format import MATRIX, Weight, WeightFormat
+
+SCALE, ZERO, TENSOR_SCALE = "scale", "zero", "tensor_scale"  # planes beside that of the codes
+
+
+class CodeFormat(WeightFormat):
+    """A format of codes. ``group``: inputs of a scale; 0: all."""
+
+    group = 0
+
+    @abstractmethod
+    def coded(self, weight: Weight) -> Coded:
+        """The planes as the kernels take them."""
+
+    @property
+    def search(self) -> bool:
+        """Whether quantising looks for the scales with the least squared error, instead of those of the largest
+        weights."""
+        return self.config.scale == "search"
+
+    @abstractmethod
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The planes of a matrix."""
+
+    def dequantise(self, weight: Weight) -> torch.Tensor:
+        w, dtype = self.coded(weight), weight.place.dtype
+        return matrix_of(w, dtype) if use_triton(w.codes) else w.numbers().to(dtype)
+
+    def product(
+        self,
+        weight: Weight,
+        x_TK: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        bias_N: torch.Tensor | None = None,
+        activation: str | None = None,
+        residual_TO: torch.Tensor | None = None,
+        normed_TK: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows = x_TK.shape[0]
+        if weight.streams and rows <= MAX_ROWS:
+            w = self.coded(weight)
+            return codes_gemv(
+                x_TK,
+                w,
+                choose(rows, weight.num_outputs, w, activation is not None),
+                norm=None if norm is None else norm.parameters,
+                bias_N=bias_N,
+                activation=activation,
+                residual_TO=residual_TO,
+            )
+        if norm is not None:
+            x_TK = norm(x_TK) if normed_TK is None else normed_TK
+        w_NK = self.dequantise(weight)
+        if residual_TO is not None and weight.streams and bias_N is None and activation is None:
+            return residual_TO.addmm_(x_TK, w_NK.t())  # the BLAS adds as it stores
+        return finish(linear(x_TK, w_NK, bias_N, weight.place.exact), activation, residual_TO, weight.place)
+
+    def sums(
+        self, weight: Weight, x_TK: torch.Tensor, norm: RMSNorm | None, bias_N: torch.Tensor | None,
+        normed_TK: torch.Tensor, activation: str,
+    ) -> torch.Tensor:  # fmt: skip
+        rows = x_TK.shape[0]
+        if not weight.streams or rows > MAX_ROWS:
+            return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
+        w, y_TN = self.coded(weight), x_TK.new_empty((rows, weight.num_outputs), dtype=torch.float32)
+        scale = None if norm is None else norm.parameters
+        return codes_gemv(x_TK, w, choose(rows, weight.num_outputs, w), norm=scale, bias_N=bias_N, out_TO=y_TN)
+
+    def groups(self, num_inputs: int) -> int:
+        """The groups of a row. Raises ConfigError where the inputs are no multiple of a group."""
+        group = self.group or num_inputs
+        if num_inputs % group or num_inputs % 2:
+            raise ConfigError(
+                f"the weight format '{self.name}' has groups of {group} inputs, which {num_inputs} inputs of a matrix "
+                "are no multiple of. Use a checkpoint with smaller groups, or with scales by channel."
+            )
+        return num_inputs // group
+
+
+def compressed(kind: str, bits: int, group: int, ignore: list[str], **weights: Any) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint of compressed-tensors. ``group`` 0: scales by channel."""
+    size = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **size, **weights}
+    module = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": module},
+        "ignore": ignore,
+    }
+
+
+def codes_of(weight: Weight) -> torch.Tensor:
+    """The plane of codes."""
+    return weight.planes[MATRIX]

@@ -1,0 +1,43 @@
+"""Weights of 4 bits as MXFP4: E2M1 numbers, and a power of two for each 32 inputs (OCP Microscaling 1.0).
+
+Legend: N outputs, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.weight_codes import MX_GROUP, quantise_mxfp4
+from kvasir.layers.codes import SCALE, CodeFormat, codes_of
+from kvasir.layers.weight_format import MATRIX, Plane, Weight
+
+
+@dataclass(frozen=True)
+class Config:
+    """``scale``: how quantising chooses the scales."""
+
+    scale: Literal["max", "search"] = "max"
+
+
+class MXFP4(CodeFormat):
+    """number * 2^(scale - 127)."""
+
+    group = MX_GROUP
+
+    def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        rows = sum(widths)
+        return (
+            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",)),
+            Plane(SCALE, rows, self.groups(num_inputs), torch.uint8, types=("U8",)),
+        )
+
+    def coded(self, weight: Weight) -> Coded:
+        return Coded(self.name, codes_of(weight), weight.planes[SCALE], None, self.group)
+
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales = quantise_mxfp4(w_NK, self.search)
+        return {MATRIX: codes, SCALE: scales}

@@ -1,0 +1,69 @@
+"""Weights of 4 bits: codes 0 to 15 with a scale, and perhaps a zero point, by group of inputs. ``u4:group=128``.
+
+Legend: N outputs, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.weight_codes import pack_nibbles, quantise_u4, unpack_nibbles
+from kvasir.layers.codes import SCALE, ZERO, CodeFormat, codes_of, compressed
+from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
+
+GROUPS = (0, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Config:
+    """``group``: inputs of a scale, 0: all. ``zeros``: a zero point for each scale; without, it is 8. ``scale``: how
+    quantising chooses it."""
+
+    group: int = 128
+    zeros: bool = False
+    scale: Literal["max", "search"] = "max"
+
+
+class U4(CodeFormat):
+    """(code - zero) * scale."""
+
+    native = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.group not in GROUPS:
+            raise ConfigError(f"u4: group is {config.group}; there are {', '.join(map(str, GROUPS))} (0: by channel)")
+        self.group, self.zeros = config.group, config.zeros
+
+    def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        rows, groups = sum(widths), self.groups(num_inputs)
+        found = (
+            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",)),
+            Plane(SCALE, rows, groups, torch.float32),
+        )
+        return (*found, Plane(ZERO, rows, groups, torch.uint8, types=("U8",))) if self.zeros else found
+
+    def coded(self, weight: Weight) -> Coded:
+        return Coded(self.name, codes_of(weight), weight.planes[SCALE], weight.planes.get(ZERO), self.group)
+
+    def codes(self, weight: Weight) -> Codes:
+        return Codes(unpack_nibbles(codes_of(weight)), weight.planes[SCALE], weight.planes.get(ZERO))
+
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales, zeros = quantise_u4(w_NK, self.group, self.zeros, self.search)
+        return {MATRIX: codes, SCALE: scales} | ({} if zeros is None else {ZERO: zeros})
+
+    def stored_as(self, planes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        codes, shape = planes[MATRIX], (planes[MATRIX].shape[0], 2 * planes[MATRIX].shape[1])
+        found = {"weight_packed": codes.view(torch.int32), "weight_scale": planes[SCALE]}
+        if ZERO in planes:  # packed along outputs
+            found["weight_zero_point"] = pack_nibbles(planes[ZERO].t()).contiguous().view(torch.int32).t().contiguous()
+        return found | {"weight_shape": torch.tensor(shape)}
+
+    def quantization_config(self, ignore: list[str]) -> dict[str, Any]:
+        return compressed("pack-quantized", 4, self.group, ignore, symmetric=not self.zeros)

@@ -1,0 +1,44 @@
+"""NVIDIA's Model Optimizer: NVFP4, whose tensor scale is a factor (compressed-tensors stores a divisor)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from kvasir.models.quantisation import Reader, ignored, with_suffix
+from kvasir.models.stored import View
+
+if TYPE_CHECKING:
+    from kvasir.layers.weights import Slot
+    from kvasir.models.fill import Stored
+
+ENDS = {"weight": ".weight", "scale": ".weight_scale", "tensor_scale": ".weight_scale_2"}
+
+
+class ModelOpt(Reader):
+    """Serves ``quant_algo`` NVFP4. Activations stay in 16 bits."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        given = config.get("quantization") or config  # hf_quant_config.json nests it
+        algorithm = str(given.get("quant_algo", "")).upper()
+        if algorithm != "NVFP4":
+            self.refuse(f"quant_algo '{algorithm}'")
+        if (group := given.get("group_size", 16)) != 16:
+            self.refuse(f"group_size {group}")
+        self.kept = tuple(given.get("exclude_modules") or given.get("ignore") or ())
+
+    def format_of(self, module: str) -> str | None:
+        kept = ignored(module, self.kept) or any(fnmatchcase(module, pattern) for pattern in self.kept)
+        return None if kept else "nvfp4"
+
+    def stored(self, view: View, plane: str, names: Collection[str]) -> View:
+        found = with_suffix(view, ENDS[plane])
+        return View(found.name) if plane == "tensor_scale" else found
+
+    def fit(self, plane: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+        if plane == "tensor_scale":
+            return replace(tensor, shape=()), replace(slot, repeat=True)
+        return tensor, slot

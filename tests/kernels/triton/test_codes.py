@@ -1,0 +1,72 @@
+"""The kernels for codes over their grid, every code alone, and what must fail: nibbles swapped, a neighbour's scale, a
+zero point off by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvasir.kernels.codes_gemv import codes_gemv, grid, matrix_of
+from kvasir.kernels.gemv import Config
+from tests.kernels.check_codes import check_gemv, weights
+from tests.kernels.check_fused import Draw
+
+SHAPES = [(1, Config(4, 128, 1)), (3, Config(16, 128, 1, 2))]
+LAYOUTS = [("i8", 0, False), ("i8", 32, False), ("u4", 32, False), ("u4", 32, True), ("mxfp4", 32, False),
+           ("nvfp4", 16, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", list(grid()), ids=str)
+def test_against_the_reference(case, dtype, device):
+    if case.rows > 1 and dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
+    check_gemv(case, dtype, device)
+
+
+@pytest.mark.parametrize("rows, config", SHAPES)
+@pytest.mark.parametrize("layout, group, zeros", LAYOUTS)
+def test_every_code_is_multiplied_with_its_own_scale(layout, group, zeros, rows, config, device):
+    """A row of x with one 1 reads one weight of every output: all codes of a byte stand somewhere in the matrix."""
+    w = weights(Draw(0, torch.float32, device), layout, 256, 128, group, zeros)
+    w.codes[:, 5] = torch.arange(256, dtype=torch.uint8, device=device).view(w.codes.dtype)
+    numbers = w.numbers()
+    for at in (5, 10, 11, 127):
+        x = torch.zeros(rows, 128, device=device)
+        x[:, at] = 1
+        got = codes_gemv(x, w, config)
+        torch.testing.assert_close(got, numbers[:, at].expand(rows, -1), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("layout, group, zeros", LAYOUTS)
+def test_the_matrix_is_that_of_the_reference(layout, group, zeros, device):
+    for outputs, inputs in ((33, 192), (16, 512)):
+        w = weights(Draw(0, torch.float32, device), layout, outputs, inputs, group, zeros)
+        torch.testing.assert_close(matrix_of(w, torch.float32), w.numbers(), rtol=2e-7, atol=0)
+
+
+WRONG = {
+    "nibbles swapped": lambda w: replace(w, codes=w.codes << 4 | w.codes >> 4),
+    "a neighbour's scale": lambda w: replace(w, scales=w.scales.view(torch.uint8).roll(w.scales.itemsize, 1)
+                                             .view(w.scales.dtype)),
+    "a zero point off by one": lambda w: replace(w, more=w.more + 1),
+    "an inverse tensor scale": lambda w: replace(w, more=1 / w.more),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, config", SHAPES)
+@pytest.mark.parametrize(
+    "layout, what",
+    [(layout, what) for layout in LAYOUTS[2:] for what in list(WRONG)[:2]]
+    + [(LAYOUTS[3], "a zero point off by one"), (LAYOUTS[5], "an inverse tensor scale")],
+    ids=str,
+)
+def test_the_comparison_can_fail(layout, what, rows, config, device):
+    draw = Draw(0, torch.float32, device)
+    w, x = weights(draw, layout[0], 48, 256, *layout[1:]), draw(rows, 256)
+    want = x.double() @ w.numbers().double().t()
+    right, wrong = codes_gemv(x, w, config), codes_gemv(x, WRONG[what](w), config)
+    torch.testing.assert_close(right.double(), want, rtol=1e-5, atol=1e-5)
+    assert (wrong.double() - want).abs().max() > 0.05 * want.abs().max()
