@@ -171,9 +171,9 @@ class GQASpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentWriter:
-    """How a layer with ordinary keys and values writes a latent, where the norm of its keys keeps them from being one
-    product of the row: ``num_kv_heads`` keys of ``head_dim``, normed, and as many values are computed first, and stored
-    matrices make the latent of both and the rotary key of the keys. Queries are normed likewise, and a head's rotary
+    """Ordinary keys and values that a latent is made of, where the norm of the keys keeps it from being one product of
+    the row: ``num_kv_heads`` keys of ``head_dim``, normed, and as many values are computed first, and stored matrices
+    make the latent of both and the rotary key of the keys. Queries are normed likewise, and a head's rotary
     query is a product of its query."""
 
     num_kv_heads: int
