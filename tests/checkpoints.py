@@ -382,6 +382,9 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Second variants of families that share their code with others: compared with transformers, and not run again through
+# the whole engine.
+TWINS = ("deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite_yarn", "mistral4_plain")
 VISION = dict(
     hidden_size=16,
     intermediate_size=16,

@@ -15,18 +15,18 @@ import pytest
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent / "triton"
-# Files that take minutes in the interpreter: every commit runs every second case of them, `make test-all` the others.
-LONG = {"test_decode_attention.py", "test_moe.py", "test_quantized.py"}
+# Files that take minutes in the interpreter, and their parts: every commit runs the first of them, `make test-all` the
+# others.
+LONG = {"test_decode_attention.py": 2, "test_moe.py": 2, "test_quantized.py": 2, "test_latents.py": 6}
 
 
 def runs():
-    """Yield (file, part): the whole file, or one of its two halves."""
+    """Yield (file, part): the whole file, or one of its parts, every n-th case."""
     for file in sorted(p.name for p in FOLDER.glob("test_*.py")):
-        if file in LONG:
-            yield pytest.param(file, "0/2", id=f"{file}-0")
-            yield pytest.param(file, "1/2", id=f"{file}-1", marks=pytest.mark.slow)
-        else:
-            yield pytest.param(file, "0/1", id=file)
+        parts = LONG.get(file, 1)
+        for part in range(parts):
+            marks = pytest.mark.slow if part else ()
+            yield pytest.param(file, f"{part}/{parts}", id=file if parts == 1 else f"{file}-{part}", marks=marks)
 
 
 @pytest.mark.parametrize("file, part", runs())
