@@ -257,7 +257,9 @@ class MLASpec:
         return sum(widths[name] for name in self.biases) + norms + (2 * self.nope_dim if self.writer else 0)
 
     def pair_flops(self) -> int:
-        return 2 * self.num_heads * (2 * self.rank + self.rope_dim)
+        """Operations of the form that takes fewer: in the latent's basis, or over keys and values made of it, whose
+        making counts with the row's matrices."""
+        return 2 * self.num_heads * (min(2 * self.rank, self.nope_dim + self.value_dim) + self.rope_dim)
 
 
 @dataclass(frozen=True, slots=True)
