@@ -382,6 +382,9 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Second variants of families that share their code with others: compared with transformers, and not run again through
+# the whole engine.
+TWINS = ("deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite_yarn", "mistral4_plain", "mistral3_latents")
 VISION = dict(
     hidden_size=16,
     intermediate_size=16,
@@ -441,6 +444,13 @@ MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
         "Mistral3ForConditionalGeneration",
         dict(VARIANTS["ministral3"][2]),
         dict(vision_config=PIXTRAL, tie_word_embeddings=True, image_token_index=VOCAB - 1),
+    ),
+    "mistral3_latents": (
+        "Mistral3Config",
+        "Mistral4Config",
+        "Mistral3ForConditionalGeneration",
+        dict(VARIANTS["mistral4"][2]),
+        dict(vision_config=PIXTRAL, tie_word_embeddings=False, image_token_index=VOCAB - 1),
     ),
     "gemma4": (
         "Gemma4Config",

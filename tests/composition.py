@@ -16,12 +16,13 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from kvasir.api.processing import Processing
-from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, LatentHeads, Site
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig, SpeculationConfig
+from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.policy import POLICIES
 from kvasir.errors import ConfigError, RequestError
-from kvasir.kv.codec import CODECS, Codec
+from kvasir.kv.codec import CODECS, Codec, planes_of
 from kvasir.scaling.endpoint import Caps
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.pool import PoolEndpoint
@@ -127,6 +128,16 @@ def class_of(package: str, name: str, base: type[Technique]) -> type[Technique]:
     return find(package, name, base)[0]
 
 
+# DeepSeek's: a latent of 512 elements and a rotary key of 64.
+LATENT = CacheRow(1, 576, 0, latent=512)
+
+
+def latents_on_gpu(rank: int = 512, rope: int = 64) -> Site:
+    heads = LatentHeads(128, 128)
+    spec = AttentionSpec(16, 1, rank + rope, (128 + rope) ** -0.5, value_dim=rank, latent=heads)
+    return Site("cuda", torch.bfloat16, "plain", 16, (spec,))
+
+
 def head_spec(dim: int) -> AttentionSpec:
     return AttentionSpec(8, 2, dim, dim**-0.5)
 
@@ -229,6 +240,13 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("codec `nvfp4`", "heads of 80"): lambda: load(CODECS, "nvfp4", Codec).planes(CacheRow(1, 80, 80), torch.bfloat16),
     ("codec `int4_bdr:order=64`", "heads of 80"): lambda: load(CODECS, "int4_bdr:order=64", Codec).planes(
         CacheRow(1, 80, 80), torch.bfloat16
+    ),
+    ("codec `int4`", "latents"): lambda: planes_of(load(CODECS, "int4", Codec), LATENT, torch.bfloat16),
+    ("`--attention-backend flash_attn`", "latents"): lambda: choose_backend(
+        "flash_attn", latents_on_gpu(), load(CODECS, "plain", Codec)
+    ),
+    ("`--attention-backend triton`", "latents of odd widths"): lambda: choose_backend(
+        "triton", latents_on_gpu(rank=100, rope=10), load(CODECS, "plain", Codec)
     ),
     ("codec `int4`", "heads of 33"): lambda: load(CODECS, "int4", Codec).planes(CacheRow(1, 33, 33), torch.bfloat16),
     **{
@@ -395,6 +413,7 @@ def page() -> str:
                 "in the prefix key",
                 "one kernel for norm, RoPE and write",
                 *(f"heads of {d}" for d in dims),
+                "latents",
             ],
             (
                 [
@@ -406,6 +425,7 @@ def page() -> str:
                         "refused" if refusal(lambda c=c, d=d: c.planes(CacheRow(1, d, d), torch.bfloat16)) else "yes"
                         for d in dims
                     ),
+                    "refused" if refusal(lambda c=c: planes_of(c, LATENT, torch.bfloat16)) else "yes",
                 ]
                 for n in own(CODECS)
                 for c in [load(CODECS, n, Codec)]
@@ -413,7 +433,8 @@ def page() -> str:
         ),
         text("""
             Sliding windows free their pages with any codec. Scales are planes of a page, so copies and forks carry
-            them.
+            them. Latents: those of [multi-head latent attention](mla.md); everything else of this page holds for them
+            as for heads, except for adapters of the layers with latents, which are refused.
             """),
         "## Attention backends on a GPU",
         text("""

@@ -143,6 +143,9 @@ NAMED = {
     "kernels/quantized_attention.py": {"int4", "budget"},  # a layout, and likewise
     "kernels/quantized_decode.py": {"int4", "budget"},  # likewise
     "kernels/quantized_qkv.py": {"int4", "int8", "fp8"},  # layouts
+    "kernels/latent_decode.py": {"plain", "int8", "fp8", "budget"},  # layouts, and an argument
+    "kernels/latent_rows.py": {"plain", "int8"},  # layouts
+    "kernels/latent_prompt.py": {"plain", "int8"},  # layouts
     "kernels/_triton.py": {"triton"},  # the Python package
     "attention/paged.py": {"triton"},  # whose kernels a cached plan is for
     "cli/doctor.py": {"torch", "triton"},  # the Python packages

@@ -198,7 +198,7 @@ LATENT_ATTENTION = Tuned(
     "python -m tools.kernels latents RESULT.json",
 )
 LATENT_PROMPT = Tuned(
-    (({"dim": 192}, (128, 64, 8, 3)), ({"dim": 320}, (128, 64, 8, 2)), ({}, (64, 32, 4, 2))),
+    (({"dim": 192}, (64, 64, 4, 2)), ({"dim": 320}, (128, 64, 8, 2)), ({}, (64, 32, 4, 2))),
     "Shape of the kernel for prompts over keys and values made of latents: rows of a tile, keys of a block, warps and "
     "pipeline stages. dim: padded elements of a head's key. What shared memory of Hopper holds; nobody measured them.",
     ("kvasir.kernels.latent_prompt.Shape",),

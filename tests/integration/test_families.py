@@ -54,7 +54,7 @@ def serve(driver: Driver, name: str, prompt: list[int], **params) -> Output:
     return driver.outputs[name, 0]
 
 
-@pytest.fixture(scope="module", params=checkpoints.VARIANTS)
+@pytest.fixture(scope="module", params=[v for v in checkpoints.VARIANTS if v not in checkpoints.TWINS])
 def served(request, tmp_path_factory):
     """Folder, reference model, and the reference's answers to the prompts, for one variant."""
     folder = checkpoints.write(tmp_path_factory.mktemp("model"), request.param)

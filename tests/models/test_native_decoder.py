@@ -22,6 +22,7 @@ LEFT = {
     "gpt_oss": "not plain grouped-query attention and a dense block",
     "ministral3": "not plain grouped-query attention and a dense block",
     "mistral3_ministral": "not plain grouped-query attention and a dense block",
+    "deepseek_v3_dense": "not plain grouped-query attention and a dense block",
     "olmo2": "not plain grouped-query attention and a dense block",
     "granite": "not plain grouped-query attention and a dense block",
     "gemma4": "not plain grouped-query attention and a dense block",
@@ -32,7 +33,7 @@ LEFT = {
     "phi3_partial": "rotate a part of a head",
     "phi3_longrope": "rotate a part of a head",
 }
-OTHERS = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmo2", "gemma4_text")
+OTHERS = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmo2", "gemma4_text", "deepseek", "mistral4")
 DENSE = [name for name in checkpoints.VARIANTS if name not in LEFT and not name.startswith(OTHERS)]
 
 

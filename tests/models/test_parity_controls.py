@@ -5,12 +5,28 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvasir.attention.latent import UpProjection
+from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.layers.ffn.moe import FFN
 from kvasir.layers.layer_embedding import LayerEmbeddings
 from kvasir.layers.mixers.gqa import Mixer
 from kvasir.layers.spec import RopeSpec
 from kvasir.models.decoder import Block
-from kvasir.models.families import gemma2, gemma4_text, glm4_moe, gpt_oss, granite, ministral3, mixtral, phi3, smollm3
+from kvasir.models.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma4_text,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    granite,
+    ministral3,
+    mistral4,
+    mixtral,
+    phi3,
+    smollm3,
+)
 from kvasir.models.stored import View
 from tests import checkpoints
 from tests.models.test_parity import assert_parity
@@ -103,7 +119,60 @@ def respecified(family, change):
     return plant
 
 
+def last_elements(monkeypatch):
+    """Values taken from the last elements of a cached row."""
+    real = PlainCodec.read
+
+    def wrong(self, cache, pages, shared=None):
+        k, _ = real(self, cache, pages, shared)
+        turned = k.roll(cache.latent, -1)  # what the reference takes as the value is the end of the row
+        return turned, turned[..., : cache.latent]
+
+    monkeypatch.setattr(PlainCodec, "read", wrong)
+    monkeypatch.setattr(UpProjection, "absorb", _rolled(UpProjection.absorb))
+
+
+def _rolled(real):
+    """Queries in the order of the turned rows, so that scores stay right and only values are wrong."""
+    return lambda self, q_THD: real(self, q_THD).roll(self.rank, -1)
+
+
 MISTAKES = {
+    "interleaved pairs rotate as halves": (
+        "deepseek_v3",
+        respecified(deepseek_v3, lambda layer, _: replace(layer, mixer=replace(layer.mixer, interleaved=False))),
+    ),
+    "halves rotate as interleaved pairs": (
+        "glm4_moe_lite_yarn",
+        respecified(glm4_moe_lite, lambda layer, _: replace(layer, mixer=replace(layer.mixer, interleaved=True))),
+    ),
+    "scores are scaled by the part without RoPE": (
+        "deepseek_v2_lite",
+        respecified(
+            deepseek_v2,
+            lambda layer, _: replace(layer, mixer=replace(layer.mixer, scale=layer.mixer.nope_dim**-0.5)),
+        ),
+    ),
+    "yarn's factor is missing in the scale": (
+        "deepseek_v2",
+        respecified(
+            deepseek_v2, lambda layer, _: replace(layer, mixer=replace(layer.mixer, scale=layer.mixer.qk_dim**-0.5))
+        ),
+    ),
+    "latent queries are not scaled by their position": (
+        "mistral4",
+        respecified(mistral4, lambda layer, _: replace(layer, mixer=replace(layer.mixer, query_scale=None))),
+    ),
+    "groups are scored by their two best experts": (
+        "deepseek_v2",
+        respecified(
+            deepseek_v2,
+            lambda layer, _: (
+                replace(layer, ffn=replace(layer.ffn, group_best=2)) if hasattr(layer.ffn, "group_best") else layer
+            ),
+        ),
+    ),
+    "values are the last elements of a latent row": ("deepseek_v3_dense", last_elements),
     "the correction is added to the weights": ("glm4_moe", corrected_weights),
     "all experts are in one group": (
         "glm4_moe_groups",

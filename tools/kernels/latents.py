@@ -16,6 +16,7 @@ import torch
 
 from kvasir.attention.latent import UpProjection
 from kvasir.kernels import latent_decode, latent_prompt, latent_rows
+from kvasir.kernels.dense_attention import Shape as DenseShape
 from kvasir.kernels.latent_decode import Planes, Shape, block_of, padded
 from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.pool import KVPool
@@ -45,6 +46,14 @@ SHAPES: dict[int, list[tuple[int, int, int, int, int]]] = {
 }
 LENGTHS = (32, 64, 128, 171, 256, 512, 1024)  # rows of a span after CONTEXT positions
 CONTEXT = 8192
+# Shapes of the kernel for prompts.
+PROMPTS = [
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (128, 64, 8, 2),
+    (128, 64, 8, 3),
+    (128, 128, 8, 2),
+]
 WIDTHS = {"deepseek": (16, 128, 128), "glm": (20, 192, 256)}  # heads, other elements of a key, of a value
 
 WIDE_TYPES = {torch.bfloat16: 1, torch.float16: 1}
@@ -72,7 +81,7 @@ def pool_of(count: int, keys: int, codec: str = "plain") -> tuple[KVPool, torch.
     size = loaded.page_slots
     row = CacheRow(1, RANK + ROPE, 0, latent=RANK)
     pages = count * -(-keys // size)
-    layers = max(1, min(16, COLD_BYTES // (count * keys * (RANK + ROPE))))
+    layers = min(32, 1 + COLD_BYTES // (count * keys * (RANK + ROPE)))
     pool = KVPool([CacheGroup("g", tuple(range(layers)), (row,) * layers)], loaded, [pages], size, "cuda", BF16)
     rows = torch.randn(size, RANK + ROPE, dtype=BF16, device="cuda")
     for layer in range(layers):  # one page of numbers, copied to all
@@ -124,7 +133,6 @@ def decode_arms(report: Report, name: str, count: int, keys: int, heads: int, co
                 "TFLOP_per_s": round(flops / us / 1e6),
             }
             report.add(f"decode {name}", config, {"us": round(us, 2)} | rates)
-    del pool
 
 
 def crossing_arms(report: Report, name: str, heads: int, nope: int, value: int) -> None:
@@ -136,7 +144,6 @@ def crossing_arms(report: Report, name: str, heads: int, nope: int, value: int) 
         return torch.randn(shape, dtype=BF16, device="cuda") * shape[-1] ** -0.5
 
     up = UpProjection(random(heads, nope, RANK), random(heads, value, RANK))
-    context = torch.tensor([CONTEXT], dtype=torch.int32, device="cuda")
     first = None
     for rows in (*LENGTHS, 4096) if name == "deepseek" else LENGTHS:
         start = CONTEXT if rows <= max(LENGTHS) else 0
@@ -160,11 +167,15 @@ def crossing_arms(report: Report, name: str, heads: int, nope: int, value: int) 
         pairs = rows * start + rows * rows // 2
         if us["expanded_us"]:
             us["expanded_TFLOP_per_s"] = round(2 * pairs * heads * (nope + ROPE + value) / us["expanded_us"] / 1e6)
+        if rows == 4096:
+            for numbers in PROMPTS:
+                long = latent_prompt.plan_prompts([start], [rows], [0], nope, ROPE, "cuda", DenseShape(*numbers))
+                spent = tried((name, numbers), lambda: graph_seconds(expanded, 5))
+                us[f"expanded_us {numbers}"] = None if spent is None else round(spent * 1e6, 1)
         report.add(f"prompt {name}", {"rows": rows, "context": start, "heads": heads}, us)
         if first is None and us["absorbed_us"] and us["expanded_us"] and us["expanded_us"] < us["absorbed_us"]:
             first = rows
     report.add(f"crossing {name}", {"by_operations": latent_prompt.crossing(RANK, nope, value)}, {"timed": first or 0})
-    del context
 
 
 def run(options: argparse.Namespace) -> int:

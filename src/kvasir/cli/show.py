@@ -166,9 +166,12 @@ def _line(layer: LayerSpec) -> str:
     mixer, ffn = layer.mixer, layer.ffn
     window = f", window {mixer.window:,}" if mixer.window else ""
     heads = mixer.attention()
-    body = (
-        mixer.kind if heads is None else f"{heads.num_heads} query / {heads.num_kv_heads} KV heads of {heads.head_dim}"
-    )
+    if heads is None:
+        body = mixer.kind
+    elif heads.latent is not None:
+        body = f"{heads.num_heads} heads over a latent of {heads.value_dim} + {heads.head_dim - heads.value_dim}"
+    else:
+        body = f"{heads.num_heads} query / {heads.num_kv_heads} KV heads of {heads.head_dim}"
     return f"{body}{window}; {ffn.summary()}"
 
 

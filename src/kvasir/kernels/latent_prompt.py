@@ -54,9 +54,9 @@ def can_serve(dtype: torch.dtype, rope: int) -> bool:
 
 
 def plan_prompts(starts: list[int], lengths: list[int], spans: list[int], nope: int, rope: int,
-                 device: torch.device | str) -> LongSpans:
+                 device: torch.device | str, shape: DenseShape | None = None) -> LongSpans:
     """Cut ``spans`` of a step into tiles of one head, on the host."""
-    return plan_long(starts, lengths, spans, 1, device, Shape.of(_pad(nope) + _pad(rope)))
+    return plan_long(starts, lengths, spans, 1, device, shape or Shape.of(_pad(nope) + _pad(rope)))
 
 
 def _pad(width: int) -> int:

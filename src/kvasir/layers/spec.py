@@ -171,9 +171,9 @@ class GQASpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentWriter:
-    """How a layer with ordinary keys and values writes a latent, where the norm of its keys keeps them from being one
-    product of the row: ``num_kv_heads`` keys of ``head_dim``, normed, and as many values are computed first, and stored
-    matrices make the latent of both and the rotary key of the keys. Queries are normed likewise, and a head's rotary
+    """Ordinary keys and values that a latent is made of, where the norm of the keys keeps it from being one product of
+    the row: ``num_kv_heads`` keys of ``head_dim``, normed, and as many values are computed first, and stored matrices
+    make the latent of both and the rotary key of the keys. Queries are normed likewise, and a head's rotary
     query is a product of its query."""
 
     num_kv_heads: int
@@ -257,7 +257,9 @@ class MLASpec:
         return sum(widths[name] for name in self.biases) + norms + (2 * self.nope_dim if self.writer else 0)
 
     def pair_flops(self) -> int:
-        return 2 * self.num_heads * (2 * self.rank + self.rope_dim)
+        """Operations of the form that takes fewer: in the latent's basis, or over keys and values made of it, whose
+        making counts with the row's matrices."""
+        return 2 * self.num_heads * (min(2 * self.rank, self.nope_dim + self.value_dim) + self.rope_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,12 +153,12 @@ def stored(slot: str, spec: ModelSpec, parts: Mapping[str, str] = PARTS) -> str 
     return View(f"model.{head}.self_attn.{name}.{names[-1]}", (rows,))
 
 
-def _rows(first: int, plain: int, mixer: MLASpec, part: str) -> slice:
-    """Rows of a part: the ``plain`` ones from ``first`` on, or the first or second elements of the rotary pairs that
-    follow."""
-    if part == "plain":
-        return slice(first, first + plain)
-    begin, end, second = first + plain, first + plain + mixer.rope_dim, part == "imag"
+def _rows(first: int, nope: int, mixer: MLASpec, part: str) -> slice:
+    """Rows of a part: the ``nope`` ones without RoPE from ``first`` on, or the first or second elements of the rotary
+    pairs that follow."""
+    if part == "nope":
+        return slice(first, first + nope)
+    begin, end, second = first + nope, first + nope + mixer.rope_dim, part == "imag"
     if mixer.interleaved:
         return slice(begin + second, end, 2)
     middle = begin + mixer.rope_dim // 2

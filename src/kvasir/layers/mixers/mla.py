@@ -150,10 +150,10 @@ class Mixer:
         return found if self.writer is None else found | self.writer.slots()
 
 
-def _pairs(name: str, leaf: str, rows: torch.Tensor, plain: int) -> dict[str, Slot]:
-    """Slots of ``plain`` rows without RoPE, and of the rows that give the first and the second elements of pairs."""
-    pairs = (len(rows) - plain) // 2
-    sizes = {"plain": plain, "real": pairs, "imag": pairs} if pairs else {"plain": plain}
+def _pairs(name: str, leaf: str, rows: torch.Tensor, nope: int) -> dict[str, Slot]:
+    """Slots of ``nope`` rows without RoPE, and of the rows that give the first and the second elements of pairs."""
+    pairs = (len(rows) - nope) // 2
+    sizes = {"nope": nope, "real": pairs, "imag": pairs} if pairs else {"nope": nope}
     return {f"{name}.{part}.{leaf}": Slot(x) for part, x in zip(sizes, rows.split(list(sizes.values())))}
 
 
