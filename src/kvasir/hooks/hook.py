@@ -210,7 +210,7 @@ def write_set(
     _check(tuple(hooks))
     folder.mkdir(parents=True, exist_ok=True)
     if tensors:
-        save_file({name: x.float().contiguous() for name, x in tensors.items()}, folder / WEIGHTS)
+        save_file({name: x.float().contiguous().clone() for name, x in tensors.items()}, folder / WEIGHTS)
     listed = [
         {"site": h.site, "layers": list(h.layers), "gate": h.gate.written(), "op": h.op, "params": h.params}
         for h in hooks

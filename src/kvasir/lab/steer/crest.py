@@ -24,7 +24,6 @@ from kvasir.hooks.hook import Gate, Hook, write_set
 from kvasir.lab.steer.probes import directions, fit, held_out
 from kvasir.lab.steer.traces import KEYWORDS, Recording, cuts, sample, splitting_ids, task_of
 from kvasir.models import checkpoint
-from kvasir.models.families import build_spec
 from kvasir.models.hooks import made_for
 
 PARAMS = "crest"
@@ -56,8 +55,7 @@ def calibrate(model: str, plan: Plan, out: Path, **options: Any) -> dict[str, An
     """Calibrate ``model`` by ``plan``, write the set of hooks to ``out``, and return its card. ``options``: of the
     engine. Raises ConfigError where the traces hold too few checks."""
     began, task, splits = time.monotonic(), task_of(plan.task), splitting_ids(model)
-    num_layers = len(build_spec(checkpoint.read_config(checkpoint.resolve(model))).layers)
-    with Recording(model, plan.site, num_layers, Gate(splits), **options) as recording:
+    with Recording(model, plan.site, Gate(splits), **options) as recording:
         made = made_for(recording.llm.engine.runner.model, checkpoint.resolve(model))
         states, labels = [], []
         for trace in sample(recording.llm, task, plan.task, "train", plan.count, plan.seed):
@@ -74,7 +72,7 @@ def calibrate(model: str, plan: Plan, out: Path, **options: Any) -> dict[str, An
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     states_NLD, labels_N = torch.cat(states).to(device), torch.tensor(labels, device=device)
-    tensors, facts = solve(states_NLD, labels_N, plan, num_layers)
+    tensors, facts = solve(states_NLD, labels_N, plan, made.layers)
     hook = Hook(
         plan.site,
         tuple(sorted({int(name.split(".")[1]) for name in tensors})),
