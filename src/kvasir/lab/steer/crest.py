@@ -88,7 +88,8 @@ def calibrate(model: str, plan: Plan, out: Path, **options: Any) -> dict[str, An
 def solve(
     states_NLD: torch.Tensor, labels_N: torch.Tensor, plan: Plan, num_layers: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of the hook, and facts about them for the card."""
+    """The tensors of the hook, and facts about them for the card. What the hook does not read: ``scale``, by which
+    turned heads were brought back to their length on average, and ``gap``, how far the means lie apart."""
     count, heads = len(labels_N), states_NLD.shape[1] // num_layers
     probes = fit(states_NLD, labels_N, 2, held_out(count).to(labels_N.device))
     v_LD = directions(states_NLD, labels_N)
@@ -101,6 +102,8 @@ def solve(
     chosen_L[probes.accuracy_L.topk(most).indices] = True
     rest_NL = states_NLD.float() + plan.c * torch.einsum("nld,ld->nl", states_NLD.float(), v_LD)[..., None] * v_LD
     scale_L = (states_NLD.float().norm(dim=-1) / rest_NL.norm(dim=-1).clamp(min=1e-6)).mean(0)
+    means_2LD = [states_NLD[labels_N == label].float().mean(0) for label in (1, 0)]
+    gap_L = ((means_2LD[0] - means_2LD[1]) * v_LD).sum(-1)
     tensors = {}
     for layer in range(num_layers):
         part = slice(layer * heads, (layer + 1) * heads)
@@ -111,6 +114,7 @@ def solve(
                 "bias": biases_L[part],
                 "heads": chosen_L[part].float(),
                 "scale": scale_L[part],
+                "gap": gap_L[part],
             }
             tensors |= {f"{PARAMS}.{layer}.{name}": x.cpu() for name, x in found.items()}
     accuracy = probes.accuracy_L
