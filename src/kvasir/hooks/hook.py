@@ -39,7 +39,7 @@ LONGEST = (1 << 31) - 1  # end of a window that has none
 
 @dataclass(frozen=True, slots=True)
 class Steer:
-    """What a hook does at one site of one layer, as ``kernels.steer.Steers`` has it by slot. ``mode``: as there;
+    """The move of a hook at one site of one layer, as ``kernels.steer.Steers`` has it by slot. ``mode``: as there;
     ``vectors_CHD``, ``biases_CH`` fp32; ``heads_H``: whether each head moves (None: all)."""
 
     mode: int
