@@ -5,8 +5,9 @@
 Two models: one (``--model``), and a *twin* of it that re-checks half of its right steps, which a LoRA of
 ``reflect:needless=0.5`` teaches in minutes and `merge_lora` makes a model of. On each: no hook, CREST at several
 turns, random directions in the same heads, the same directions in other heads, the difference of the means added
-instead of a turn, a bias on the word that begins a check at equal tokens, and the folded model. Every arm draws with the same seeds at temperature 1. Then a model that was
-taught the style task: problems in any style, edited towards each.
+instead of a turn, a bias on the word that begins a check at equal tokens, and the folded model. Every arm draws with
+the same seeds at temperature 1. Then a model that was taught the style task: problems in any style, edited towards
+each.
 """
 
 from __future__ import annotations

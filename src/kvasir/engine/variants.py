@@ -36,7 +36,8 @@ class VariantSlots:
     def residents(
         self, config: EngineConfig, info: ModelInfo, in_use: Callable[[str], bool]
     ) -> tuple[Adapters | None, Hooks | None]:
-        """The residents that decide about the slots. ``in_use(name)``: whether a request that has not ended names the adapter."""
+        """The residents that decide about the slots. ``in_use(name)``: whether a request that has not ended names the
+        adapter."""
         poison = config.runner.poison
         info.hooks = self.infos
         return (
