@@ -4,9 +4,10 @@
 
 Two models: one (``--model``), and a *twin* of it that re-checks half of its right steps, which a LoRA of
 ``reflect:needless=0.5`` teaches in minutes and `merge_lora` makes a model of. On each: no hook, CREST at several
-turns, random directions in the same heads, the same directions in other heads, a bias on the word that begins a check
-at equal tokens, and the folded model. Every arm draws with the same seeds at temperature 1. Then a model that was
-taught the style task: problems in any style, edited towards each.
+turns, random directions in the same heads, the same directions in other heads, the difference of the means added
+instead of a turn, a bias on the word that begins a check at equal tokens, and the folded model. Every arm draws with
+the same seeds at temperature 1. Then a model that was taught the style task: problems in any style, edited towards
+each.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ def controls(folder: Path, own: Path) -> dict[str, Path]:
         like, folder / "random", direction=lambda x: torch.randn(x.shape, generator=generator)
     )
     sets["other heads"] = others(one, strong, folder / "others", generator)
+    moved = {name: x.clone() for name, x in one.tensors.items()}
+    for name in [name for name in moved if name.endswith(".direction")]:
+        layer = name.removesuffix("direction")
+        moved[name] *= -(moved[f"{layer}gap"] * moved[f"{layer}heads"])[:, None]
+    sets["moved by the gap"] = write_set(folder / "gap", [replace(hook, op="add")], moved, one.made)
     return sets
 
 
@@ -213,8 +219,8 @@ def study_styles(folder: Path, options: argparse.Namespace) -> list[dict]:
             for kind, named in (("any", False), ("named", True)):
                 mine = [(p, t) for p, t in zip(asked.problems, texts) if (asked.task.named(p) is not None) == named]
                 told = [asked.task.style_of(text) for _, text in mine]
-                metrics |= {f"{kind}_{s}": round(told.count(s) / len(mine), 4) for s in STYLES}
-                metrics[f"{kind}_kept"] = round(sum(asked.task.check(p, t) for p, t in mine) / len(mine), 4)
+                metrics |= {f"{kind}_{s}": round(told.count(s) / max(1, len(mine)), 4) for s in STYLES}
+                metrics[f"{kind}_kept"] = round(sum(asked.task.check(p, t) for p, t in mine) / max(1, len(mine)), 4)
             print(f"style: {name}: {metrics}", flush=True)
             arms.append(arm(f"style: {name}", {"train": record["plan"]}, metrics))
     return arms

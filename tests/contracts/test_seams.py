@@ -19,6 +19,7 @@ from kvasir.convert.converter import Converter
 from kvasir.decoding.processor import Processor
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.errors import ConfigError
+from kvasir.hooks.hook import Op
 from kvasir.kv.codec import Codec
 from kvasir.lab.drafters.kind import Kind
 from kvasir.lab.task import Task
@@ -34,6 +35,7 @@ SEAMS = {
     "kvasir.cluster.routers": Router,
     "kvasir.speculation.drafters": Drafter,
     "kvasir.decoding.processors": Processor,
+    "kvasir.hooks.ops": Op,
     "kvasir.scaling.strategies": Strategy,
     "kvasir.convert.converters": Converter,
     "kvasir.lab.tasks": Task,

@@ -100,6 +100,7 @@ def test_a_closed_gate_is_bit_equal_on_the_same_way(way, folders):
     assert all(torch.equal(plain, one) for one in found)
 
 
+@pytest.mark.slow
 def test_every_set_changes_something_and_strength_changes_it_further(folders):
     names = [name for name in folders if not name.startswith(("closed", "recorder"))]
     plain = scored(serving(folders), [""])[0]
@@ -179,9 +180,7 @@ def check_preempted(folders, alone) -> None:
     d.close()
 
 
-def test_a_gate_on_the_spans_length_fails_the_preemption_test(folders, alone, monkeypatch):
-    check_preempted(folders, alone)
-
+def test_a_gate_on_the_spans_length_fails_the_preemption_test(folders, monkeypatch):
     def by_length(span: Span, out: np.ndarray) -> None:
         """The mutation: hooks act on what is decoded, so a recomputed answer is taken for a prompt."""
         out[:] = span.seq.hook << HOOK_SHIFT if span.length == 1 else 0
@@ -251,13 +250,18 @@ def after_each_other(folders) -> list[tuple[list[int], int]]:
     return found
 
 
-def check_prefixes(folders) -> None:
-    fresh = []
-    for name, strength in [("", 1), ("ban", 1), ("hard", 1), ("ban", 2), ("turn", 1)]:
-        d = serving(folders, enable_prefix_caching=False)
-        d.run([request(d, "x", name, TEXT, max_tokens=8, hook_strength=float(strength))])
-        fresh.append(d.outputs["x", 0].tokens)
-        d.close()
+@pytest.fixture(scope="module")
+def fresh(folders) -> list[list[int]]:
+    """What each set gives without a prefix cache."""
+    d = serving(folders, enable_prefix_caching=False)
+    sets = [("", 1), ("ban", 1), ("hard", 1), ("ban", 2), ("turn", 1)]
+    for i, (name, strength) in enumerate(sets):
+        d.run([request(d, str(i), name, TEXT, max_tokens=8, hook_strength=float(strength))])
+    d.close()
+    return [d.outputs[str(i), 0].tokens for i in range(len(sets))]
+
+
+def check_prefixes(folders, fresh) -> None:
     found = after_each_other(folders)
     assert [tokens for tokens, _ in found] == [fresh[i] for i in (0, 1, 2, 1, 3, 4, 0)], (
         "another hook's prefix was read"
@@ -266,14 +270,14 @@ def check_prefixes(folders) -> None:
     assert [cached for _, cached in found] == [0, 0, 0, 48, 0, 48, 48]
 
 
-def test_a_prefix_is_for_its_own_hook_and_strength(folders):
-    check_prefixes(folders)
+def test_a_prefix_is_for_its_own_hook_and_strength(folders, fresh):
+    check_prefixes(folders, fresh)
 
 
-def test_a_shared_page_key_would_fail(folders, monkeypatch):
+def test_a_shared_page_key_would_fail(folders, fresh, monkeypatch):
     monkeypatch.setattr(Sequence, "kv_variant", lambda self, end: "")
     with pytest.raises(AssertionError, match="another hook's prefix"):
-        check_prefixes(folders)
+        check_prefixes(folders, fresh)
 
 
 def test_an_answer_that_became_a_prompt_is_computed_again(folders):

@@ -37,7 +37,8 @@ class VariantSlots:
     def residents(
         self, config: EngineConfig, info: ModelInfo, in_use: Callable[[str], bool]
     ) -> tuple[Adapters | None, Hooks | None]:
-        """What decides about the slots. ``in_use(name)``: whether a request that has not ended names the adapter."""
+        """The residents that decide about the slots. ``in_use(name)``: whether a request that has not ended names the
+        adapter."""
         poison, served = config.runner.poison, config.adapters.enable_lora and self.adapters is not None
         info.hooks = self.infos
         return (

@@ -39,7 +39,7 @@ LONGEST = (1 << 31) - 1  # end of a window that has none
 
 @dataclass(frozen=True, slots=True)
 class Steer:
-    """What a hook does at one site of one layer, as ``kernels.steer.Steers`` has it by slot. ``mode``: as there;
+    """The move of a hook at one site of one layer, as ``kernels.steer.Steers`` has it by slot. ``mode``: as there;
     ``vectors_CHD``, ``biases_CH`` fp32; ``heads_H``: whether each head moves (None: all)."""
 
     mode: int
@@ -210,7 +210,7 @@ def write_set(
     _check(tuple(hooks))
     folder.mkdir(parents=True, exist_ok=True)
     if tensors:
-        save_file({name: x.float().contiguous() for name, x in tensors.items()}, folder / WEIGHTS)
+        save_file({name: x.float().contiguous().clone() for name, x in tensors.items()}, folder / WEIGHTS)
     listed = [
         {"site": h.site, "layers": list(h.layers), "gate": h.gate.written(), "op": h.op, "params": h.params}
         for h in hooks

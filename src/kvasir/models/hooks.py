@@ -73,6 +73,7 @@ class HookSlots:
                 self._found[one.key], self._recorded[one.key] = self._resolve(one)
             except ConfigError as e:
                 raise ConfigError(f"--hook {one.name}={one.path}: {e}") from e
+        self._gates = {one.key: self._gates_of(one) for one in sets}
         self.stages: dict[tuple[int, str], list[Stage]] = {}
         self.recorders: dict[tuple[int, str], Recorder] = {}
         for at in sorted({at for found in self._found.values() for at in found}):
@@ -89,15 +90,9 @@ class HookSlots:
     def put(self, slot: int, key: str, strength: float) -> None:
         """Fill slot ``slot`` (0-based) at every site. Nothing may be planned with the slot; launched steps are
         ahead of the copies."""
-        one, at = self.sets[key], slot + 1
-        bits_V = torch.zeros(self.gates.tokens_SV.shape[1], dtype=torch.uint8)
-        windows_J2 = torch.zeros(MAX_HOOKS, 2, dtype=torch.int32)
-        for j, hook in enumerate(one.hooks):
-            ids = slice(None) if hook.gate.tokens is None else torch.tensor(hook.gate.tokens)
-            bits_V[ids] |= 1 << j
-            windows_J2[j] = torch.tensor([hook.gate.window[0], min(hook.gate.window[1], LONGEST)])
-        self.gates.tokens_SV[at].copy_(bits_V)
-        self.gates.windows_SJ2[at].copy_(windows_J2)
+        bits_V, windows_J2 = self._gates[key]
+        self.gates.tokens_SV[slot + 1].copy_(bits_V, non_blocking=True)
+        self.gates.windows_SJ2[slot + 1].copy_(windows_J2, non_blocking=True)
         for place, stages in self.stages.items():
             found = self._found[key].get(place, [])
             for i, stage in enumerate(stages):
@@ -105,6 +100,16 @@ class HookSlots:
                 stage.put(slot, gate, steer, strength)
         for place, recorder in self.recorders.items():
             recorder.put(slot, self._recorded[key].get(place, 0))
+
+    def _gates_of(self, one: HookSet) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gates of a set, as `Gates` has them, in host memory: bits of tokens [V] and windows [J, 2]."""
+        bits_V = torch.zeros(self.gates.tokens_SV.shape[1], dtype=torch.uint8)
+        windows_J2 = torch.zeros(MAX_HOOKS, 2, dtype=torch.int32)
+        for j, hook in enumerate(one.hooks):
+            ids = slice(None) if hook.gate.tokens is None else torch.tensor(hook.gate.tokens)
+            bits_V[ids] |= 1 << j
+            windows_J2[j] = torch.tensor([hook.gate.window[0], min(hook.gate.window[1], LONGEST)])
+        return (bits_V.pin_memory(), windows_J2.pin_memory()) if self._pinned else (bits_V, windows_J2)
 
     def poison(self, slot: int) -> None:
         """Fill a slot with NaN."""
@@ -129,7 +134,7 @@ class HookSlots:
     def _resolve(
         self, one: HookSet
     ) -> tuple[dict[tuple[int, str], list[tuple[int, Steer]]], dict[tuple[int, str], int]]:
-        """What a set does at each layer and site, and which of its gates record there. Raises ConfigError."""
+        """The moves of a set by layer and site, and the gates that record there. Raises ConfigError."""
         self._check_model(one)
         found: dict[tuple[int, str], list[tuple[int, Steer]]] = defaultdict(list)
         recorded: dict[tuple[int, str], int] = defaultdict(int)

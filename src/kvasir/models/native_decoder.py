@@ -36,6 +36,7 @@ from kvasir.kernels.native.quantized import pack_codes
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
+from kvasir.layers.weight_format import Weight
 from kvasir.models.decoder import Block, Decoder
 from kvasir.types import StepBatch
 

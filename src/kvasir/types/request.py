@@ -119,8 +119,8 @@ class Variant:
         return self.key if self.strength == 1 else f"{self.key}*{self.strength!r}"
 
     def kv_key(self, end: int) -> str:
-        """What changed keys and values of positions before ``end``; "": nothing did. It names the first position, too:
-        a prompt may hold what was an answer before."""
+        """The key of what changed keys and values of positions before ``end``; "": nothing did. It names the first
+        position, too: a prompt may hold what was an answer before."""
         if not self.changes_kv or end <= self.start:
             return ""
         return f"{self.resident}@{self.start}" if self.start else self.resident

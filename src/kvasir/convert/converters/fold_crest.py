@@ -76,7 +76,7 @@ class FoldCrest(Converter):
             raise ConfigError(f"{self.config.hooks} changes what {source.path} does not have: {', '.join(left)}")
 
     def _change(self, steer: Steer, tensors: dict[str, torch.Tensor], gain: float) -> torch.Tensor:
-        """What o's columns of each head are multiplied with, [H, D, D]; the identity for heads that stay."""
+        """The factors [H, D, D] of o's columns, by head; the identity for heads that stay."""
         import torch
 
         v_HD = steer.vectors_CHD[0]

@@ -24,7 +24,6 @@ from kvasir.hooks.hook import Gate, Hook, write_set
 from kvasir.lab.steer.probes import directions, fit, held_out
 from kvasir.lab.steer.traces import KEYWORDS, Recording, cuts, sample, splitting_ids, task_of
 from kvasir.models import checkpoint
-from kvasir.models.families import build_spec
 from kvasir.models.hooks import made_for
 
 PARAMS = "crest"
@@ -56,8 +55,7 @@ def calibrate(model: str, plan: Plan, out: Path, **options: Any) -> dict[str, An
     """Calibrate ``model`` by ``plan``, write the set of hooks to ``out``, and return its card. ``options``: of the
     engine. Raises ConfigError where the traces hold too few checks."""
     began, task, splits = time.monotonic(), task_of(plan.task), splitting_ids(model)
-    num_layers = len(build_spec(checkpoint.read_config(checkpoint.resolve(model))).layers)
-    with Recording(model, plan.site, num_layers, Gate(splits), **options) as recording:
+    with Recording(model, plan.site, Gate(splits), **options) as recording:
         made = made_for(recording.llm.engine.runner.model, checkpoint.resolve(model))
         states, labels = [], []
         for trace in sample(recording.llm, task, plan.task, "train", plan.count, plan.seed):
@@ -74,7 +72,7 @@ def calibrate(model: str, plan: Plan, out: Path, **options: Any) -> dict[str, An
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     states_NLD, labels_N = torch.cat(states).to(device), torch.tensor(labels, device=device)
-    tensors, facts = solve(states_NLD, labels_N, plan, num_layers)
+    tensors, facts = solve(states_NLD, labels_N, plan, made.layers)
     hook = Hook(
         plan.site,
         tuple(sorted({int(name.split(".")[1]) for name in tensors})),
@@ -90,7 +88,8 @@ def calibrate(model: str, plan: Plan, out: Path, **options: Any) -> dict[str, An
 def solve(
     states_NLD: torch.Tensor, labels_N: torch.Tensor, plan: Plan, num_layers: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of the hook, and facts about them for the card."""
+    """The tensors of the hook, and facts about them for the card. What the hook does not read: ``scale``, by which
+    turned heads were brought back to their length on average, and ``gap``, how far the means lie apart."""
     count, heads = len(labels_N), states_NLD.shape[1] // num_layers
     probes = fit(states_NLD, labels_N, 2, held_out(count).to(labels_N.device))
     v_LD = directions(states_NLD, labels_N)
@@ -103,6 +102,8 @@ def solve(
     chosen_L[probes.accuracy_L.topk(most).indices] = True
     rest_NL = states_NLD.float() + plan.c * torch.einsum("nld,ld->nl", states_NLD.float(), v_LD)[..., None] * v_LD
     scale_L = (states_NLD.float().norm(dim=-1) / rest_NL.norm(dim=-1).clamp(min=1e-6)).mean(0)
+    means_2LD = [states_NLD[labels_N == label].float().mean(0) for label in (1, 0)]
+    gap_L = ((means_2LD[0] - means_2LD[1]) * v_LD).sum(-1)
     tensors = {}
     for layer in range(num_layers):
         part = slice(layer * heads, (layer + 1) * heads)
@@ -113,6 +114,7 @@ def solve(
                 "bias": biases_L[part],
                 "heads": chosen_L[part].float(),
                 "scale": scale_L[part],
+                "gap": gap_L[part],
             }
             tensors |= {f"{PARAMS}.{layer}.{name}": x.cpu() for name, x in found.items()}
     accuracy = probes.accuracy_L

@@ -20,7 +20,6 @@ from kvasir.lab.lookup import load_task
 from kvasir.lab.steer.probes import fit, held_out
 from kvasir.lab.steer.traces import Recording
 from kvasir.models import checkpoint
-from kvasir.models.families import build_spec
 from kvasir.models.hooks import made_for
 
 PARAMS, SITE, TASK = "style", "resid", "style"
@@ -50,10 +49,9 @@ def calibrate(model: str, plan: Plan, out: Path, **options: Any) -> dict[str, An
     engine. Raises ConfigError where no layer's probe is accurate enough."""
     began, task = time.monotonic(), load_task(TASK)
     path = checkpoint.resolve(model)
-    num_layers = len(build_spec(checkpoint.read_config(path)).layers)
     tokenizer = lab_tokenizer.load(path)
     states, labels = [], []
-    with Recording(model, SITE, num_layers, Gate(), **options) as recording:
+    with Recording(model, SITE, Gate(), **options) as recording:
         made = made_for(recording.llm.engine.runner.model, path)
         for problem in task.problems("train", plan.seed, plan.count * 4 // 3):
             style = getattr(task, NAMED)(problem)

@@ -18,11 +18,14 @@ from kvasir.lab.evaluation.evaluator import noise_seed
 from kvasir.lab.lookup import load_task
 from kvasir.lab.task import Problem, Split, Task
 from kvasir.models import checkpoint
+from kvasir.models.families import build_spec
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import SamplingParams
 
 BLANK = "\n\n"
 RECORDER = "recorder"
+# Positions that are recorded at most, which bounds the memory: 1 GiB for the heads of an 8B model.
+POSITIONS = 4096
 # Words that begin a check, where a task does not label its steps.
 KEYWORDS = ("Wait", "Alternatively", "Let me verify", "But")
 
@@ -100,14 +103,15 @@ def cuts(task: Task, trace: Trace, splits: Sequence[int], keywords: Sequence[str
 class Recording:
     """An engine that records the states of one site, of all layers, at the tokens ``splits``. Use it in a ``with``."""
 
-    def __init__(self, model: str, site: str, num_layers: int, gate: Gate, **options: Any) -> None:
+    def __init__(self, model: str, site: str, gate: Gate, **options: Any) -> None:
         self._home = tempfile.TemporaryDirectory()
-        hook = Hook(site, tuple(range(num_layers)), "record", gate)
+        spec = build_spec(checkpoint.read_config(checkpoint.resolve(model)))
+        hook = Hook(site, tuple(range(len(spec.layers))), "record", gate)
         folder = write_set(Path(self._home.name), [hook], {})
         # A prefix that is read from the cache would not be computed, and so not recorded.
-        options = {"enable_prefix_caching": False} | options
+        options = {"enable_prefix_caching": False, "max_model_len": min(POSITIONS, spec.max_position)} | options
         self.llm = LLM(model, hook=[f"{RECORDER}={folder}"], **options)
-        self.site, self.layers = site, range(num_layers)
+        self.site, self.layers = site, hook.layers
 
     def __enter__(self) -> Recording:
         return self
