@@ -166,7 +166,8 @@ class MaskDrafter(SelfDrafter):
 
 @dataclass(frozen=True, slots=True)
 class MaskFolder:
-    """A folder as its config.json describes it (`docs/methods/idlm.md`). ``target``: the model it was trained for, as `kvasir.speculation.heads.write` has it."""
+    """A folder as its config.json describes it (`docs/methods/idlm.md`). ``target``: the
+    model it was trained for, as in `kvasir.speculation.heads.write`."""
 
     path: Path
     target: dict[str, Any]
