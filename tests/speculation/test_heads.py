@@ -108,7 +108,7 @@ def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folde
     real = drafting.Drafting.ingest
 
     def shuffled(self, span, hidden):
-        real(self, span, torch.roll(hidden, 1, -1))
+        real(self, span, None if hidden is None else torch.roll(hidden, 1, -1))
 
     monkeypatch.setattr(drafting.Drafting, "ingest", shuffled)
     heard = drafting.Drafting.observe
@@ -465,7 +465,7 @@ def test_what_a_head_takes_is_known_before_the_pool_is_sized(kind, folders):
 
 
 def test_the_pool_leaves_it_free(monkeypatch):
-    monkeypatch.setattr("kvasir.engine.build._available_memory", lambda: 64 << 20)
+    monkeypatch.setattr("kvasir.engine.build.available_memory", lambda: 64 << 20)
     pages = []
     for beside in (0, 16 << 20):
         built = build(

@@ -57,6 +57,7 @@ from kvasir.types import Guessing, Sequence, Span, SpanResult, TokenLogprob
 SLICE_BYTES = 64 << 20  # most bytes of fp32 logits handled at a time; scratch memory is a few times that
 NUMERIC_ERROR = "internal_numeric_error: the model's output holds NaN or infinity, or rules out every token"
 MASKED_ERROR = "no_token_allowed: the request's constraints leave no token to choose from"
+NO_ROWS = np.zeros(0, np.int64)
 INF = float("inf")
 NEG_INF = -INF
 
@@ -233,7 +234,11 @@ class Sampler:
         )
 
     def _slice(
-        self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]], guests: np.ndarray
+        self,
+        logits_MV: torch.Tensor,
+        rows: Rows,
+        blocks: Many[tuple[max_accept.Block, int]] = (),
+        guests: np.ndarray = NO_ROWS,
     ) -> tuple[torch.Tensor, _Reports | None, torch.Tensor | None]:
         """Return the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of a slice, and
         the guesses of its rows ``guests``."""

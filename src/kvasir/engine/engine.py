@@ -295,7 +295,7 @@ class Engine:
             self._forcing.propose(self.scheduler.running, drafting)
         if drafting:
             self._drafting.propose(self.scheduler.running)
-        plan = self.scheduler.plan(now, self.steps.max_rows, self._drafting and self._drafting.tail())
+        plan = self.scheduler.plan(now, self.steps.max_rows, None if self._drafting is None else self._drafting.tail())
         for seq in plan.preempted:
             self._close_seat(seq)
         late = bool(self._plans and self.runner.sampler.num_bound)

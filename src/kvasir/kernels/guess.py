@@ -111,7 +111,7 @@ def _chunk_guesses(logits, tokens, temperatures, streams, positions, wanted, fou
             z = tl.where(ids == which, float("-inf"), z)
 
 
-@jit
+@jit(do_not_specialize=["out_row"])
 def _merge_guesses(found, tokens, wanted, out, out_row, num_chunks, vocab_size, K: tl.constexpr, K2: tl.constexpr,
                    C2: tl.constexpr):
     """One program: one row. Writes ids and probabilities, the drawn token first."""

@@ -293,15 +293,15 @@ class Controller:
         worth = [sorted(self.survival.of(tree), reverse=True) for tree in self._recent]
         num_nodes = max(1, sum(map(len, self._recent)))
         # Rows of tails, which stay however many nodes are kept, for each proposal; and rows a node, with its guests.
-        tails = sum(tree.num_rows - len(tree) for tree in self._recent if tree.has_tail)
-        spread = (sum(tree.num_rows for tree in self._recent) - tails) / num_nodes
-        tails /= len(self._recent)
+        in_tails = sum(tree.num_rows - len(tree) for tree in self._recent if tree.has_tail)
+        spread = (sum(tree.num_rows for tree in self._recent) - in_tails) / num_nodes
+        tail = in_tails / len(self._recent)
         best, tokens, slots = 0.0, 1.0, 0.0
         for rank in range(max(map(len, worth))):
             added = [survivals[rank] for survivals in worth if rank < len(survivals)]
             tokens, slots = tokens + sum(added) / len(worth), slots + len(added) / len(worth)
             if rank < 8 or rank % 8 == 7:
-                drafted = self._seconds(num_seqs, context, round((tails + spread * slots) * num_seqs), True)
+                drafted = self._seconds(num_seqs, context, round((tail + spread * slots) * num_seqs), True)
                 best = max(best, tokens * plain / drafted)
         return best
 

@@ -57,6 +57,7 @@ class Router(Drafter):
         self.top_tokens = max(d.top_tokens for d in drafters)
         self.place = next((d.place for d in drafters if d.place != "cpu"), "cpu")
         self.topology = "tree" if any(d.topology == "tree" for d in drafters) else "chain"
+        self._host: Drafter | None = None  # the one that has guests
         self._columns: dict[str, list[int]] = {}  # by drafter: indices of the tapped layers that it reads
         self._cheap = [d.name for d in drafters if d.place == "cpu"]
         self._models = [d.name for d in drafters if d.place != "cpu"]

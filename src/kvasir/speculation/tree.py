@@ -108,8 +108,15 @@ class DraftTree:
             if guests:
                 tail = guests[len(self) - 1] if self.has_tail else None
                 guests = {n: chains for n, chains in guests.items() if n < count} if tail is None else {count - 1: tail}
-            parts = (part[:count] for part in (self.tokens, self.parents, self.est, self.depths))
-            return DraftTree(*parts, self.source, guests, self.promise)
+            return DraftTree(
+                self.tokens[:count],
+                self.parents[:count],
+                self.est[:count],
+                self.depths[:count],
+                self.source,
+                guests,
+                self.promise,
+            )
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda i: -self.est[i]):
             children.setdefault(self.parents[node], []).append(node)

@@ -23,9 +23,9 @@ Guess = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """Guesses that a drafter wants of its guest rows: ``count`` tokens of each. ``coupled``: under the noise of the draw that
-    will verify them, the drawn token first (`kvasir.kernels.guess`); else the likeliest at the row's temperature,
-    without noise."""
+    """Guesses that a drafter wants of its guests: ``count`` tokens of each row. ``coupled``: under the noise of the
+    draw that will verify them, the drawn token first (`kvasir.kernels.guess`); else the likeliest at the row's
+    temperature, without noise."""
 
     count: int = 1
     coupled: bool = True

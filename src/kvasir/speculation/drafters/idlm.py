@@ -68,6 +68,7 @@ class MaskDrafter(SelfDrafter):
                 "idlm:max_accept=true verifies blocks, which are chains. Use layout=chain, or leave it out."
             )
         self._folder: MaskFolder | None = None
+        self._trees = self.exact
         masks = config.stride - 1
         self.tail = (0,) * masks
         self.guessing = Guessing(SPREAD, coupled=False) if config.max_accept else Guessing()
@@ -92,6 +93,8 @@ class MaskDrafter(SelfDrafter):
                 "idlm:max_accept=true keeps the distribution of the tokens, not the tokens that exact mode promises. "
                 "Leave it out, or --batch-invariant."
             )
+        # Exact mode captures no trees, and blocks are chains.
+        self._trees = self.exact and not model.place.exact
         self.guests = self._mask(model)[None].to(model.place.device, model.place.dtype)
 
     def _mask(self, model: ServedModel) -> torch.Tensor:
@@ -128,7 +131,7 @@ class MaskDrafter(SelfDrafter):
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         stride = self.config.stride
         everywhere = self.config.layout == "tree" or (
-            self.config.layout == "auto" and self.exact and len(asks) * stride * stride <= TREE_ROWS
+            self.config.layout == "auto" and self._trees and len(asks) * stride * stride <= TREE_ROWS
         )
         promise, hazards = self.promise(), self.hazards()
         return [self._tree(ask, promise, hazards, everywhere) for ask in asks]
@@ -166,7 +169,8 @@ class MaskDrafter(SelfDrafter):
 
 @dataclass(frozen=True, slots=True)
 class MaskFolder:
-    """A folder as its config.json describes it (`docs/methods/idlm.md`). ``target``: the model it was trained for, as `kvasir.speculation.heads.write` has it."""
+    """A folder as its config.json describes it (`docs/methods/idlm.md`). ``target``: the
+    model it was trained for, as in `kvasir.speculation.heads.write`."""
 
     path: Path
     target: dict[str, Any]
