@@ -50,7 +50,7 @@ class DecodeBuffers:
     def words(self, size: int) -> torch.Tensor:
         """The inbox of a bucket of ``size`` rows [words, B]: seats and positions; with drafts their tokens (-1: the
         seat's) behind them, or all of ``draft_words``."""
-        return self._inbox[: len(self._inbox) // size * size].view(-1, size)
+        return self._inbox[: self._num_words * size].view(-1, size)
 
     def send_decodes(self, spans: list[Span], size: int) -> Stage:
         """Bring the seats and positions of decodes to the device, padded to ``size`` rows. Returns the host memory in
