@@ -19,7 +19,7 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.digest import digest
 from kvasir.models.families import build_spec
 from kvasir.models.loader import load_again, load_model, read_headers
-from tests import checkpoints, quantised
+from tests import checkpoints, quantised, weights_page
 from tests.models.test_parity import Paged, expected
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
@@ -286,3 +286,7 @@ def test_a_decoder_knows_its_bytes_before_it_is_loaded(folders):
     made, config = load(folder), checkpoint.read_config(folder)
     place = Placement(torch.device("meta"), torch.float32, formats=made.place.formats)
     assert Decoder(build_spec(config), place, 1).weight_bytes == made.weight_bytes
+
+
+def test_the_page_has_a_row_for_every_format_and_reader():
+    assert weights_page.PAGE.read_text() == weights_page.page(), "write it again: python -m tests.weights_page"

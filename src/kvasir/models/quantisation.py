@@ -62,7 +62,10 @@ class Reader(Technique):
     def refuse(self, what: str, instead: str = "") -> None:
         """Raise ConfigError that says what of this checkpoint is not served."""
         instead = instead or advice.dequantize(self.name)
-        raise ConfigError(f"config.json: quantization_config ({self.name}): {what} is not served. {instead}")
+        method = self.name.replace("_", "-")
+        raise ConfigError(
+            f"config.json: quantization_config (quant_method '{method}'): {what} is not served. {instead}"
+        )
 
 
 def reader_of(config: Mapping[str, Any]) -> Reader | None:

@@ -1,7 +1,6 @@
-"""Checkpoints of ``quant_method: compressed-tensors``: groups of modules, each with a format of its own.
+"""Checkpoints of compressed-tensors: float-quantized (E4M3 by tensor, channel or block), by groups of modules.
 
-Served: ``float-quantized`` (E4M3 by tensor, channel or block; activations are quantised row by row, whatever scale the
-checkpoint has for them).
+Activations are quantised row by row, whatever scale the checkpoint has for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints of ``quant_method: fp8``: E4M3 in blocks (DeepSeek, Qwen), or with one scale a tensor (vLLM's own).
+"""Checkpoints of fp8: E4M3 in blocks (DeepSeek, Qwen), or with one scale a tensor (vLLM's own).
 
 With ``weight_block_size`` a matrix has ``weight_scale_inv`` [N / 128, K / 128], which multiplies its codes in spite of
 its name, else ``weight_scale``.
