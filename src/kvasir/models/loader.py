@@ -96,7 +96,12 @@ def start_loading(
     slots = slots_to_fill(decoder)
     sources = {slot: tensor for slot, tensor, _ in assigned.placed}
     checks = [partial(_check_tied, tensor, sources[EMBED]) for slot, tensor in sources.items() if slot not in slots]
-    return decoder, filling.start(assigned.into(slots), checks)
+    filling.start(assigned.into(slots), checks)
+    if place.formats is not None and place.formats.quantises:  # its scratch memory is not part of a step's
+        filling.wait()
+        if place.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return decoder, filling
 
 
 def load_again(decoder: Decoder, path: Path) -> None:

@@ -36,8 +36,8 @@ class Config:
     block: int = 128
 
     def __post_init__(self) -> None:
-        if self.block < 16 or self.block & (self.block - 1):
-            raise ConfigError(f"f8:block={self.block}: expected a power of two from 16 on; 128 is usual")
+        if not 16 <= self.block <= 1024 or self.block & (self.block - 1):
+            raise ConfigError(f"f8:block={self.block}: expected a power of two from 16 to 1024; 128 is usual")
 
 
 class Eight(WeightFormat):
@@ -151,7 +151,10 @@ class Eight(WeightFormat):
         return f8_gemv(x_TK, w, choose(rows, *w.codes.shape, w.block, True), norm=scale, bias_N=bias_N, out_TO=y_TN)
 
     def grouped(self, weight: Weight) -> torch.Tensor | F8:
-        return self._of(weight) if weight.streams else self.dequantise(weight)
+        # The kernels of experts take whole blocks, and steps of up to 128 inputs within one.
+        sizes = weight.num_outputs, weight.num_inputs
+        whole = not self.block or self.block >= 128 and not any(size % self.block for size in sizes)
+        return self._of(weight) if weight.streams and whole else self.dequantise(weight)
 
     def _of(self, weight: Weight) -> F8:
         if weight.made is None:
