@@ -126,6 +126,31 @@ def test_exact_mode_is_bit_equal_over_batches(name, folders):
         assert torch.equal(got, want)
 
 
+def test_a_quantised_matrix_that_a_layer_keeps_plain_is_dequantised(folders, tmp_path):
+    """A router here; layers that rearrange a matrix have no other choice."""
+    folder, router = folders("experts", "fp8-block"), "model.layers.0.mlp.gate.weight"
+    made, plain = (load_file(folder / name / "model.safetensors") for name in ("made", "plain"))
+    codes, made[router + "_scale_inv"], values = quantised.by_block(made[router])
+    made[router], plain[router] = codes.view(E4M3), values.float()
+    config = json.loads((folder / "made" / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+    for name, tensors in (("made", made), ("plain", plain)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "plain" / "config.json").write_text((folder / "plain" / "config.json").read_text())
+    decoder = load(tmp_path / "made")
+    assert torch.equal(decoder.blocks[0].ffn.router.weight.tensor, plain[router])
+    for got, want in zip(logits(tmp_path / "made"), expected(tmp_path / "plain")):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+    load_again(decoder, tmp_path / "made")
+    assert torch.equal(decoder.blocks[0].ffn.router.weight.tensor, plain[router])
+    del made[router + "_scale_inv"]
+    save_file(made, tmp_path / "made" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="missing tensors: model.layers.0.mlp.gate.weight_scale_inv"):
+        load(tmp_path / "made")
+
+
 # ------------------------------------------------------------------------------------------------------ what must fail
 
 
