@@ -25,6 +25,7 @@ from tests.models.test_parity import Paged, expected
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 MODELS = {
     "llama": ("llama", SIZES),
+    "fused": ("phi3", SIZES),  # q, k and v in one tensor, gate and up in another
     "experts": ("qwen3_moe", SIZES | dict(moe_intermediate_size=16, mlp_only_layers=[1])),
 }
 
@@ -75,9 +76,9 @@ def test_quantising_takes_the_nearest_code(block):
     assert torch.equal(again.codes.view(torch.uint8), made.codes.view(torch.uint8)), "a round trip changes nothing"
 
 
-FEW = ("fp8-block", "compressed-channel")  # of experts in every commit
+QUICK = {"experts": ("fp8-block",), "fused": ("compressed-tensor",)}  # in every commit
 PAIRS = [
-    pytest.param(model, name, marks=[pytest.mark.slow] if model == "experts" and name not in FEW else [])
+    pytest.param(model, name, marks=[pytest.mark.slow] if model != "llama" and name not in QUICK[model] else [])
     for model in MODELS
     for name in quantised.FORMATS
 ]
@@ -109,7 +110,7 @@ def test_transformers_reads_the_same_file_alike(folders):
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "compressed-channel"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "experts"])
 def test_the_weights_stay_quantised(model, name, folders):
     """Resident bytes: what is dequantised at loading would pass every other test."""
     folder = folders(model, name)
@@ -179,7 +180,7 @@ def test_wrong_scales_show_in_the_logits(name, mutation, folders, tmp_path):
 # ---------------------------------------------------------------------------------------- quantised as they are loaded
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "experts"])
 @pytest.mark.parametrize("spec", ["f8", "f8:scale=block,block=16", "fp8"])
 def test_a_plain_checkpoint_is_quantised_at_loading(model, spec, folders):
     folders(model, "fp8-block")

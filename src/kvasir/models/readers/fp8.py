@@ -46,7 +46,7 @@ class FP8(Reader):
             return view
         module = view.name.removesuffix(SUFFIX)
         suffix = next((s for s in SCALES if module + s in names), SCALES[not self.block])
-        return scale_of(with_suffix(view, suffix), self.block)
+        return scale_of(with_suffix(view, suffix), self.block, whole=True)
 
     def fit(self, plane: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
         return fit_scale(tensor, slot) if plane == "scale" else (tensor, slot)
