@@ -11,6 +11,7 @@ from kvasir.attention.backend import BACKENDS
 from kvasir.convert.converter import PACKAGE as CONVERTERS
 from kvasir.engine.policy import POLICIES
 from kvasir.kv.codec import CODECS
+from kvasir.layers.weight_format import PACKAGE as FORMATS
 from kvasir.scaling.strategy import STRATEGIES
 from kvasir.speculation.drafter import DRAFTERS
 from kvasir.technique import own
@@ -23,6 +24,7 @@ FIELDS = {"method", "paper", "published", "differs", "exact", "result", "when"}
 GROUPS: dict[str, tuple[str, str | None]] = {
     "drafters": ("Drafters", DRAFTERS),
     "codecs": ("KV codecs", CODECS),
+    "formats": ("Weight formats", FORMATS),
     "strategies": ("Test-time scaling", STRATEGIES),
     "schedulers": ("Scheduling policies", POLICIES),
     "backends": ("Attention backends", BACKENDS),

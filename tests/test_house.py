@@ -131,9 +131,11 @@ def test_a_technique_imports_no_sibling(family):
 # Names of techniques that a core file may hold, and why. Benchmarks, the lab and their commands measure techniques by
 # name.
 NAMED = {
-    "config.py": {"plain", "fcfs", "cost"},  # defaults of settings
+    "config.py": {"plain", "fcfs", "cost", "fp8"},  # defaults of settings, and a type of activations
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "models/quantisation.py": {"fp8"},  # a type of activations
+    "models/loader.py": {"fp8"},  # likewise
+    "layers/weights.py": {"fp8"},  # likewise
     "layers/weight_format.py": {"plain"},  # the format of a weight that nobody quantised
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
     "tuned.py": {"int4"},  # a layout

@@ -23,6 +23,7 @@ from kvasir.hooks.hook import Op
 from kvasir.kv.codec import Codec
 from kvasir.lab.drafters.kind import Kind
 from kvasir.lab.task import Task
+from kvasir.layers.weight_format import WeightFormat
 from kvasir.scaling.strategy import Strategy
 from kvasir.speculation.drafter import Drafter
 from kvasir.technique import Technique
@@ -30,6 +31,7 @@ from kvasir.technique import Technique
 ROOT = Path(__file__).parents[2]
 SEAMS = {
     "kvasir.kv.codecs": Codec,
+    "kvasir.layers.formats": WeightFormat,
     "kvasir.attention.backends": AttentionBackend,
     "kvasir.engine.schedulers": SchedulerPolicy,
     "kvasir.cluster.routers": Router,
@@ -45,10 +47,11 @@ SEAMS = {
     "kvasir.api.reasoning_parsers": ReasoningParser,
 }
 PROMISES = {
-    "exact": {Codec, AttentionBackend, SchedulerPolicy, Drafter, Converter},  # the others compute nothing in a step
-    "affects_kv": {Codec, AttentionBackend, SchedulerPolicy, Drafter},
+    # The others compute nothing in a step.
+    "exact": {Codec, WeightFormat, AttentionBackend, SchedulerPolicy, Drafter, Converter},
+    "affects_kv": {Codec, WeightFormat, AttentionBackend, SchedulerPolicy, Drafter},
 }  # a converter's result is another checkpoint
-SAYS = {Codec, Drafter, Converter}  # their docstrings say whether they are exact or lossy
+SAYS = {Codec, WeightFormat, Drafter, Converter}  # their docstrings say whether they are exact or lossy
 FOUND = [(package, name) for package in SEAMS for name in technique.names(package)]
 DOCS = "\n".join(file.read_text() for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
 

@@ -19,12 +19,13 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.digest import digest
 from kvasir.models.families import build_spec
 from kvasir.models.loader import load_again, load_model, read_headers
-from tests import checkpoints, quantised
+from tests import checkpoints, quantised, weights_page
 from tests.models.test_parity import Paged, expected
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 MODELS = {
     "llama": ("llama", SIZES),
+    "fused": ("phi3", SIZES),  # q, k and v in one tensor, gate and up in another
     "experts": ("qwen3_moe", SIZES | dict(moe_intermediate_size=16, mlp_only_layers=[1])),
 }
 
@@ -75,8 +76,15 @@ def test_quantising_takes_the_nearest_code(block):
     assert torch.equal(again.codes.view(torch.uint8), made.codes.view(torch.uint8)), "a round trip changes nothing"
 
 
-@pytest.mark.parametrize("name", quantised.FORMATS)
-@pytest.mark.parametrize("model", MODELS)
+QUICK = {"experts": ("fp8-block",), "fused": ("compressed-tensor",)}  # in every commit
+PAIRS = [
+    pytest.param(model, name, marks=[pytest.mark.slow] if model != "llama" and name not in QUICK[model] else [])
+    for model in MODELS
+    for name in quantised.FORMATS
+]
+
+
+@pytest.mark.parametrize("model, name", PAIRS)
 def test_logits_are_those_of_transformers_with_dequantised_weights(model, name, folders):
     folder = folders(model, name)
     want = expected(folder / "plain")
@@ -102,7 +110,7 @@ def test_transformers_reads_the_same_file_alike(folders):
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "compressed-channel"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "experts"])
 def test_the_weights_stay_quantised(model, name, folders):
     """Resident bytes: what is dequantised at loading would pass every other test."""
     folder = folders(model, name)
@@ -126,6 +134,31 @@ def test_exact_mode_is_bit_equal_over_batches(name, folders):
         assert torch.equal(got, want)
 
 
+def test_a_quantised_matrix_that_a_layer_keeps_plain_is_dequantised(folders, tmp_path):
+    """A router here; layers that rearrange a matrix have no other choice."""
+    folder, router = folders("experts", "fp8-block"), "model.layers.0.mlp.gate.weight"
+    made, plain = (load_file(folder / name / "model.safetensors") for name in ("made", "plain"))
+    codes, made[router + "_scale_inv"], values = quantised.by_block(made[router])
+    made[router], plain[router] = codes.view(E4M3), values.float()
+    config = json.loads((folder / "made" / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+    for name, tensors in (("made", made), ("plain", plain)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "plain" / "config.json").write_text((folder / "plain" / "config.json").read_text())
+    decoder = load(tmp_path / "made")
+    assert torch.equal(decoder.blocks[0].ffn.router.weight.tensor, plain[router])
+    for got, want in zip(logits(tmp_path / "made"), expected(tmp_path / "plain")):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+    load_again(decoder, tmp_path / "made")
+    assert torch.equal(decoder.blocks[0].ffn.router.weight.tensor, plain[router])
+    del made[router + "_scale_inv"]
+    save_file(made, tmp_path / "made" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="missing tensors: model.layers.0.mlp.gate.weight_scale_inv"):
+        load(tmp_path / "made")
+
+
 # ------------------------------------------------------------------------------------------------------ what must fail
 
 
@@ -147,7 +180,7 @@ def test_wrong_scales_show_in_the_logits(name, mutation, folders, tmp_path):
 # ---------------------------------------------------------------------------------------- quantised as they are loaded
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "experts"])
 @pytest.mark.parametrize("spec", ["f8", "f8:scale=block,block=16", "fp8"])
 def test_a_plain_checkpoint_is_quantised_at_loading(model, spec, folders):
     folders(model, "fp8-block")
@@ -286,3 +319,7 @@ def test_a_decoder_knows_its_bytes_before_it_is_loaded(folders):
     made, config = load(folder), checkpoint.read_config(folder)
     place = Placement(torch.device("meta"), torch.float32, formats=made.place.formats)
     assert Decoder(build_spec(config), place, 1).weight_bytes == made.weight_bytes
+
+
+def test_the_page_has_a_row_for_every_format_and_reader():
+    assert weights_page.PAGE.read_text() == weights_page.page(), "write it again: python -m tests.weights_page"

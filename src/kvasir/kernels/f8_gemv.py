@@ -1,4 +1,4 @@
-"""y = x W^T for few rows of x and weights in FP8. The time is that of streaming the codes once.
+"""y = x W^T for up to 128 rows of x and weights in FP8. The time is that of streaming the codes once.
 
 These are the two kernels of ``kernels.gemv`` with the same work fused in: norm before, bias, gate and residual after,
 and the early start. Codes are exact in bf16 and fp32, so the products are those of the weights themselves.
@@ -22,6 +22,7 @@ from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, _row, _rows, gemv_reference, join
 
+LAUNCH_ROWS = 2 * MAX_ROWS  # rows of x that one launch takes
 PROGRAMS = 264  # that a launch should have, two for each of an H100's multiprocessors: else K is split
 SHORTEST = 512  # inputs of a split at least
 
@@ -204,7 +205,7 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
             residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``f8_gemv_reference`` in one launch (two where K is split), as ``kernels.gemv.gemv`` does."""
     (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
-    assert rows <= MAX_ROWS and w.codes.shape[1] == width and w.codes.is_contiguous() and x_TK.stride(1) == 1, \
+    assert rows <= LAUNCH_ROWS and w.codes.shape[1] == width and w.codes.is_contiguous() and x_TK.stride(1) == 1, \
         "a few dense rows"
     outputs = num_rows if activation is None else num_rows // 2
     assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
@@ -251,7 +252,7 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
 
 
 def choose(rows: int, num_rows: int, width: int, block: int, gated: bool = False) -> Config:
-    """Config for codes [N, K] and ``rows`` rows of x, 1 to 64.
+    """Config for codes [N, K] and ``rows`` rows of x, 1 to 128.
 
     A rule that nobody measured yet: as many bytes in flight as ``kernels.gemv`` has, and programs for the whole GPU.
     """
@@ -263,6 +264,8 @@ def choose(rows: int, num_rows: int, width: int, block: int, gated: bool = False
     block_k = 128
     if block:
         block_n, block_k = min(block_n, block), min(block_k, block)
+    if rows > MAX_ROWS:  # the rows fill more registers than four warps have
+        return Config(min(64, block or 64), block_k, 8, 3)
     splits = 1
     while cdiv(outputs, block_n) * splits < PROGRAMS and width // (2 * splits) >= SHORTEST:
         splits *= 2
@@ -298,4 +301,5 @@ def grid() -> Iterator[Case]:
     yield Case(1, 70, 100, one, 32)
     yield Case(5, 70, 100, few, 32)
     yield Case(40, 128, 256, Config(32, 128, 4, 3, splits=2), 128, norm=True, activation="silu", residual=True)
+    yield Case(70, 48, 96, few, 32, norm=True)
     yield Case(0, 16, 64, one)

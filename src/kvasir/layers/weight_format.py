@@ -26,6 +26,7 @@ from kvasir.technique import Technique, find_also, load
 
 PACKAGE = "kvasir.layers.formats"
 PLAIN = "plain"  # the format of weights that nobody quantised
+QUANTISED_ROWS = 1024  # outputs that are quantised at a time; whole blocks of every format
 MATRIX = "weight"  # the plane whose slots have the names of plain weights
 
 
@@ -206,9 +207,11 @@ class Weight:
         return self.format.dequantise(self)
 
     def _put(self, first: int, w_NK: torch.Tensor) -> None:
-        """Quantise the outputs from the ``first`` on."""
-        for name, part in self.format.quantise(w_NK).items():
-            self.planes[name][self._rows[name].of(first, len(w_NK))].copy_(part)
+        """Quantise the outputs from the ``first`` on, some at a time: it takes memory of several times their size."""
+        for start in range(0, len(w_NK), QUANTISED_ROWS):
+            rows = w_NK[start : start + QUANTISED_ROWS]
+            for name, part in self.format.quantise(rows).items():
+                self.planes[name][self._rows[name].of(first + start, len(rows))].copy_(part)
 
     def forget(self) -> None:
         """Drop what was made of the planes, since they have changed."""

@@ -268,7 +268,8 @@ class Decoder:
 
 def _weights(part: object) -> Iterator[Weight]:
     """The weights of a part of the model, and of its own parts."""
-    for value in vars(part).values():
+    values = vars(part).values()
+    for value in (*values, *(one for some in values if isinstance(some, list) for one in some)):
         if isinstance(value, Weight):
             yield value
         elif isinstance(value, Linear):

@@ -3,7 +3,6 @@ the one that ``--weights`` asks for."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping
 
 import torch
@@ -62,6 +61,21 @@ class Formats:
             )
         return PLAIN if found is None or not self._tensors and slot in UNQUANTISED else found
 
+    def opened(self, name: str, tensor: Stored, names: Collection[str]) -> dict[str, str]:
+        """The stored tensors of the planes of a quantised matrix that only plain slots read; none: it is plain."""
+        if tensor.dtype in NUMBERS or not name.endswith(SUFFIX) or len(tensor.shape) != 2:
+            return {}
+        spec = self.reader.format_of(tensor.name.removesuffix(SUFFIX))
+        if spec is None:
+            return {}
+        rows, inputs = tensor.shape
+        planes = load_format(spec).planes((rows,), inputs, torch.bfloat16)
+        return {plane.name: self.reader.stored(View(name), plane.name, names).name for plane in planes}
+
+    def format_of(self, tensor: Stored) -> WeightFormat:
+        """The format of a quantised matrix."""
+        return load_format(self.reader.format_of(tensor.name.removesuffix(SUFFIX)))
+
     def unread(self, name: str) -> bool:
         """Whether a stored tensor is not read."""
         return name.endswith(self.reader.unread)
@@ -96,53 +110,3 @@ class Quantising:
 
     def fit(self, name: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
         return tensor, slot
-
-
-class Whole:
-    """Collects one matrix, part by part and from several threads, and quantises it when it is complete. Until then it
-    lies in scratch memory, in the type of the model."""
-
-    def __init__(
-        self, put: Callable[[torch.Tensor], None], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._put, self._shape, self._dtype, self._device = put, shape, dtype, device
-        self._lock, self._scratch = threading.Lock(), None
-        self._left = shape[0] * shape[1]
-        self._sent: list[torch.cuda.Event] = []
-
-    def fill(self, place: torch.Tensor, stored: torch.Tensor) -> None:
-        """Copy ``stored`` to where ``place``, a view of a tensor without memory, lies in the matrix."""
-        with self._lock:
-            if self._scratch is None:
-                self._scratch = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            scratch = self._scratch
-        scratch.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(stored)
-        if scratch.is_cuda:
-            scratch.record_stream(torch.cuda.current_stream(self._device))
-            event = torch.cuda.Event()
-            event.record()
-        with self._lock:
-            if scratch.is_cuda:
-                self._sent.append(event)
-            self._left -= place.numel()
-            if self._left:
-                return
-            self._scratch, self._left = None, self._shape[0] * self._shape[1]
-            sent, self._sent = self._sent, []
-        for event in sent:
-            event.wait()
-        self._put(scratch)
-
-
-def to_fill(slots: dict[str, Slot], dtype: torch.dtype) -> dict[str, Slot]:
-    """The places that the tensors of a plain checkpoint fill, where matrices are quantised as they are loaded: one for
-    each matrix of ``dtype`` instead of one for each plane."""
-    found = {}
-    for name, slot in slots.items():
-        if slot.whole is not None:
-            place = torch.empty(slot.whole.shape, dtype=dtype, device="meta")
-            collect = Whole(slot.whole.put, slot.whole.shape, dtype, slot.target.device).fill
-            found[name] = Slot(place, collect=collect)
-        elif slot.random is None:  # others are planes beside the first
-            found[name] = slot
-    return found

@@ -9,7 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.layers.weight_format import PLAIN
+from kvasir.layers.weight_format import MATRIX, PLAIN
 from kvasir.layers.weights import NUMBERS, Placement, Slot
 from kvasir.logs import log
 from kvasir.models import advice, cost
 from kvasir.models.checkpoint import read_json
+from kvasir.models.collected import open_slots, to_fill
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import DTYPES, Filling, Stored, list_names, read_tensor
-from kvasir.models.formats import Formats, Quantising, to_fill
+from kvasir.models.formats import Formats, Quantising
 from kvasir.models.packed import chunks_of, is_packed, stored_as
 from kvasir.models.quantisation import Reader, reader_of
 from kvasir.models.spec import ModelSpec
@@ -99,13 +100,18 @@ def start_loading(
     if reader is not None:
         unread = (t for ts in assigned.left_out.values() for t in ts if t.name.endswith(reader.unread))
         checks += [partial(reader.check, tensor) for tensor in unread]
-    return decoder, filling.start(assigned.into(slots), checks)
+    filling.start(assigned.into(slots, place), checks)
+    if place.formats is not None and place.formats.quantises:  # its scratch memory is not part of a step's
+        filling.wait()
+        if place.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return decoder, filling
 
 
 def load_again(decoder: Decoder, path: Path) -> None:
     """Load other weights of the same model into the same tensors. Raises ConfigError that names file and tensor."""
     assigned = assign(read_headers(path), decoder.spec, decoder.place)
-    Filling(decoder.place.device).start(assigned.into(slots_to_fill(decoder)), []).wait()
+    Filling(decoder.place.device).start(assigned.into(slots_to_fill(decoder), decoder.place), []).wait()
 
 
 # ----------------------------------------------------------------------------------------------------------- headers
@@ -241,17 +247,23 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 @dataclass(frozen=True)
 class Assigned:
     """Slots by name with the tensors that fill them and the part of each; and what the family leaves out, by prefix.
-    ``formats``: those of quantised matrices."""
+    ``formats``: those of quantised matrices; ``opened``: the planes of those that fill plain slots, by name."""
 
     placed: list[tuple[str, Stored, View]]
     left_out: dict[str, list[Stored]]
     formats: Formats | Quantising | None = None
+    opened: dict[str, dict[str, Stored]] = field(default_factory=dict)
 
-    def into(self, slots: dict[str, Slot]) -> list[tuple[Stored, Slot]]:
+    def into(self, slots: dict[str, Slot], place: Placement) -> list[tuple[Stored, Slot]]:
         """The slots to fill. A tied head that is stored as well is not among them."""
-        found = []
+        found: list[tuple[Stored, Slot]] = []
+        for planes in self.opened.values():
+            matrix = planes[MATRIX]
+            targets = [(view, slots[name]) for name, tensor, view in self.placed if tensor is matrix]
+            found += open_slots(planes, self.formats.format_of(matrix), self.formats.reader, targets, place)
+        opened = {id(planes[MATRIX]) for planes in self.opened.values()}
         for name, tensor, view in self.placed:
-            if name in slots:
+            if name in slots and id(tensor) not in opened:
                 tensor, slot = _fitted(self.formats, name, tensor, slots[name])
                 found.append((tensor, slot.through(view.index, view.transposed)))
         return found
@@ -358,6 +370,14 @@ def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None
     readers: dict[str, list[str]] = {}
     for slot, part in views.items():
         readers.setdefault(part.name, []).append(slot)
+    opened: dict[str, dict[str, Stored]] = {}
+    for name, mine in list(readers.items()) if isinstance(formats, Formats) else []:
+        if name not in found or any(slot.partition("/")[0] in formats.quantised for slot in mine):
+            continue
+        planes = formats.opened(name, found[name], found.keys())
+        readers |= {other: readers.get(other, []) for other in planes.values()}
+        if planes and all(other in found for other in planes.values()):
+            opened[name] = {plane: found[other] for plane, other in planes.items()}
     missing = [name for name in readers if name not in found]
     unexpected = [tensor.name for name, tensor in found.items() if name not in readers]
     if missing or unexpected:
@@ -371,8 +391,11 @@ def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None
         )
     for name, mine in readers.items():
         fitted = [_fitted(formats, slot, found[name], slots[slot]) for slot in mine]
-        _check_reads(fitted[0][0], {slot: (views[slot], one) for slot, (_, one) in zip(mine, fitted)})
-    return Assigned([(slot, found[view.name], view) for slot, view in views.items()], left_out, formats)
+        if name in opened:
+            fitted = [(tensor, replace(slot, types=(tensor.dtype,))) for tensor, slot in fitted]
+        if mine:
+            _check_reads(fitted[0][0], {slot: (views[slot], one) for slot, (_, one) in zip(mine, fitted)})
+    return Assigned([(slot, found[view.name], view) for slot, view in views.items()], left_out, formats, opened)
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:

@@ -65,7 +65,10 @@ class Reader(Technique):
     def refuse(self, what: str, instead: str = "") -> None:
         """Raise ConfigError that says what of this checkpoint is not served."""
         instead = instead or advice.dequantize(self.name)
-        raise ConfigError(f"config.json: quantization_config ({self.name}): {what} is not served. {instead}")
+        method = self.name.replace("_", "-")
+        raise ConfigError(
+            f"config.json: quantization_config (quant_method '{method}'): {what} is not served. {instead}"
+        )
 
 
 def reader_of(config: Mapping[str, Any]) -> Reader | None:
@@ -106,11 +109,12 @@ def with_suffix(view: View, suffix: str) -> View:
     return replace(view, name=view.name.removesuffix(SUFFIX) + suffix)
 
 
-def scale_of(view: View, block: int) -> View:
-    """The scales of a part of a matrix: of its rows, or with a ``block`` of whole blocks of its rows and columns."""
+def scale_of(view: View, block: int, whole: bool = False) -> View:
+    """The scales of a part of a matrix: of its rows, or with a ``block`` of whole blocks of its rows and columns.
+    ``whole``: one scale for all of the matrix, which every part of it reads."""
     if not block:
-        index = view.index[: 2 if view.index and isinstance(view.index[0], int) else 1]
-        return replace(view, index=index, transposed=False)
+        count = sum(isinstance(pick, int) for pick in view.index[:1])
+        return replace(view, index=view.index[: count if whole else count + 1], transposed=False)
     return replace(view, index=tuple(pick if isinstance(pick, int) else _blocks(pick, block) for pick in view.index))
 
 

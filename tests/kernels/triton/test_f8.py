@@ -8,6 +8,11 @@ import torch
 from kvasir.kernels import f8, f8_gemv, moe
 from kvasir.kernels.f8 import F8
 from kvasir.kernels.gemv import Config
+from kvasir.layers.linear import Linear
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.spec import NormSpec
+from kvasir.layers.weight_format import load_format
+from kvasir.layers.weights import Placement
 from tests.kernels.check_f8 import CHECKS, exact, weights
 from tests.kernels.check_fused import Draw
 
@@ -80,3 +85,27 @@ def test_experts(block, rows, device):
             x.double(), (x @ router.t()).double(), exact(gate_up), exact(down), 2, True, biases=bias
         )
         assert (got.double() - want).abs().max() < 1e-5 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("spec", ["f8", "f8:scale=block,block=32"])
+def test_the_format_takes_the_kernels_for_few_rows(spec, activation, device):
+    """One launch, and two from 129 rows on, agree with tiles of dequantised weights; also before the activation."""
+    draw, width = Draw(0, torch.float32, device), 64
+    place = Placement(torch.device(device), torch.float32, formats=lambda slots: load_format(spec))
+    layer, norm = Linear(width, {"a": 32, "b": 32}, bias=False, place=place), RMSNorm(width, NormSpec(), place)
+    for slot in layer.weight.slots().values():
+        if slot.whole is not None:
+            slot.whole.put(draw(*slot.whole.shape, scale=width**-0.5))
+    norm.weight.copy_(draw(width))
+    for rows in (1, 3, 70, 130):
+        x, residual = draw(rows, width), None if activation else draw(rows, width)
+        found = []
+        for layer.weight.streams in (False, True):
+            stream = None if residual is None else residual.clone()
+            found.append(layer(x, norm, stream, activation=activation))
+        assert residual is None or found[-1] is stream, "the result takes the residual's place"
+        torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+    layer.weight.streams = True
+    sums = layer.weight.format.sums(layer.weight, x[:5], norm, None, norm(x[:5]), "silu")
+    torch.testing.assert_close(sums, norm(x[:5]) @ layer.weight.dequantise().t(), atol=2e-5, rtol=2e-5)

@@ -1,8 +1,9 @@
 """FP8 weights: codes of E4M3 with a scale for each channel, or for each block of 128 x 128. Lossy.
 
-A product of up to 64 rows streams the codes and computes with exactly the dequantised weights. Products of more rows
-dequantise the matrix into scratch memory, or with ``--activation-dtype fp8`` quantise the rows as well and multiply on
-FP8 tensor cores. On a CPU, and in exact mode, a product dequantises a tile of outputs at a time; no copy is kept.
+A product of up to 256 rows streams the codes and computes with exactly the dequantised weights. Products of more rows
+dequantise the matrix into scratch memory. With ``--activation-dtype fp8``, products of more than 64 rows quantise these
+as well and multiply on FP8 tensor cores. On a CPU, and in exact mode, a product dequantises a tile of outputs at a
+time; no copy is kept.
 
 Legend: T rows, K inputs, N outputs.
 """
@@ -17,11 +18,11 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.kernels import f8, f8_matmul
 from kvasir.kernels.f8 import E4M3, F8, LARGEST
-from kvasir.kernels.f8_gemv import choose, f8_gemv
-from kvasir.kernels.gemv import MAX_ROWS
+from kvasir.kernels.f8_gemv import LAUNCH_ROWS, choose, f8_gemv
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear
 from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
+from kvasir.layers.weights import Placement
 
 SCALE = "scale"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -36,8 +37,8 @@ class Config:
     block: int = 128
 
     def __post_init__(self) -> None:
-        if self.block < 16 or self.block & (self.block - 1):
-            raise ConfigError(f"f8:block={self.block}: expected a power of two from 16 on; 128 is usual")
+        if not 16 <= self.block <= 1024 or self.block & (self.block - 1):
+            raise ConfigError(f"f8:block={self.block}: expected a power of two from 16 to 1024; 128 is usual")
 
 
 class Eight(WeightFormat):
@@ -114,7 +115,12 @@ class Eight(WeightFormat):
         normed_TK: torch.Tensor | None = None,
     ) -> torch.Tensor:
         place, w, rows = weight.place, self._of(weight), x_TK.shape[0]
-        if weight.streams and rows <= MAX_ROWS:
+        if weight.streams and LAUNCH_ROWS < rows <= self._most(place):  # twice, which is less than dequantising takes
+            first, last = self._halves(x_TK, residual_TO)
+            how = {"norm": norm, "bias_N": bias_N, "activation": activation}
+            parts = [self.product(weight, x, residual_TO=residual, **how) for x, residual in (first, last)]
+            return torch.cat(parts) if residual_TO is None else residual_TO
+        if weight.streams and rows <= self._most(place):
             return f8_gemv(
                 x_TK,
                 w,
@@ -144,14 +150,29 @@ class Eight(WeightFormat):
         normed_TK: torch.Tensor, activation: str,
     ) -> torch.Tensor:  # fmt: skip
         w, rows = self._of(weight), x_TK.shape[0]
-        if not weight.streams or rows > MAX_ROWS:
+        if not weight.streams or rows > min(LAUNCH_ROWS, self._most(weight.place)):
             return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
         y_TN = x_TK.new_empty((rows, w.codes.shape[0]), dtype=torch.float32)
         scale = None if norm is None else norm.parameters
         return f8_gemv(x_TK, w, choose(rows, *w.codes.shape, w.block, True), norm=scale, bias_N=bias_N, out_TO=y_TN)
 
     def grouped(self, weight: Weight) -> torch.Tensor | F8:
-        return self._of(weight) if weight.streams else self.dequantise(weight)
+        # The kernels of experts take whole blocks, and steps of up to 128 inputs within one.
+        sizes = weight.num_outputs, weight.num_inputs
+        whole = not self.block or self.block >= 128 and not any(size % self.block for size in sizes)
+        return self._of(weight) if weight.streams and whole else self.dequantise(weight)
+
+    @staticmethod
+    def _most(place: Placement) -> int:
+        """Most rows of a product that streams the codes: beyond, quantised rows are for the tensor cores, and others
+        repay a dequantised matrix."""
+        return LAUNCH_ROWS // 2 if place.activations == "fp8" else 2 * LAUNCH_ROWS
+
+    @staticmethod
+    def _halves(x_TK: torch.Tensor, residual_TO: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Rows of two launches, with their parts of the residual."""
+        rows = slice(None, LAUNCH_ROWS), slice(LAUNCH_ROWS, None)
+        return [(x_TK[part], None if residual_TO is None else residual_TO[part]) for part in rows]
 
     def _of(self, weight: Weight) -> F8:
         if weight.made is None:

@@ -45,10 +45,10 @@ class Mixer:
         biased = {name: width for name, width in spec.entries().items() if name in spec.biases}
         plain = {name: width for name, width in spec.entries().items() if name not in spec.biases}
         parts = ((biased, True), (plain, False))
-        self.entries = [Linear(hidden_size, widths, bias=bias, place=place) for widths, bias in parts if widths]
+        self.entries = [Linear(hidden_size, widths, bias=bias, place=place.plain()) for widths, bias in parts if widths]
         self.q_b = self.q_norm = self.norm = None
         if spec.q_rank is not None:
-            self.q_b = Linear(spec.q_rank, {"q": heads * spec.qk_dim}, bias="q" in spec.biases, place=place)
+            self.q_b = Linear(spec.q_rank, {"q": heads * spec.qk_dim}, bias="q" in spec.biases, place=place.plain())
         if spec.norm is not None:
             self.norm = RMSNorm(spec.rank, spec.norm, place)
             self.q_norm = None if spec.q_rank is None else RMSNorm(spec.q_rank, spec.norm, place)

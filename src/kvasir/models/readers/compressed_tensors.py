@@ -1,7 +1,6 @@
-"""Checkpoints of ``quant_method: compressed-tensors``: groups of modules, each with a format of its own.
+"""Checkpoints of compressed-tensors: float-quantized (E4M3 by tensor, channel or block), by groups of modules.
 
-Served: ``float-quantized`` (E4M3 by tensor, channel or block; activations are quantised row by row, whatever scale the
-checkpoint has for them).
+Activations are quantised row by row, whatever scale the checkpoint has for them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from kvasir.models.fill import Stored
 
 SERVED = ("float-quantized", "naive-quantized")
+TENSOR, CHANNEL = -1, 0  # what a scale is for, in place of the size of its block
 
 
 class CompressedTensors(Reader):
@@ -49,7 +49,7 @@ class CompressedTensors(Reader):
             self.refuse(f"weights with zero points in {name}")
         if group.get("output_activations"):
             self.refuse(f"quantised output activations in {name}")
-        strategy, block = weights.get("strategy"), 0
+        strategy, block = weights.get("strategy"), TENSOR if weights.get("strategy") == "tensor" else CHANNEL
         if strategy == "block":
             size = weights.get("block_structure")
             size = [int(n) for n in size.split("x")] if isinstance(size, str) else size
@@ -65,11 +65,11 @@ class CompressedTensors(Reader):
 
     def format_of(self, module: str) -> str | None:
         block = None if ignored(module, self.ignore) else self._block(module)
-        return None if block is None else f"f8:scale=block,block={block}" if block else "f8"
+        return None if block is None else f"f8:scale=block,block={block}" if block > 0 else "f8"
 
     def _block(self, module: str) -> int | None:
-        """The block of the module's scales, 0: a channel or a tensor; None: no group has it. Names go before classes:
-        "Linear" stands for every matrix."""
+        """The block of the module's scales; None: no group has it. Names go before classes: "Linear" stands for every
+        matrix."""
         for targets, block, _ in self.groups:
             if any(re.match(t[3:], module) if t.startswith("re:") else ignored(module, (t,)) for t in targets):
                 return block
@@ -79,7 +79,7 @@ class CompressedTensors(Reader):
         if plane == "weight":
             return view
         block = self._block(view.name.removesuffix(".weight"))
-        return scale_of(with_suffix(view, ".weight_scale"), block or 0)
+        return scale_of(with_suffix(view, ".weight_scale"), max(block or 0, 0), whole=block == TENSOR)
 
     def fit(self, plane: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
         return fit_scale(tensor, slot) if plane == "scale" else (tensor, slot)

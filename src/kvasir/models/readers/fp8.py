@@ -1,4 +1,4 @@
-"""Checkpoints of ``quant_method: fp8``: E4M3 in blocks (DeepSeek, Qwen), or with one scale a tensor (vLLM's own).
+"""Checkpoints of fp8: E4M3 in blocks (DeepSeek, Qwen), or with one scale a tensor (vLLM's own).
 
 With ``weight_block_size`` a matrix has ``weight_scale_inv`` [N / 128, K / 128], which multiplies its codes in spite of
 its name, else ``weight_scale``.
@@ -46,7 +46,7 @@ class FP8(Reader):
             return view
         module = view.name.removesuffix(SUFFIX)
         suffix = next((s for s in SCALES if module + s in names), SCALES[not self.block])
-        return scale_of(with_suffix(view, suffix), self.block)
+        return scale_of(with_suffix(view, suffix), self.block, whole=True)
 
     def fit(self, plane: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
         return fit_scale(tensor, slot) if plane == "scale" else (tensor, slot)
