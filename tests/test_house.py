@@ -131,7 +131,14 @@ def test_a_technique_imports_no_sibling(family):
 # Names of techniques that a core file may hold, and why. Benchmarks, the lab and their commands measure techniques by
 # name.
 NAMED = {
-    "config.py": {"plain", "fcfs", "cost"},  # defaults of settings
+    "config.py": {"plain", "fcfs", "cost", "fp8"},  # defaults and choices of settings
+    "layers/weights.py": {"fp8"},  # a type of activations
+    "models/loader.py": {"fp8"},  # likewise
+    "layers/codes.py": {"compressed_tensors"},  # whose config.json a converter writes
+    "models/compressed_codes.py": {"i8", "u4", "nvfp4"},  # the formats that keep its codes
+    "kernels/codes_gemv.py": {"i8", "u4", "mxfp4", "nvfp4"},  # layouts of codes
+    "kernels/weight_codes.py": {"i8", "u4"},  # likewise
+    "api/json_scan.py": {"u4"},  # the type of a field
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "models/quantisation.py": {"fp8"},  # a type of activations
     "layers/weight_format.py": {"plain"},  # the format of a weight that nobody quantised
