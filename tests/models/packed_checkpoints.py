@@ -71,6 +71,22 @@ def modelopt(name: str, n: int, k: int, inverse: bool = False):
     return _named(name, tensors), matrix
 
 
+def compressed(name: str, n: int, k: int, bits: int = 4, zeros: bool = False, packed: bool = True):
+    """compressed-tensors: codes packed along inputs, zero points along outputs."""
+    half = 1 << bits - 1
+    codes, scales = torch.randint(0, 2 * half, (n, k)), ((torch.rand(n, k // GROUP) + 0.5) * 0.16 / half).bfloat16()
+    points = torch.randint(0, 16, (n, k // GROUP)) if zeros else torch.full((n, k // GROUP), half)
+    order = list(range(32 // bits))
+    if packed:
+        tensors = {"weight_packed": words(codes, order, bits), "weight_shape": torch.tensor([n, k])}
+    else:
+        tensors = {"weight": (codes - half).to(torch.int8)}
+    tensors["weight_scale"] = scales
+    if zeros:
+        tensors["weight_zero_point"] = words(points.t(), order).t()
+    return _named(name, tensors), (codes - _wide(points, k)) * _wide(scales.float(), k)
+
+
 def _named(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{name}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
 

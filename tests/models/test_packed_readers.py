@@ -20,6 +20,16 @@ CPU = dict(device="cpu", dtype=torch.float32)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": packed.GROUP, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": packed.GROUP, "sym": True, "desc_act": False}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+
+def compressed(kind, bits, group=packed.GROUP, **weights):
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": group} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+PACKED = compressed("pack-quantized", 4)
+NVFP4 = compressed("nvfp4-pack-quantized", 4, 16, type="float", strategy="tensor_group")
 METHODS = {
     "awq": (packed.awq, AWQ, {}),
     "gptq": (packed.gptq, GPTQ, {}),
@@ -27,6 +37,11 @@ METHODS = {
     "gptq v2": (packed.gptq, {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}, {"sym": False, "plus": 0}),
     "gptq 8 bits": (packed.gptq, {**GPTQ, "bits": 8}, {"bits": 8}),
     "modelopt": (packed.modelopt, MODELOPT, {}),
+    "compressed": (packed.compressed, PACKED, {}),
+    "compressed zeros": (packed.compressed, compressed("pack-quantized", 4, symmetric=False), {"zeros": True}),
+    "compressed 8 bits": (packed.compressed, compressed("pack-quantized", 8), {"bits": 8}),
+    "compressed int": (packed.compressed, compressed("int-quantized", 8), {"bits": 8, "packed": False}),
+    "compressed nvfp4": (packed.modelopt, NVFP4, {"inverse": True}),
 }
 
 
@@ -98,6 +113,17 @@ def test_a_tensor_scale_and_its_inverse_are_told_apart(tmp_path):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
+def test_both_conventions_of_a_tensor_scale_mean_the_same(tmp_path):
+    """A factor in Model Optimizer's files, a divisor in compressed-tensors': one read as the other fails."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    folder, _ = packed.write(tmp_path / "a", packed.modelopt, MODELOPT)
+    other, _ = packed.write(tmp_path / "b", packed.modelopt, NVFP4, inverse=True)
+    one, two = (weights_of(load(f))[0].dequantise() for f in (folder, other))
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=0)
+    edit(other, lambda n, t: 1 / t if n.endswith("weight_global_scale") else t)
+    assert not torch.allclose(weights_of(load(other))[0].dequantise(), one)
+
+
 def test_scattered_groups_and_wrong_zero_points_are_refused(tmp_path):
     folder, _ = packed.write(tmp_path, packed.gptq, {**GPTQ, "desc_act": True})
     load(folder)  # sorted: served
@@ -119,6 +145,10 @@ def test_scattered_groups_and_wrong_zero_points_are_refused(tmp_path):
         ({**GPTQ, "dynamic": {"a": {}}}, "dynamic"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
+        (compressed("pack-quantized", 4, actorder="group"), "actorder 'group'"),
+        (compressed("marlin-24", 4), "format 'marlin-24'"),
+        (compressed("pack-quantized", 3), "3 bits"),
+        (compressed("nvfp4-pack-quantized", 4, 32), "groups of 32"),
         ({**GPTQ, "group_size": 48}, "group is 48"),
         ({**GPTQ, "group_size": 128}, "groups of 128 inputs"),
     ],

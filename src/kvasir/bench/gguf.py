@@ -17,7 +17,7 @@ from kvasir.models.families import build_spec
 
 # Architectures by our name -> the package's name.
 ARCHITECTURES = {"LlamaForCausalLM": "LLAMA", "Qwen3ForCausalLM": "QWEN3"}
-FILE_TYPES = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+FILE_TYPES = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 # Settings of a config that this writer does not support.
 SPECIAL = ("rope_scaling", "sliding_window", "attention_bias", "mlp_bias")
 
@@ -25,8 +25,8 @@ SPECIAL = ("rope_scaling", "sliding_window", "attention_bias", "mlp_bias")
 def write(folder: Path, file: Path, file_type: str) -> None:
     """Write ``folder``'s weights to ``file``.
 
-    File types f32 and bf16 keep the values of a bf16 checkpoint exactly; q8_0 rounds matrices to 8 bits in blocks of
-    32. Norms are always f32. Raises ConfigError for a model that cannot be written.
+    File types f32 and bf16 keep the values of a bf16 checkpoint exactly; q8_0 and q4_0 round matrices to 8 and 4
+    bits in blocks of 32. Norms are always f32. Raises ConfigError for a model that cannot be written.
     """
     import gguf
     import torch

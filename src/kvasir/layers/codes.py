@@ -99,6 +99,11 @@ class CodeFormat(WeightFormat):
         return num_inputs // group
 
 
+def usual(num_inputs: int) -> float:
+    """The largest of random weights with variance 1 / inputs, as a plain model's dummy weights have it."""
+    return (3.0 / num_inputs) ** 0.5
+
+
 def compressed(kind: str, bits: int, group: int, ignore: list[str], **weights: Any) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint of compressed-tensors. ``group`` 0: scales by channel."""
     size = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}

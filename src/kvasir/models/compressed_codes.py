@@ -83,3 +83,17 @@ def layout_of(reader: Reader, name: str, group: Mapping[str, Any], kind: str) ->
     if bits != 4 or not packed:
         reader.refuse(f"{kind} weights of {bits} bits in {name}")
     return CodeLayout(f"u4:{options}" + (",zeros=true" if zeros else ""), 4, True)
+
+
+def check_index(tensor: Stored) -> None:
+    """Raise ConfigError unless the groups of inputs, if ``tensor`` holds them, are sorted."""
+    from kvasir.models.fill import read_tensor
+
+    if not tensor.name.endswith((INDEX, ".g_idx")):
+        return
+    found = read_tensor(tensor)
+    if bool((found[1:] < found[:-1]).any()):
+        raise ConfigError(
+            f"{tensor.file}: tensor '{tensor.name}' is not sorted: groups of scattered inputs (desc_act) are not "
+            "served. Use a file that was made with desc_act false."
+        )

@@ -13,7 +13,7 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.weight_codes import quantise_i8
-from kvasir.layers.codes import SCALE, CodeFormat, codes_of, compressed
+from kvasir.layers.codes import SCALE, CodeFormat, codes_of, compressed, usual
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
 
 GROUPS = (0, 32, 64, 128)
@@ -39,9 +39,10 @@ class I8(CodeFormat):
         self.group = config.group
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        size = usual(num_inputs) / 127
         return (
-            Plane(MATRIX, sum(widths), num_inputs, torch.int8, types=("I8",)),
-            Plane(SCALE, sum(widths), self.groups(num_inputs), torch.float32),
+            Plane(MATRIX, sum(widths), num_inputs, torch.int8, types=("I8",), random=(-127, 127)),
+            Plane(SCALE, sum(widths), self.groups(num_inputs), torch.float32, random=(size, size)),
         )
 
     def coded(self, weight: Weight) -> Coded:

@@ -5,14 +5,15 @@ Legend: N outputs, K inputs, G groups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from kvasir.kernels.codes_gemv import Coded
-from kvasir.kernels.weight_codes import MX_GROUP, quantise_mxfp4
-from kvasir.layers.codes import SCALE, CodeFormat, codes_of
+from kvasir.kernels.weight_codes import E2M1_MAX, E8M0_BIAS, MX_GROUP, quantise_mxfp4
+from kvasir.layers.codes import SCALE, CodeFormat, codes_of, usual
 from kvasir.layers.weight_format import MATRIX, Plane, Weight
 
 
@@ -29,10 +30,10 @@ class MXFP4(CodeFormat):
     group = MX_GROUP
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
-        rows = sum(widths)
+        rows, power = sum(widths), E8M0_BIAS + round(math.log2(usual(num_inputs) / E2M1_MAX))
         return (
-            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",)),
-            Plane(SCALE, rows, self.groups(num_inputs), torch.uint8, types=("U8",)),
+            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",), random=(0, 256)),
+            Plane(SCALE, rows, self.groups(num_inputs), torch.uint8, types=("U8",), random=(power, power)),
         )
 
     def coded(self, weight: Weight) -> Coded:

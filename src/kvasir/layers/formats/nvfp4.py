@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from kvasir.kernels.codes_gemv import Coded
-from kvasir.kernels.weight_codes import NV_GROUP, quantise_nvfp4, tensor_scale_nvfp4
-from kvasir.layers.codes import SCALE, TENSOR_SCALE, CodeFormat, codes_of, compressed
+from kvasir.kernels.weight_codes import E2M1_MAX, NV_GROUP, quantise_nvfp4, tensor_scale_nvfp4
+from kvasir.layers.codes import SCALE, TENSOR_SCALE, CodeFormat, codes_of, compressed, usual
 from kvasir.layers.weight_format import MATRIX, Plane, Weight
 
 
@@ -31,11 +31,11 @@ class NVFP4(CodeFormat):
     group = NV_GROUP
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
-        rows = sum(widths)
+        rows, groups, size = sum(widths), self.groups(num_inputs), usual(num_inputs) / E2M1_MAX
         return (
-            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",)),
-            Plane(SCALE, rows, self.groups(num_inputs), torch.float8_e4m3fn, types=("F8_E4M3",)),
-            Plane(TENSOR_SCALE, rows, None, torch.float32),
+            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",), random=(0, 256)),
+            Plane(SCALE, rows, groups, torch.float8_e4m3fn, types=("F8_E4M3",), random=(1, 1)),
+            Plane(TENSOR_SCALE, rows, None, torch.float32, random=(size, size)),
         )
 
     def coded(self, weight: Weight) -> Coded:

@@ -12,8 +12,8 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.kernels.codes_gemv import Coded
-from kvasir.kernels.weight_codes import pack_nibbles, quantise_u4, unpack_nibbles
-from kvasir.layers.codes import SCALE, ZERO, CodeFormat, codes_of, compressed
+from kvasir.kernels.weight_codes import CENTRE, pack_nibbles, quantise_u4, unpack_nibbles
+from kvasir.layers.codes import SCALE, ZERO, CodeFormat, codes_of, compressed, usual
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
 
 GROUPS = (0, 32, 64, 128)
@@ -41,12 +41,11 @@ class U4(CodeFormat):
         self.group, self.zeros = config.group, config.zeros
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
-        rows, groups = sum(widths), self.groups(num_inputs)
-        found = (
-            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",)),
-            Plane(SCALE, rows, groups, torch.float32),
-        )
-        return (*found, Plane(ZERO, rows, groups, torch.uint8, types=("U8",))) if self.zeros else found
+        rows, groups, size = sum(widths), self.groups(num_inputs), usual(num_inputs) / CENTRE
+        codes = Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",), random=(0, 256))
+        scale = Plane(SCALE, rows, groups, torch.float32, random=(size, size))
+        zero = Plane(ZERO, rows, groups, torch.uint8, types=("U8",), random=(CENTRE, CENTRE))
+        return (codes, scale, zero) if self.zeros else (codes, scale)
 
     def coded(self, weight: Weight) -> Coded:
         return Coded(self.name, codes_of(weight), weight.planes[SCALE], weight.planes.get(ZERO), self.group)

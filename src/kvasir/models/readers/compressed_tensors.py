@@ -1,6 +1,7 @@
 """Checkpoints of compressed-tensors: float-quantized (E4M3 by tensor, channel or block), by groups of modules.
 
-Activations are quantised row by row, whatever scale the checkpoint has for them.
+Served: ``float-quantized``, whose activations are quantised row by row, whatever scale the checkpoint has for them, and
+the codes of ``compressed_codes.py``, whose activations stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvasir.models.compressed_codes import KINDS, UNREAD, CodeLayout, check_index, layout_of
+from kvasir.models.quantisation import UNREAD as ACTIVATIONS
 from kvasir.models.quantisation import Reader, fit_scale, ignored, scale_of, with_suffix
 from kvasir.models.stored import View
 
@@ -23,6 +26,8 @@ TENSOR, CHANNEL = -1, 0  # what a scale is for, in place of the size of its bloc
 class CompressedTensors(Reader):
     """The formats of ``config_groups``, by what their ``targets`` name."""
 
+    unread = (*ACTIVATIONS, *UNREAD)
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         for field in ("sparsity_config", "transform_config"):
@@ -30,7 +35,8 @@ class CompressedTensors(Reader):
             if isinstance(given, Mapping) and given and given.get("format") != "dense":
                 self.refuse(f"{field} ({given.get('format', 'transforms')})")
         self.ignore = list(config.get("ignore") or ())
-        self.groups: list[tuple[list[str], int, bool]] = []  # targets, block of scales, whether activations are FP8
+        # Targets, codes or the block of scales of E4M3, and whether activations are FP8.
+        self.groups: list[tuple[list[str], CodeLayout | int, bool]] = []
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             self.refuse("a checkpoint without config_groups")
@@ -39,8 +45,10 @@ class CompressedTensors(Reader):
         if all(by_row for *_, by_row in self.groups):
             self.activations = "fp8"
 
-    def _group(self, name: str, group: Mapping[str, Any], kind: Any) -> tuple[list[str], int, bool]:
+    def _group(self, name: str, group: Mapping[str, Any], kind: Any) -> tuple[list[str], CodeLayout | int, bool]:
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        if kind in KINDS:
+            return list(group.get("targets") or ()), layout_of(self, name, group, kind), False
         if kind not in SERVED:
             self.refuse(f"format '{kind}' of {name}")
         if weights.get("type") != "float" or weights.get("num_bits") != 8:
@@ -64,22 +72,32 @@ class CompressedTensors(Reader):
         return list(group.get("targets") or ()), block, by_row
 
     def format_of(self, module: str) -> str | None:
-        block = None if ignored(module, self.ignore) else self._block(module)
-        return None if block is None else f"f8:scale=block,block={block}" if block > 0 else "f8"
+        layout = None if ignored(module, self.ignore) else self._layout(module)
+        if isinstance(layout, CodeLayout):
+            return layout.format
+        return None if layout is None else f"f8:scale=block,block={layout}" if layout > 0 else "f8"
 
-    def _block(self, module: str) -> int | None:
-        """The block of the module's scales; None: no group has it. Names go before classes: "Linear" stands for every
-        matrix."""
-        for targets, block, _ in self.groups:
+    def _layout(self, module: str) -> CodeLayout | int | None:
+        """The module's codes, or the block of its scales, or what a scale is for; None: no group has it. Names go
+        before classes: "Linear" stands for every matrix."""
+        for targets, layout, _ in self.groups:
             if any(re.match(t[3:], module) if t.startswith("re:") else ignored(module, (t,)) for t in targets):
-                return block
-        return next((block for targets, block, _ in self.groups if "Linear" in targets), None)
+                return layout
+        return next((layout for targets, layout, _ in self.groups if "Linear" in targets), None)
 
     def stored(self, view: View, plane: str, names: Collection[str]) -> View:
+        layout = self._layout(view.name.removesuffix(".weight"))
+        if isinstance(layout, CodeLayout):
+            return layout.stored(view, plane)
         if plane == "weight":
             return view
-        block = self._block(view.name.removesuffix(".weight"))
-        return scale_of(with_suffix(view, ".weight_scale"), max(block or 0, 0), whole=block == TENSOR)
+        return scale_of(with_suffix(view, ".weight_scale"), max(layout or 0, 0), whole=layout == TENSOR)
 
     def fit(self, plane: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+        layout = self._layout(tensor.name.rpartition(".")[0])
+        if isinstance(layout, CodeLayout):
+            return layout.fit(plane, tensor, slot)
         return fit_scale(tensor, slot) if plane == "scale" else (tensor, slot)
+
+    def check(self, tensor: Stored) -> None:
+        check_index(tensor)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvasir.errors import ConfigError
+from kvasir.models.compressed_codes import check_index
 from kvasir.models.quantisation import UNREAD, Reader, ignored, with_suffix
 from kvasir.models.stored import View
 
@@ -61,14 +62,8 @@ class GPTQ(Reader):
         from kvasir.models.fill import read_tensor
 
         where = f"{tensor.file}: tensor '{tensor.name}'"
-        if tensor.name.endswith(INDEX):
-            found = read_tensor(tensor)
-            if bool((found[1:] < found[:-1]).any()):
-                raise ConfigError(
-                    f"{where} is not sorted: groups of scattered inputs (desc_act) are not served. Use a file that was "
-                    "made with desc_act false."
-                )
-        elif tensor.name.endswith(ENDS["zero"]):
+        check_index(tensor)
+        if tensor.name.endswith(ENDS["zero"]):
             half = 1 << self.bits - 1  # every zero point of a symmetric file
             word = sum((half - self.plus) << self.bits * i for i in range(32 // self.bits))
             if bool((read_tensor(tensor) != word - (word >> 31 << 32)).any()):
