@@ -39,22 +39,27 @@ class Front:
     """All of ``interface.EngineClient`` except for adapters, over one replica or several. All methods except
     ``start_process`` belong to the event loop of ``start``.
 
-    ``configs``: one for each replica. ``environments``: what each finds in its environment; None: there is one replica,
-    which need not report its load or prove its weights. ``factory``: "module:callable" that builds the core from an
-    EngineConfig, inside the engine process. ``num_restarts`` and ``num_quarantined`` count since ``start``.
+    ``configs``: one for each replica. ``environments``: what each finds in its environment. ``prefix_key``: keys the
+    prefix index of each; empty: there is one replica, which need not report its load or prove its weights.
+    ``factory``: "module:callable" that builds the core from an EngineConfig, inside the engine process.
+    ``num_restarts`` and ``num_quarantined`` count since ``start``.
     """
 
     info: ModelInfo
 
     def __init__(
-        self, configs: Sequence[EngineConfig], factory: str, environments: Sequence[dict[str, str]] | None = None
+        self,
+        configs: Sequence[EngineConfig],
+        factory: str,
+        environments: Sequence[dict[str, str]] | None = None,
+        prefix_key: bytes = b"",
     ) -> None:
         self.config = configs[0]
         self.num_quarantined = 0
         self._journal = Journal()
         self.replicas = [
-            Replica(number, config, factory, self, Registry(self._journal), environments and environments[number])
-            for number, config in enumerate(configs)
+            Replica(number, config, factory, self, Registry(self._journal), environment, prefix_key)
+            for number, (config, environment) in enumerate(zip(configs, environments or [{}] * len(configs)))
         ]
         self._outboxes: dict[int, Outbox] = {}  # by ticket
         self._recovering = False  # after a death: some requests may be suspects, or not held by a replica yet
@@ -300,6 +305,12 @@ class Front:
             self._deliver(event)
         if self._recovering:
             self._submit_next()
+
+    def pages(self, replica: Replica, news: messages.PageNews) -> None:
+        """Take what has changed in a replica's prefix index. By default nobody asks."""
+
+    def told_until(self, replica: Replica, number: int) -> None:
+        """Check that all page news of a replica up to ``number`` have come. By default nobody asks."""
 
     def died(self, replica: Replica, child: Child, why: str) -> None:
         """Blame the requests at work for the end of a process, and take all its requests back."""

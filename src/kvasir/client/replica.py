@@ -8,6 +8,7 @@ death means for the requests. This module never imports torch.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -46,6 +47,12 @@ class Listener(Protocol):
     def events(self, replica: Replica, events: list[Event]) -> None:
         """Take all events of one step, in order."""
 
+    def pages(self, replica: Replica, news: messages.PageNews) -> None:
+        """Take what has changed in the prefix index of the process."""
+
+    def told_until(self, replica: Replica, number: int) -> None:
+        """Check that all page news up to ``number`` have come."""
+
     def died(self, replica: Replica, child: Child, why: str) -> None:
         """Take back the requests of a process that ended. ``why``: "" when only ``child`` knows."""
 
@@ -62,7 +69,8 @@ class Replica:
     given up. ``deaths``: in a row, without a token in between; the front resets it. ``num_restarts`` counts since
     ``start``. ``startup``: seconds by phase of the latest start. ``load``: the latest report of the process;
     ``submits``: requests sent to it, of which the report knows the first ``reported``. ``environment``: what the
-    process finds in its environment; None: it is the only replica, and does not report.
+    process finds in its environment. ``prefix_key``: of the prefix index; empty: it is the only replica, and does not
+    report.
     """
 
     info: ModelInfo
@@ -75,6 +83,7 @@ class Replica:
         listener: Listener,
         adapters: Registry,
         environment: dict[str, str] | None = None,
+        prefix_key: bytes = b"",
     ) -> None:
         self.number, self.config, self.adapters = number, config, adapters
         self.child: Child | None = None
@@ -84,7 +93,8 @@ class Replica:
         self.startup: dict[str, float] = {}
         self.totals = Totals()
         self.load, self.reported, self.submits = Load(), 0, 0
-        self._factory, self._listener, self._environment = factory, listener, environment
+        self._listener = listener
+        self._start = functools.partial(Child, factory=factory, environment=environment, prefix_key=prefix_key)
         self._stuck = ""
         self._born = 0.0  # when the present process was ready
         self._supervisor: asyncio.Task | None = None
@@ -94,7 +104,7 @@ class Replica:
     def start_process(self) -> None:
         """Start the process without waiting for it; cheap, and needs no event loop. ``start`` does it otherwise."""
         if self.child is None:
-            self.child = Child(self.config, self._factory, self._environment)
+            self.child = self._start(self.config)
             self.why_down = "starting"
 
     async def start(self) -> None:
@@ -191,6 +201,9 @@ class Replica:
                     self.totals.heartbeat(message.stats)
                     if message.load is not None:
                         self.load, self.reported = message.load, message.submits
+                        self._listener.told_until(self, message.page_news)
+                elif isinstance(message, messages.PageNews):
+                    self._listener.pages(self, message)
             return self._stuck
         except ipc.FrameError as e:
             return str(e)
@@ -244,7 +257,7 @@ class Replica:
             if self.deaths > 1:
                 await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 0.1 * 2**self.deaths))
             try:
-                self.child = Child(self.config, self._factory, self._environment)
+                self.child = self._start(self.config)
                 self._welcome(await self.child.ready(self.config.service.startup_timeout))
                 return
             except (ChildError, OSError) as e:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvasir import technique
+from kvasir.client import messages
 from kvasir.client.child import Child
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.client.engine_process import ENGINE
@@ -47,8 +48,9 @@ class ClusterClient(Front):
             )
         self.router = Guarded(technique.load(ROUTERS, settings.server.router, Router))
         placed = placed or places(settings.engine_only(), settings.server.replicas)
-        super().__init__([place.config for place in placed], factory, [place.environment for place in placed])
         self._prefixes = PrefixMap()
+        configs, environments = [place.config for place in placed], [place.environment for place in placed]
+        super().__init__(configs, factory, environments, self._prefixes.secret)
         # Submissions that a replica's latest report does not count: number and uncached tokens, by replica.
         self._sent: list[deque[tuple[int, int]]] = [deque() for _ in placed]
 
@@ -81,24 +83,40 @@ class ClusterClient(Front):
         self._sent[replica.number].clear()
         super().died(replica, child, why)
 
+    def pages(self, replica: Replica, news: messages.PageNews) -> None:
+        """Note which pages a replica has stored and evicted."""
+        if self._prefixes.take(replica.number, news):
+            replica.send(messages.TellPages())
+
+    def told_until(self, replica: Replica, number: int) -> None:
+        """Ask a replica for all its pages where some news were lost."""
+        if self._prefixes.missed(replica.number, number):
+            replica.send(messages.TellPages())
+
     # ---------------------------------------------------------------------------------------------------------- routing
 
     def choose(self, request: Request, ready: list[Replica]) -> Replica:
         """Ask the router for one of ``ready``, and note what it gets."""
-        keys = self._prefixes.keys(request)
+        keys: dict[tuple, list[bytes]] = {}  # by root and page size, which replicas nearly always share
+        for replica in ready:
+            kind = replica.info.prefix_root, replica.info.page_slots
+            if kind not in keys:
+                keys[kind] = self._prefixes.keys(request, replica.info)
         rates = [replica.load.prompt_rate for replica in ready if replica.load.prompt_rate is not None]
         usual = sum(rates) / len(rates) if rates else 1.0  # of a replica that has not reported yet
         candidates = [self._candidate(replica, keys, len(request.prompt_ids), usual) for replica in ready]
         chosen = self.router.choose(request, candidates)
         self._sent[chosen.number].append((self.replicas[chosen.number].submits + 1, self._own(request, chosen)))
-        self._prefixes.add(chosen.number, keys, self.info.kv_capacity_tokens)
+        info = self.replicas[chosen.number].info
+        self._prefixes.expect(chosen.number, request.id, keys[info.prefix_root, info.page_slots])
         return self.replicas[chosen.number]
 
     def _own(self, request: Request, candidate: Candidate) -> int:
         return max(1, len(request.prompt_ids) + len(request.emitted[0]) - candidate.cached)
 
-    def _candidate(self, replica: Replica, keys: list[bytes], num_prompt: int, usual: float) -> Candidate:
-        load, sent = replica.load, self._sent[replica.number]
+    def _candidate(self, replica: Replica, keys: dict[tuple, list[bytes]], num_prompt: int, usual: float) -> Candidate:
+        load, sent, info = replica.load, self._sent[replica.number], replica.info
+        pages = self._prefixes.cached(replica.number, keys[info.prefix_root, info.page_slots])
         while sent and sent[0][0] <= replica.reported:
             sent.popleft()
         return Candidate(
@@ -106,14 +124,16 @@ class ClusterClient(Front):
             queued=load.queued_tokens + sum(tokens for _, tokens in sent),
             rate=usual if load.prompt_rate is None else load.prompt_rate,
             decodes=load.decodes,
-            cached=min(self._prefixes.cached(replica.number, keys), num_prompt - 1),
+            cached=min(pages * info.page_slots, num_prompt - 1),
         )
 
     def finished(self, entry: Entry) -> None:
-        """Note the answer, which the next turn of a conversation begins with."""
-        if entry.holder is not None:
-            keys = self._prefixes.keys(entry.request, entry.request.emitted[0])
-            self._prefixes.add(entry.holder, keys, self.info.kv_capacity_tokens)
+        """Stop expecting pages of a request: its replica has told them before its end."""
+        self._prefixes.settle(entry.id)
+
+    def _rewind(self, entry: Entry) -> None:
+        self._prefixes.settle(entry.id)
+        super()._rewind(entry)
 
     # --------------------------------------------------------------------------------------------------------- adapters
 

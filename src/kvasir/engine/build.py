@@ -262,7 +262,7 @@ def build(
     )
     token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
     roofline = _roofline(model.spec, device, dtype, token_bytes)
-    prefix_root = _prefix_root(config, path, hf, dtype, used)
+    prefix_root = _prefix_root(config, hf, dtype, used)
     return Built(
         runner,
         device,
@@ -392,19 +392,15 @@ def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
 
 
 def _prefix_root(
-    config: EngineConfig, path: Path, hf: dict, dtype: torch.dtype, techniques: list[technique.Technique]
+    config: EngineConfig, hf: dict, dtype: torch.dtype, techniques: list[technique.Technique]
 ) -> bytes | None:
-    """The part of every prefix key that is fixed at the start: everything that decides keys and values. None: no prefix
-    caching."""
+    """The part of every prefix key that is fixed at the start: everything that decides keys and values, except the
+    weights: an index lives and ends with them, and one that is shared names their content. None: no prefix caching."""
     used = technique.prefix_fingerprint(techniques)
     if used is None or not config.cache.enable_prefix_caching:
         return None
     parts = (
-        str(path),
-        config.model.revision,
         sorted(map(str, hf.items())),
-        config.model.load_format,
-        config.model.seed,
         str(dtype),
         config.runner.batch_invariant,
         used,

@@ -27,6 +27,7 @@ from kvasir.engine.gate import Gate
 from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
 from kvasir.engine.groups import Groups
 from kvasir.engine.pace import Pace, StepClock, mixed_rows
+from kvasir.engine.page_log import PageLog, share
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
@@ -489,8 +490,9 @@ class Engine:
     def load(self) -> Load:
         return self._gate.load(self.steps.max_rows)
 
-    def digest(self) -> str:
-        return digest(self.runner.model)
+    def join(self, prefix_key: bytes) -> PageLog | None:
+        self.info.weights = digest(self.runner.model)
+        return share(self.pages, self.info, prefix_key)
 
     def close(self) -> None:
         if self.adapters is not None:

@@ -125,6 +125,8 @@ class ModelInfo:
     max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     weights: str = ""  # hex digest of the weights' content; only replicas compute it
+    prefix_root: bytes = b""  # root of the keys of a shared prefix index; empty: none is shared
+    page_slots: int = 0  # tokens of a page of that index
     pooling: Pooling | None = None  # set for a model that embeds or scores and draws no tokens
     config: dict[str, Any] = field(default_factory=dict)
 
