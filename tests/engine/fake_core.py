@@ -316,3 +316,11 @@ def moody(config: EngineConfig) -> FakeCore:
         raise ConfigError("the model folder is gone")
     open(config.model.model, "w").close()
     return SlowCore(config)
+
+
+def tardy(config: EngineConfig) -> FakeCore:
+    """Starts the first time; every later start takes ten minutes. The model's name is the marker file."""
+    if os.path.exists(config.model.model):
+        time.sleep(600)
+    open(config.model.model, "w").close()
+    return SlowCore(config)

@@ -39,7 +39,7 @@ class StoredPage(Protocol):
 
 
 class PageChanges(Protocol):
-    """What a prefix index has stored and evicted (keys) since the last look. ``cleared``: nothing that was told before
+    """Pages that a prefix index has stored, and keys that it has evicted. ``cleared``: nothing that was told before
     holds any more."""
 
     stored: list[StoredPage]

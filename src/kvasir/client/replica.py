@@ -66,11 +66,11 @@ class Replica:
 
     ``number``: names the replica in the journal and in the log. ``factory``: "module:callable" that builds the core
     from an EngineConfig, inside the process. ``connected``: messages reach a process that is ready. ``failed``: it was
-    given up. ``deaths``: in a row, without a token in between; the front resets it. ``num_restarts`` counts since
-    ``start``. ``startup``: seconds by phase of the latest start. ``load``: the latest report of the process;
-    ``submits``: requests sent to it, of which the report knows the first ``reported``. ``environment``: what the
-    process finds in its environment. ``prefix_key``: of the prefix index; empty: it is the only replica, and does not
-    report.
+    given up. ``drained``: an operator has ended the process. ``deaths``: in a row, without a token in between, which
+    the front resets. ``num_restarts`` counts since ``start``. ``startup``: seconds by phase of the latest
+    start. ``load``: the latest report of the process; ``submits``: requests sent to it, of which the report
+    knows the first ``reported``. ``environment``: what the process finds in its environment. ``prefix_key``:
+    of the prefix index; empty: it is the only replica, and does not report.
     """
 
     info: ModelInfo
@@ -87,7 +87,7 @@ class Replica:
     ) -> None:
         self.number, self.config, self.adapters = number, config, adapters
         self.child: Child | None = None
-        self.connected = self.failed = False
+        self.connected = self.failed = self.drained = False
         self.why_down = "not started"
         self.deaths = self.num_restarts = 0
         self.startup: dict[str, float] = {}
@@ -124,6 +124,26 @@ class Replica:
         await self.end(True)
         self.connected, self.child, self.config = False, None, self.config.replace(**changes)
         await self.start()
+
+    @property
+    def out(self) -> bool:
+        """Whether no process will come by itself: the replica was given up or drained."""
+        return self.failed or self.drained
+
+    async def drain(self, orderly: bool) -> None:
+        """End the process, in order where it listens; the front has taken its requests back and no longer sees it as
+        connected. ``resume`` starts another one."""
+        self.drained = True
+        await self.leave()
+        self.adapters.process_ended()
+        await self.end(orderly)
+        self.why_down = "drained"
+        self.totals.process_ended()
+
+    def resume(self) -> None:
+        """Start another process after ``drain`` or the last failure, and serve with it."""
+        self.child, self.deaths, self.failed, self.drained, self.why_down = None, 0, False, False, "starting"
+        self.supervise()
 
     def supervise(self) -> None:
         """Serve from now on, and replace the process whenever it ends."""
@@ -176,8 +196,9 @@ class Replica:
         """Serve, and start another process whenever one ends."""
         try:
             while True:
-                why = await self._serve(self.child)
-                await self._bury(why)
+                if self.child is not None:
+                    why = await self._serve(self.child)
+                    await self._bury(why)
                 await self._revive()
         except ConfigError as e:
             await self._give_up(str(e))
@@ -269,4 +290,5 @@ class Replica:
         self.connected, self.failed, self.why_down = False, True, why
         log.error("the engine is down: %s", why)
         self._listener.gave_up(self)
-        await self.child.reap(0.0)
+        if self.child is not None:
+            await self.child.reap(0.0)

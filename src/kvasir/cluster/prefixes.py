@@ -22,7 +22,7 @@ PATIENCE = 10
 
 @dataclass(slots=True)
 class Known:
-    """What is known of one replica. ``number``: of the last message that was applied. ``asked``: number of the message
+    """The state of one replica. ``number``: of the last message that was applied. ``asked``: number of the message
     after which the whole was asked for; None: nothing is missing."""
 
     pages: set[bytes] = field(default_factory=set)

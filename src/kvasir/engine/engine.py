@@ -27,12 +27,12 @@ from kvasir.engine.gate import Gate
 from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
 from kvasir.engine.groups import Groups
 from kvasir.engine.pace import Pace, StepClock, mixed_rows
-from kvasir.engine.page_log import PageLog, share
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.scores import prompt_logprobs, prompt_score
 from kvasir.engine.second_model import EngineHost
+from kvasir.engine.shared_prefixes import PageLog, share
 from kvasir.engine.step_time import StepTimeModel
 from kvasir.engine.steps import StepRunner
 from kvasir.engine.stop import until_stop

@@ -7,13 +7,8 @@ group ends. A model that has windows only is followed by its first group, and hi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvasir.types import ModelInfo
-
-if TYPE_CHECKING:
-    from kvasir.engine.pages import PageManager
-    from kvasir.engine.prefix import Node
+from kvasir.client.interface import StoredPage
 
 
 @dataclass(slots=True)
@@ -21,7 +16,7 @@ class PageChanges:
     """Net changes: a page that was stored and evicted in between stands among the evicted only. ``stored``: nodes, each
     after the one before it in its prefix. ``evicted``: keys. ``cleared``: everything known before is void."""
 
-    stored: list[Node]
+    stored: list[StoredPage]
     evicted: list[bytes]
     cleared: bool = False
 
@@ -34,18 +29,18 @@ class PageLog:
 
     def __init__(self, group: int) -> None:
         self.group = group
-        self._held: dict[bytes, Node] = {}
-        self._changed: dict[bytes, Node | None] = {}  # by key, in order; None: evicted
+        self._held: dict[bytes, StoredPage] = {}
+        self._changed: dict[bytes, StoredPage | None] = {}  # by key, in order; None: evicted
         self._cleared = False
 
-    def stored(self, node: Node, group: int) -> None:
+    def stored(self, node: StoredPage, group: int) -> None:
         """Note that ``node`` has got a page of a group."""
         if group == self.group:
             self._held[node.key] = node
             self._changed.pop(node.key, None)
             self._changed[node.key] = node
 
-    def evicted(self, node: Node, group: int) -> None:
+    def evicted(self, node: StoredPage, group: int) -> None:
         """Note that ``node`` has lost its page of a group."""
         if group == self.group and self._held.pop(node.key, None) is not None:
             self._changed[node.key] = None
@@ -66,21 +61,6 @@ class PageLog:
         self._changed, self._cleared = {}, False
         return changes
 
-    def held(self) -> list[Node]:
+    def held(self) -> list[StoredPage]:
         """The nodes of all pages that are stored now."""
         return list(self._held.values())
-
-
-def share(pages: PageManager, info: ModelInfo, secret: bytes) -> PageLog | None:
-    """Key the prefix index with ``secret`` and name the weights of ``info`` in its root, so that whoever knows both
-    computes the same keys; note root and page size in ``info``. Nothing may be indexed yet. Returns the log of its
-    pages; None: there is no prefix caching."""
-    index = pages.index
-    if index is None:
-        return None
-    assert not index.nodes, "the keys of indexed pages would change"
-    index.share(secret, info.weights)
-    whole = [pool.group for pool in pages.pools if pool.window is None]
-    index.log = PageLog(whole[0] if whole else 0)
-    info.prefix_root, info.page_slots = index.root, index.page_slots
-    return index.log

@@ -164,6 +164,8 @@ class EngineStats:
     failed: dict[str, int] = field(default_factory=dict)
     restarts: int = 0  # restarts of the engine process, counted by its client
     quarantined: int = 0  # requests that the client failed because the engine process kept dying on them
+    by_replica: dict[int, EngineStats] = field(default_factory=dict)  # the client of several replicas fills it
+    queued_seconds: float | None = None  # time to compute the queued prompts, over all replicas; None: not known
     step_seconds: float = 0.0
     step_rows: int = 0
     busy_seconds: float = 0.0  # time in steps; where two steps overlap, it counts once
