@@ -35,7 +35,9 @@ class StoredPage(Protocol):
     key: bytes
     tokens: list
     variant: str
-    parent: StoredPage | None
+
+    @property
+    def parent(self) -> StoredPage | None: ...
 
 
 class PageChanges(Protocol):
