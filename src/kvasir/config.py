@@ -303,6 +303,9 @@ class ServerConfig:
         low=1,
     )
     router: str = opt("cost", "Rule by which replicas get requests: one that `kvasir doctor` lists, or a file.")
+    admin_key: str | None = opt(
+        None, "Key of /admin/replicas, which drains, restarts, adds and removes replicas; without one it is not served."
+    )
     public_metrics: bool = opt(False, "Serve /metrics without a key.")
     otlp_traces_endpoint: str | None = opt(
         None,
@@ -318,6 +321,8 @@ class ServerConfig:
                 "a slash at the end, or *"
             )
         object.__setattr__(self, "allowed_origins", origins)
+        if self.admin_key is not None and (not self.admin_key.strip() or self.admin_key in self.api_key):
+            raise ConfigError("admin_key is empty or an API key, too. Choose one that clients do not have")
         if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: traces are sent over HTTP, not gRPC. Give the "

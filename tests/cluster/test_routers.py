@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from kvasir import technique
-from kvasir.cluster.prefixes import BLOCK, PrefixMap
 from kvasir.cluster.router import ROUTERS, Candidate, Guarded, Router
 from kvasir.cluster.routers import cost
-from kvasir.types import Request, SamplingParams, Variant
+from kvasir.types import Request, SamplingParams
 
 
 def request(number: int = 0, prompt: list[int] | None = None, **more) -> Request:
@@ -116,38 +115,3 @@ def test_round_robin_takes_turns():
     router, given = load("round_robin"), [Candidate(i, 0, 1.0, 0, 0) for i in range(3)]
     assert [router.choose(request(), given).number for _ in range(5)] == [0, 1, 2, 0, 1]
     assert router.choose(request(), [given[0], given[1]]).number == 0
-
-
-# ------------------------------------------------------------------------------------------------------- the prefix map
-
-
-def test_the_map_finds_the_longest_known_prefix_of_each_replica():
-    known, prompt = PrefixMap(), list(range(10 * BLOCK + 5))
-    known.add(0, known.keys(request(prompt=prompt[: 4 * BLOCK])), 10_000)
-    known.add(1, known.keys(request(prompt=prompt[: 2 * BLOCK]), prompt[2 * BLOCK : 7 * BLOCK]), 10_000)
-    keys = known.keys(request(prompt=prompt))
-    assert len(keys) == 10 and [known.cached(r, keys) // BLOCK for r in (0, 1, 2)] == [4, 7, 0]
-    other = [*prompt[:BLOCK], -1, *prompt[BLOCK + 1 :]]
-    assert known.cached(0, known.keys(request(prompt=other))) == BLOCK
-    known.forget(0)
-    assert known.cached(0, keys) == 0 and known.cached(1, keys) == 7 * BLOCK
-
-
-def test_tenants_and_adapters_share_nothing():
-    known, prompt = PrefixMap(), list(range(4 * BLOCK))
-    known.add(0, known.keys(request(prompt=prompt)), 10_000)
-    for other in (
-        request(prompt=prompt, tenant="b"),
-        request(prompt=prompt, variant=Variant("a", "digest")),
-    ):
-        assert known.cached(0, known.keys(other)) == 0
-    same = request(prompt=prompt, variant=Variant("a", "digest", changes_kv=False))
-    assert known.cached(0, known.keys(same)) == 4 * BLOCK
-
-
-def test_the_map_is_bounded_and_forgets_ends_first():
-    known = PrefixMap()
-    first, second = (known.keys(request(prompt=[i] * 4 * BLOCK)) for i in (1, 2))
-    known.add(0, first, 6 * BLOCK)
-    known.add(0, second, 6 * BLOCK)
-    assert (known.cached(0, first), known.cached(0, second)) == (2 * BLOCK, 4 * BLOCK)

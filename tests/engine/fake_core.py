@@ -13,9 +13,13 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
+from functools import partial
+from types import SimpleNamespace
 
+from kvasir.client import page_keys
 from kvasir.config import EngineConfig
+from kvasir.engine.page_log import PageChanges
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import EngineStats, Event, Load, ModelInfo, Plan, Request
 
@@ -31,6 +35,39 @@ def token(request: Request, branch: int, index: int) -> int:
 def expected(request: Request) -> list[list[int]]:
     """The expected outputs of the request's branches."""
     return [[token(request, branch, i) for i in range(request.max_tokens)] for branch in range(request.params.n)]
+
+
+class FakePages:
+    """A prefix index of ``CAPACITY`` pages without tokens; the least recently used goes first."""
+
+    CAPACITY = 64
+
+    def __init__(self, secret: bytes, root: bytes, slots: int) -> None:
+        self.secret, self.root, self.slots = secret, root, slots
+        self.nodes: OrderedDict[bytes, SimpleNamespace] = OrderedDict()
+        self.changes: dict[bytes, SimpleNamespace | None] = {}
+
+    def add(self, request: Request, tokens: list[int]) -> None:
+        digest = partial(page_keys.keyed, self.secret)
+        key, node = page_keys.tenant_key(digest, self.root, request.tenant), None
+        for end in range(self.slots, len(tokens) + 1, self.slots):
+            page = tokens[end - self.slots : end]
+            key = page_keys.page_key(digest, key, page, request.kv_variant(end))
+            node = SimpleNamespace(key=key, tokens=page, variant=request.kv_variant(end), parent=node)
+            if key not in self.nodes:
+                self.changes.pop(key, None)
+                self.nodes[key] = self.changes[key] = node
+            self.nodes.move_to_end(key)
+        while len(self.nodes) > self.CAPACITY:
+            self.changes[self.nodes.popitem(last=False)[0]] = None
+
+    def take(self) -> PageChanges:
+        changes, self.changes = self.changes, {}
+        stored = [node for node in changes.values() if node is not None]
+        return PageChanges(stored, [key for key, node in changes.items() if node is None])
+
+    def held(self) -> list:
+        return list(self.nodes.values())
 
 
 class Running:
@@ -98,6 +135,7 @@ class FakeCore:
         self._live: dict[str, Running] = {}
         self._counts = Counter()
         self._step = 0
+        self._pages: FakePages | None = None
 
     def submit(self, request: Request) -> list[Event]:
         die(strikes(request, "submit"))
@@ -130,6 +168,8 @@ class FakeCore:
 
     def _event(self, running: Running, branch: int, index: int, tokens: list[int], reason: str | None) -> Event:
         if reason is not None:
+            if self._pages is not None:
+                self._pages.add(running.request, running.request.prompt_ids + running.tokens[branch][:-1])
             del running.tokens[branch]
             if not running.tokens:
                 del self._live[running.request.id]
@@ -195,9 +235,12 @@ class FakeCore:
         queued = sum(running.uncomputed for running in self._live.values())
         return Load(queued_tokens=queued, prompt_rate=1e4, decodes=len(self._live))
 
-    def digest(self) -> str:
+    def join(self, prefix_key: bytes) -> FakePages:
         """Weights are the seed."""
-        return f"weights {self.config.model.seed}"
+        self.info.weights = f"weights {self.config.model.seed}"
+        self.info.prefix_root, self.info.page_slots = self.info.weights.encode(), 16
+        self._pages = FakePages(prefix_key, self.info.prefix_root, 16)
+        return self._pages
 
     def close(self) -> None:
         pass
@@ -271,5 +314,13 @@ def moody(config: EngineConfig) -> FakeCore:
     """Starts the first time; every later start is refused as a wrong set-up."""
     if os.path.exists(config.model.model):
         raise ConfigError("the model folder is gone")
+    open(config.model.model, "w").close()
+    return SlowCore(config)
+
+
+def tardy(config: EngineConfig) -> FakeCore:
+    """Starts the first time; every later start takes ten minutes. The model's name is the marker file."""
+    if os.path.exists(config.model.model):
+        time.sleep(600)
     open(config.model.model, "w").close()
     return SlowCore(config)

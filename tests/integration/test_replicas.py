@@ -76,6 +76,7 @@ def test_two_replicas_give_the_tokens_of_one_engine():
             calm = await read_all(front)
             await asyncio.sleep(0.5)  # a heartbeat
             assert all(r.totals.now().generation_tokens > 0 and r.load.prompt_rate > 0 for r in front.replicas)
+            assert all(front._prefixes.pages(r.number) for r in front.replicas), "engines report their pages"
             stormy = await read_all(front, kill_at=(120, 500))
             assert front.num_restarts == 2 and front.num_quarantined == 0
             for params, a, b, c in zip(PARAMS, expected, calm, stormy):

@@ -102,6 +102,11 @@ def _singles(values: dict[str, float] | dict[str, int]) -> Samples:
     return [((name,), value) for name, value in values.items()]
 
 
+def _each(read: Callable[[EngineStats], float]) -> Callable[[EngineStats], Samples]:
+    """A metric of each replica, or None where there is one engine."""
+    return lambda s: [((str(number),), read(one)) for number, one in s.by_replica.items()] or None
+
+
 DEFINITIONS = (
     # ------------------------------------------------------------------------------------------------------------ load
     _gauge(
@@ -124,6 +129,56 @@ DEFINITIONS = (
             "warning",
             "Requests have waited without a pause for ten minutes: the server gets more than it can do.",
         ),
+    ),
+    _gauge(
+        "queued_seconds",
+        "Load",
+        lambda s: s.queued_seconds,
+        "Time to compute the prompts that wait, over all replicas: scale by it",
+        unit="s",
+    ),
+    _gauge(
+        "replica_requests_running",
+        "Load",
+        _each(lambda s: s.num_running),
+        "Sequences that run in each replica",
+        labels=("replica",),
+    ),
+    _gauge(
+        "replica_requests_waiting",
+        "Load",
+        _each(lambda s: s.num_waiting),
+        "Sequences in the queue of each replica",
+        labels=("replica",),
+    ),
+    _counter(
+        "replica_prompt_tokens",
+        "Load",
+        _each(lambda s: s.prompt_tokens),
+        "Prompt tokens that each replica has computed",
+        labels=("replica",),
+    ),
+    _counter(
+        "replica_generation_tokens",
+        "Load",
+        _each(lambda s: s.generation_tokens),
+        "Tokens that each replica has generated",
+        labels=("replica",),
+    ),
+    _gauge(
+        "replica_kv_cache_usage",
+        "Cache",
+        _each(_usage),
+        "Share of each replica's pages that are in use",
+        labels=("replica",),
+        unit="percentunit",
+    ),
+    _counter(
+        "replica_restarts",
+        "Engine",
+        _each(lambda s: s.restarts),
+        "Restarts of each replica's process that nobody asked for",
+        labels=("replica",),
     ),
     _gauge(
         "num_requests_blocked",

@@ -32,6 +32,7 @@ from kvasir.api.middleware import HeadAsGet, Preflights
 from kvasir.api.not_found import explain_method, explain_path, methods_at, served
 from kvasir.api.protocol_responses import ResponsesBody
 from kvasir.api.routes_adapters import AdapterRoutes
+from kvasir.api.routes_admin import AdminRoutes
 from kvasir.api.routes_completions import CompletionJob
 from kvasir.api.routes_messages import MessagesJob, MessagesRoutes
 from kvasir.api.routes_pooling import EmbeddingsJob, RerankJob, ScoreJob
@@ -85,7 +86,7 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig, journal
     # The middleware added last sees a request first: CORS answers preflights, then the watch also counts what the guard
     # refuses. HEAD is turned into GET before the watch, which reads the route from the request's own scope.
     open_paths = OPEN_PATHS | PUBLIC_METRICS if settings.public_metrics else OPEN_PATHS
-    app.add_middleware(KeyGuard, keys=settings.api_key, open_paths=open_paths)
+    app.add_middleware(KeyGuard, keys=settings.api_key, open_paths=open_paths, admin_key=settings.admin_key)
     app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
     app.add_middleware(HeadAsGet)
     if settings.allowed_origins:
@@ -140,6 +141,16 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
         adapters = AdapterRoutes(service)
         _post(app, "/v1/load_lora_adapter", adapters.load, protocol.LoadAdapterBody, "Load a LoRA adapter")
         _post(app, "/v1/unload_lora_adapter", adapters.unload, protocol.UnloadAdapterBody, "Unload a LoRA adapter")
+    if service.settings.admin_key is not None:
+        admin = AdminRoutes(service)
+        for path, route, methods in (
+            ("/admin/replicas", admin.replicas, ["GET"]),
+            ("/admin/replicas", admin.add, ["POST"]),
+            ("/admin/replicas/{number}", admin.remove, ["DELETE"]),
+            ("/admin/replicas/{number}/drain", admin.drain, ["POST"]),
+            ("/admin/replicas/{number}/restart", admin.restart, ["POST"]),
+        ):
+            app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
     _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
     _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
     for path, route in {

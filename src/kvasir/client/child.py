@@ -36,12 +36,14 @@ class Child:
     """A running engine process. The constructor starts it and does not wait, so that a server can start the engine
     before its own slow imports. Raises OSError when no process can be started.
 
-    ``environment``: variables that the process gets in addition, as one of several replicas; None: it is the only one.
+    ``environment``: variables that the process gets in addition. ``prefix_key``: see ``messages.Hello``.
     The folder has mode 0700, so that no other user can reach the socket; it is removed with the process.
     """
 
-    def __init__(self, config: EngineConfig, factory: str, environment: dict[str, str] | None = None) -> None:
-        self.config, self._environment = config, environment
+    def __init__(
+        self, config: EngineConfig, factory: str, environment: dict[str, str] | None = None, prefix_key: bytes = b""
+    ) -> None:
+        self.config, self._environment, self._prefix_key = config, environment or {}, prefix_key
         self.crash = ""  # what the process said about its own end
         self.killed = False  # whether we ended it
         # Set by ``reap``: tickets of the requests that the process was working on when it died; None: any that it held.
@@ -71,9 +73,9 @@ class Child:
             config=self.config.engine_only(),
             log_level=logging.getLevelName(log.getEffectiveLevel()),
             spawned=time.monotonic(),
-            replicated=self._environment is not None,
+            prefix_key=self._prefix_key,
         )
-        environment = {**os.environ, **(self._environment or {})}
+        environment = {**os.environ, **self._environment}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True, env=environment)
         with contextlib.suppress(BrokenPipeError):  # the process died already; ``ready`` finds out
             process.stdin.write(msgspec.msgpack.encode(hello))

@@ -28,7 +28,7 @@ import msgspec
 
 from kvasir import logs
 from kvasir.client import ipc, messages
-from kvasir.client.interface import EngineCore
+from kvasir.client.interface import EngineCore, PageLog
 from kvasir.client.pieces import Pieces
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
@@ -51,7 +51,7 @@ CRASHED, REFUSED = 70, 78
 
 class Loop:
     """The step loop around one core. ``beat_seconds``: longest sleep without an update of the flight record.
-    ``reports``: heartbeats tell the load."""
+    ``reports``: heartbeats tell the load. ``pages``: changes of the prefix index that the client is told."""
 
     def __init__(
         self,
@@ -61,10 +61,12 @@ class Loop:
         flight: ipc.Flight,
         beat_seconds: float,
         reports: bool = False,
+        pages: PageLog | None = None,
     ) -> None:
         self._core, self._channel, self._inbox, self._flight = core, channel, inbox, flight
         self._beat_seconds = min(beat_seconds, REPORT_SECONDS if reports else HEARTBEAT_SECONDS)
         self._reports, self._submits = reports, 0
+        self._pages, self._page_news = pages, 0
         self._tickets: dict[str, int] = {}  # request id -> ticket, while the core holds the request
         self._branches: dict[str, int] = {}  # request id -> branches that have not ended
         self._pieces = Pieces()
@@ -137,6 +139,10 @@ class Loop:
             self._flight.launch([])
             self._adapt(message)
             events = []
+        elif isinstance(message, messages.TellPages):
+            self._flight.launch([])
+            self._tell_pages(whole=True)
+            events = []
         else:
             targets = (
                 message.targets if isinstance(message, messages.CancelMany) else [(message.request_id, message.branch)]
@@ -179,6 +185,8 @@ class Loop:
         # Found before ``Pieces`` joins events.
         ended = [event for event in events if event.kind == "error" or event.finish_reason is not None]
         ready = self._pieces.ready(events)
+        if ended:
+            self._tell_pages()  # the client stops guessing what a request has cached when it ends
         if ready:
             try:
                 self._channel.send(ipc.encode(messages.Events(ready)))
@@ -228,8 +236,22 @@ class Loop:
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._beat_seconds
+            self._tell_pages()
             load = self._core.load() if self._reports else None
-            self._channel.send(ipc.encode(messages.Heartbeat(self._core.stats(), load, self._submits)))
+            beat = messages.Heartbeat(self._core.stats(), load, self._submits, self._page_news)
+            self._channel.send(ipc.encode(beat))
+
+    def _tell_pages(self, whole: bool = False) -> None:
+        """Send what has changed in the prefix index, or all that is in it."""
+        if self._pages is None:
+            return
+        changes = self._pages.take()
+        whole = whole or changes.cleared
+        if whole or changes:
+            self._page_news += 1
+            stored = [page.key for page in (self._pages.held() if whole else changes.stored)]
+            news = messages.PageNews(self._page_news, stored, [] if whole else changes.evicted, whole)
+            self._channel.send(ipc.encode(news))
 
 
 def _news(name: str, result: AdapterInfo | Exception | None) -> messages.AdapterNews:
@@ -281,8 +303,8 @@ def _factory(name: str) -> Callable[[Any], EngineCore]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineCore, dict[str, float]]:
-    """Build the core; return it and the seconds of each start-up phase. Raises ConfigError."""
+def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineCore, PageLog | None, dict[str, float]]:
+    """Build the core; return it, the log of its pages and the seconds of each start-up phase. Raises ConfigError."""
     gc.set_threshold(YOUNG_OBJECTS)  # objects made by a start stay alive, and would be visited half a dozen times
     build = _factory(factory)
     imported = time.monotonic()
@@ -291,12 +313,12 @@ def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineC
         # The HTTP process needs a core: compute threads that spin on all of them would starve it and themselves.
         config = config.replace(num_threads=max(1, (os.cpu_count() or 1) - 1))
     core = build(config)
-    if hello.replicated:
-        core.info.weights = core.digest()
+    pages = core.join(hello.prefix_key) if hello.prefix_key else None
     collect_rarely()
     built = time.monotonic()
     spawn = max(0.0, started - hello.spawned) if hello.spawned else 0.0
-    return core, {"spawn": spawn, "import": imported - started, "build": built - imported, **core.stats().startup}
+    laps = {"spawn": spawn, "import": imported - started, "build": built - imported, **core.stats().startup}
+    return core, pages, laps
 
 
 def serve(socket_path: str, factory: str, hello: messages.Hello, started: float) -> int:
@@ -313,9 +335,10 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
     reader = threading.Thread(target=_read_forever, args=(channel, inbox, folder), name="reader", daemon=True)
     reader.start()
     try:
-        core, startup = _build(hello, factory, started)
+        core, pages, startup = _build(hello, factory, started)
         channel.send(ipc.encode(messages.Ready(core.info, startup)))
-        Loop(core, channel, inbox, flight, hello.config.service.watchdog / 4, hello.replicated).run()
+        beat = hello.config.service.watchdog / 4
+        Loop(core, channel, inbox, flight, beat, bool(hello.prefix_key), pages).run()
         core.close()
     except ipc.ClosedError:
         reader.join()  # the reader thread sees the closed socket too, cleans up and ends the process

@@ -5,8 +5,9 @@ ends, its requests go on elsewhere, or in the next process, with the tokens alre
 no gap and no duplicate. This module never imports torch.
 
 The requests that a process was working on are to blame for its death. They are *suspects*: one replica tries them, one
-at a time, while the other replicas serve everybody else. A suspect that makes new tokens has passed. One that is at
-work when a process dies for the ``max_crashes_per_request``-th time is *quarantined*: it alone fails.
+at a time, while the other replicas serve everybody else. It is the one that died, unless its next process is late. A
+suspect that makes new tokens has passed. One that is at work when a process dies for the
+``max_crashes_per_request``-th time is *quarantined*: it alone fails.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from kvasir.types import EngineStats, Event, ModelInfo, Request
 
 # Most new tokens that a suspect has to make before it has passed.
 MAX_TRIAL_TOKENS = 64
+# Time that a suspect waits for the next process of the replica that died; then another replica tries it.
+OWN_SECONDS = 30.0
 # Time after which a refused client may try again (Retry-After).
 RETRY_SECONDS = 5.0
 
@@ -39,22 +42,27 @@ class Front:
     """All of ``interface.EngineClient`` except for adapters, over one replica or several. All methods except
     ``start_process`` belong to the event loop of ``start``.
 
-    ``configs``: one for each replica. ``environments``: what each finds in its environment; None: there is one replica,
-    which need not report its load or prove its weights. ``factory``: "module:callable" that builds the core from an
-    EngineConfig, inside the engine process. ``num_restarts`` and ``num_quarantined`` count since ``start``.
+    ``configs``: one for each replica. ``environments``: what each finds in its environment. ``prefix_key``: keys the
+    prefix index of each; empty: there is one replica, which need not report its load or prove its weights.
+    ``factory``: "module:callable" that builds the core from an EngineConfig, inside the engine process.
+    ``num_restarts`` and ``num_quarantined`` count since ``start``.
     """
 
     info: ModelInfo
 
     def __init__(
-        self, configs: Sequence[EngineConfig], factory: str, environments: Sequence[dict[str, str]] | None = None
+        self,
+        configs: Sequence[EngineConfig],
+        factory: str,
+        environments: Sequence[dict[str, str]] | None = None,
+        prefix_key: bytes = b"",
     ) -> None:
         self.config = configs[0]
         self.num_quarantined = 0
         self._journal = Journal()
         self.replicas = [
-            Replica(number, config, factory, self, Registry(self._journal), environments and environments[number])
-            for number, config in enumerate(configs)
+            Replica(number, config, factory, self, Registry(self._journal), environment, prefix_key)
+            for number, (config, environment) in enumerate(zip(configs, environments or [{}] * len(configs)))
         ]
         self._outboxes: dict[int, Outbox] = {}  # by ticket
         self._recovering = False  # after a death: some requests may be suspects, or not held by a replica yet
@@ -173,7 +181,7 @@ class Front:
     def _open(self, request: Request) -> tuple[Entry, Outbox]:
         if self._deadline is not None:
             raise self._shutting_down()
-        if all(replica.failed for replica in self.replicas):
+        if all(replica.out for replica in self.replicas):
             raise self._engine_down()
         if not self._started:
             raise RequestError("the engine is not started", status=503, code="not_started", retry_after=RETRY_SECONDS)
@@ -301,6 +309,12 @@ class Front:
         if self._recovering:
             self._submit_next()
 
+    def pages(self, replica: Replica, news: messages.PageNews) -> None:
+        """Take what has changed in a replica's prefix index. By default nobody asks."""
+
+    def told_until(self, replica: Replica, number: int) -> None:
+        """Check that all page news of a replica up to ``number`` have come. By default nobody asks."""
+
     def died(self, replica: Replica, child: Child, why: str) -> None:
         """Blame the requests at work for the end of a process, and take all its requests back."""
         theirs = [entry for entry in self._journal if entry.holder in (None, replica.number)]
@@ -319,24 +333,38 @@ class Front:
                 self._quarantine(entry)
         if self._trial is None and any(entry.strikes >= 1 for entry in theirs):
             self._trial = replica
+            asyncio.get_running_loop().call_later(OWN_SECONDS, self._move_trial, replica)
         for entry in theirs:
             self._rewind(entry)
         self._submit_next()
 
     def gave_up(self, replica: Replica) -> None:
         """Go on with the other replicas; without one, every request fails."""
-        if all(other.failed for other in self.replicas):
+        if all(other.out for other in self.replicas):
             for entry in self._journal:
                 self._fail(entry, self._engine_down())
             return
+        self._leave_to_others(replica)
+
+    def _leave_to_others(self, replica: Replica) -> None:
+        """Let the requests of a replica that is no longer connected go on in the others."""
         self._recovering = True
         for entry in self._journal:
             if entry.holder == replica.number:
                 self._rewind(entry)
-        if self._trial is replica:
-            living = [other for other in self.replicas if not other.failed]
+        living = [other for other in self.replicas if not other.out and other is not replica]
+        if self._trial is replica and living:
             self._trial = min(living, key=lambda other: (not other.connected, self._num_held(other)))
         self._submit_next()
+
+    def _move_trial(self, replica: Replica) -> None:
+        """Try the suspects of a replica that is still not back on another one, alone there."""
+        others = [other for other in self.replicas if other.connected and other is not replica]
+        if self._trial is replica and not replica.connected and others:
+            log.warning(
+                "replica %d is not back after %g s; another one tries its suspects", replica.number, OWN_SECONDS
+            )
+            self._leave_to_others(replica)
 
     def _num_held(self, replica: Replica) -> int:
         return sum(entry.holder == replica.number for entry in self._journal)
@@ -424,7 +452,7 @@ class Front:
         alone = len(self.replicas) == 1
         reasons = [replica.why_down if alone else f"replica {replica.number}: {replica.why_down}" for replica in down]
         return Health(
-            live=not all(replica.failed for replica in self.replicas),
+            live=not all(replica.out for replica in self.replicas),
             ready=self._connected() and not draining,
             reason="; ".join(reasons) or ("draining" if draining else ""),
         )

@@ -28,6 +28,37 @@ class AdapterDesk(Protocol):
         """Forget an adapter. Raises RequestError: 404 for an unknown name, 409 while a request names it."""
 
 
+class StoredPage(Protocol):
+    """A full page of tokens in the prefix index. ``key``: see ``page_keys``. ``variant``: of its keys and values.
+    ``parent``: the page before, or the root of the tenant, whose own ``parent`` is None."""
+
+    key: bytes
+    tokens: list
+    variant: str
+
+    @property
+    def parent(self) -> StoredPage | None: ...
+
+
+class PageChanges(Protocol):
+    """Pages that a prefix index has stored, and keys that it has evicted. ``cleared``: nothing that was told before
+    holds any more."""
+
+    stored: list[StoredPage]
+    evicted: list[bytes]
+    cleared: bool
+
+
+class PageLog(Protocol):
+    """The changes of a core's prefix index."""
+
+    def take(self) -> PageChanges:
+        """The changes since the last call; false when there are none."""
+
+    def held(self) -> list[StoredPage]:
+        """All pages that are stored now."""
+
+
 class EngineCore(Protocol):
     """One model, one step loop, one thread. Implemented by ``engine.Engine``; tests use a fake without torch."""
 
@@ -71,8 +102,10 @@ class EngineCore(Protocol):
     def load(self) -> Load:
         """The work at hand, for a router."""
 
-    def digest(self) -> str:
-        """Hex digest of the weights as they lie on the device. It reads all of them."""
+    def join(self, prefix_key: bytes) -> PageLog | None:
+        """Become one of several engines, before the first request: put the digest of the weights, which it reads for
+        it, into ``info``, key the prefix index with ``prefix_key``, and return the log of its pages (None: there is no
+        prefix caching)."""
 
     def close(self) -> None: ...
 

@@ -16,12 +16,13 @@ from kvasir.types import AdapterInfo, EngineStats, Event, Load, ModelInfo, Reque
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
     """The engine to build. ``spawned``: ``time.monotonic()`` at the start of the process, for the start-up breakdown.
-    ``replicated``: it is one of several, so it reports its load and the digest of its weights."""
+    ``prefix_key``: 32 bytes that key the prefix index of one of several engines, which reports its load, its pages and
+    the digest of its weights; empty: it is the only one."""
 
     config: EngineConfig
     log_level: str = "INFO"
     spawned: float = 0.0
-    replicated: bool = False
+    prefix_key: bytes = b""
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -60,6 +61,10 @@ class UnloadAdapter(msgspec.Struct, tag=True):
     name: str
 
 
+class TellPages(msgspec.Struct, tag=True):
+    """Send a ``PageNews`` of all pages, because one was lost."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """Close the engine and exit with status 0."""
 
@@ -96,11 +101,22 @@ class AdapterNews(msgspec.Struct, tag=True):
 
 class Heartbeat(msgspec.Struct, tag=True):
     """The state of the process. ``load``: one of several replicas reports it, with the number of ``Submit`` messages
-    that are counted in."""
+    that are counted in, and the number of its last ``PageNews``."""
 
     stats: EngineStats
     load: Load | None = None
     submits: int = 0
+    page_news: int = 0
+
+
+class PageNews(msgspec.Struct, tag=True):
+    """Changes of the prefix index, as keys of pages. ``number``: counts from 1 in each process, so that a gap shows.
+    ``whole``: ``stored`` is all there is."""
+
+    number: int
+    stored: list[bytes]
+    evicted: list[bytes]
+    whole: bool = False
 
 
 class Crash(msgspec.Struct, tag=True):
@@ -109,8 +125,8 @@ class Crash(msgspec.Struct, tag=True):
     traceback: str
 
 
-ToEngine = Submit | Cancel | CancelMany | LoadAdapter | UnloadAdapter | Stop
-ToClient = Ready | Refused | Events | AdapterNews | Heartbeat | Crash
+ToEngine = Submit | Cancel | CancelMany | LoadAdapter | UnloadAdapter | TellPages | Stop
+ToClient = Ready | Refused | Events | AdapterNews | Heartbeat | PageNews | Crash
 
 
 def error_event(request: Request, error: RequestError) -> Event:

@@ -8,6 +8,7 @@ death means for the requests. This module never imports torch.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -46,6 +47,12 @@ class Listener(Protocol):
     def events(self, replica: Replica, events: list[Event]) -> None:
         """Take all events of one step, in order."""
 
+    def pages(self, replica: Replica, news: messages.PageNews) -> None:
+        """Take what has changed in the prefix index of the process."""
+
+    def told_until(self, replica: Replica, number: int) -> None:
+        """Check that all page news up to ``number`` have come."""
+
     def died(self, replica: Replica, child: Child, why: str) -> None:
         """Take back the requests of a process that ended. ``why``: "" when only ``child`` knows."""
 
@@ -59,10 +66,11 @@ class Replica:
 
     ``number``: names the replica in the journal and in the log. ``factory``: "module:callable" that builds the core
     from an EngineConfig, inside the process. ``connected``: messages reach a process that is ready. ``failed``: it was
-    given up. ``deaths``: in a row, without a token in between; the front resets it. ``num_restarts`` counts since
-    ``start``. ``startup``: seconds by phase of the latest start. ``load``: the latest report of the process;
-    ``submits``: requests sent to it, of which the report knows the first ``reported``. ``environment``: what the
-    process finds in its environment; None: it is the only replica, and does not report.
+    given up. ``drained``: an operator has ended the process. ``deaths``: in a row, without a token in between, which
+    the front resets. ``num_restarts`` counts since ``start``. ``startup``: seconds by phase of the latest
+    start. ``load``: the latest report of the process; ``submits``: requests sent to it, of which the report
+    knows the first ``reported``. ``environment``: what the process finds in its environment. ``prefix_key``:
+    of the prefix index; empty: it is the only replica, and does not report.
     """
 
     info: ModelInfo
@@ -75,16 +83,18 @@ class Replica:
         listener: Listener,
         adapters: Registry,
         environment: dict[str, str] | None = None,
+        prefix_key: bytes = b"",
     ) -> None:
         self.number, self.config, self.adapters = number, config, adapters
         self.child: Child | None = None
-        self.connected = self.failed = False
+        self.connected = self.failed = self.drained = False
         self.why_down = "not started"
         self.deaths = self.num_restarts = 0
         self.startup: dict[str, float] = {}
         self.totals = Totals()
         self.load, self.reported, self.submits = Load(), 0, 0
-        self._factory, self._listener, self._environment = factory, listener, environment
+        self._listener = listener
+        self._start = functools.partial(Child, factory=factory, environment=environment, prefix_key=prefix_key)
         self._stuck = ""
         self._born = 0.0  # when the present process was ready
         self._supervisor: asyncio.Task | None = None
@@ -94,7 +104,7 @@ class Replica:
     def start_process(self) -> None:
         """Start the process without waiting for it; cheap, and needs no event loop. ``start`` does it otherwise."""
         if self.child is None:
-            self.child = Child(self.config, self._factory, self._environment)
+            self.child = self._start(self.config)
             self.why_down = "starting"
 
     async def start(self) -> None:
@@ -114,6 +124,26 @@ class Replica:
         await self.end(True)
         self.connected, self.child, self.config = False, None, self.config.replace(**changes)
         await self.start()
+
+    @property
+    def out(self) -> bool:
+        """Whether no process will come by itself: the replica was given up or drained."""
+        return self.failed or self.drained
+
+    async def drain(self, orderly: bool) -> None:
+        """End the process, in order where it listens; the front has taken its requests back and no longer sees it as
+        connected. ``resume`` starts another one."""
+        self.drained = True
+        await self.leave()
+        self.adapters.process_ended()
+        await self.end(orderly)
+        self.why_down = "drained"
+        self.totals.process_ended()
+
+    def resume(self) -> None:
+        """Start another process after ``drain`` or the last failure, and serve with it."""
+        self.child, self.deaths, self.failed, self.drained, self.why_down = None, 0, False, False, "starting"
+        self.supervise()
 
     def supervise(self) -> None:
         """Serve from now on, and replace the process whenever it ends."""
@@ -166,8 +196,9 @@ class Replica:
         """Serve, and start another process whenever one ends."""
         try:
             while True:
-                why = await self._serve(self.child)
-                await self._bury(why)
+                if self.child is not None:
+                    why = await self._serve(self.child)
+                    await self._bury(why)
                 await self._revive()
         except ConfigError as e:
             await self._give_up(str(e))
@@ -191,6 +222,9 @@ class Replica:
                     self.totals.heartbeat(message.stats)
                     if message.load is not None:
                         self.load, self.reported = message.load, message.submits
+                        self._listener.told_until(self, message.page_news)
+                elif isinstance(message, messages.PageNews):
+                    self._listener.pages(self, message)
             return self._stuck
         except ipc.FrameError as e:
             return str(e)
@@ -244,7 +278,7 @@ class Replica:
             if self.deaths > 1:
                 await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 0.1 * 2**self.deaths))
             try:
-                self.child = Child(self.config, self._factory, self._environment)
+                self.child = self._start(self.config)
                 self._welcome(await self.child.ready(self.config.service.startup_timeout))
                 return
             except (ChildError, OSError) as e:
@@ -256,4 +290,5 @@ class Replica:
         self.connected, self.failed, self.why_down = False, True, why
         log.error("the engine is down: %s", why)
         self._listener.gave_up(self)
-        await self.child.reap(0.0)
+        if self.child is not None:
+            await self.child.reap(0.0)

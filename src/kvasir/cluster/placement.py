@@ -42,6 +42,24 @@ def places(config: EngineConfig, count: int) -> list[Place]:
     return [Place(config.replace(num_threads=threads), {}) for _ in range(count)]
 
 
+def another(config: EngineConfig, taken: list[dict[str, str]]) -> Place:
+    """A place for one more replica next to those with the environments ``taken``; its settings are ``config``. Raises
+    ConfigError when this host has none left."""
+    if any(VISIBLE in environment for environment in taken):
+        used = {environment.get(VISIBLE) for environment in taken}
+        left = [gpu for gpu in gpus() if gpu not in used]
+        if not left:
+            raise ConfigError(f"all {len(used)} GPUs have a replica. Remove one first, or start a server elsewhere.")
+        return Place(config, {VISIBLE: left[0]})
+    threads, cores = config.runner.num_threads or 1, len(os.sched_getaffinity(0))
+    if (len(taken) + 1) * threads > cores:
+        raise ConfigError(
+            f"{len(taken) + 1} replicas with {threads} compute threads each need more than the {cores} cores. "
+            "Remove one first, or start the server with a lower --num-threads."
+        )
+    return Place(config, {})
+
+
 def gpus() -> list[str]:
     """Names of the GPUs that a process started here would see, as ``CUDA_VISIBLE_DEVICES`` writes them."""
     given = os.environ.get(VISIBLE)

@@ -263,7 +263,7 @@ def build(
     )
     token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
     roofline = _roofline(model, device, dtype, token_bytes)
-    prefix_root = _prefix_root(config, path, hf, model, used)
+    prefix_root = _prefix_root(config, hf, model, used)
     return Built(
         runner,
         device,
@@ -394,19 +394,15 @@ def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
 
 
 def _prefix_root(
-    config: EngineConfig, path: Path, hf: dict, model: Decoder, techniques: list[technique.Technique]
+    config: EngineConfig, hf: dict, model: Decoder, techniques: list[technique.Technique]
 ) -> bytes | None:
-    """The part of every prefix key that is fixed at the start: everything that decides keys and values. None: no prefix
-    caching."""
+    """The part of every prefix key that is fixed at the start: everything that decides keys and values, except the
+    weights: an index lives and ends with them, and one that is shared names their content. None: no prefix caching."""
     used = technique.prefix_fingerprint(techniques)
     if used is None or not config.cache.enable_prefix_caching:
         return None
     parts = (
-        str(path),
-        config.model.revision,
         sorted(map(str, hf.items())),
-        config.model.load_format,
-        config.model.seed,
         str(model.place.dtype),
         config.model.weights,
         model.place.activations,

@@ -32,6 +32,7 @@ from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.scores import prompt_logprobs, prompt_score
 from kvasir.engine.second_model import EngineHost
+from kvasir.engine.shared_prefixes import PageLog, share
 from kvasir.engine.step_time import StepTimeModel
 from kvasir.engine.steps import StepRunner
 from kvasir.engine.stop import until_stop
@@ -489,8 +490,9 @@ class Engine:
     def load(self) -> Load:
         return self._gate.load(self.steps.max_rows)
 
-    def digest(self) -> str:
-        return digest(self.runner.model)
+    def join(self, prefix_key: bytes) -> PageLog | None:
+        self.info.weights = digest(self.runner.model)
+        return share(self.pages, self.info, prefix_key)
 
     def close(self) -> None:
         if self.adapters is not None:

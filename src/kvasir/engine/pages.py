@@ -88,8 +88,7 @@ class _Pool:
         """Make the prefix index forget a page."""
         node = self.nodes[page]
         self.nodes[page] = None
-        node.pages[self.group] = 0
-        self._index.prune(node)
+        self._index.take(node, self.group)
 
     def _rest(self, pages: list[int]) -> None:
         freed = []
@@ -267,7 +266,7 @@ class PageManager:
     def forget_prefixes(self) -> None:
         """Hide all that is indexed so far from later lookups, because weights have changed."""
         if self.index is not None:
-            self.index.root = self.index.digest(self.index.root)
+            self.index.forget()
 
     # ------------------------------------------------------------------------------------------------ slots and pages
 
@@ -427,7 +426,7 @@ class PageManager:
                 break
             for pool, table in zip(self.pools, seq.tables):
                 if table[i] and not child.pages[pool.group]:
-                    child.pages[pool.group] = table[i]
+                    self.index.put(child, pool.group, table[i])
                     pool.nodes[table[i]] = child
             last = child
         self._tail(seq, full, last)

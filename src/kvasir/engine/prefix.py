@@ -1,7 +1,8 @@
 """The prefix index: the full pages of committed tokens that are in the pools, found by their whole prefix.
 
 A page's key is a chained hash, ``key[i] = blake2b(key[i - 1] + tokens of page i + variant)``, of 128 bits. It is keyed
-with bytes drawn when the process starts, so that nobody can construct a collision. The chain starts from everything
+with bytes drawn when the process starts (one of several replicas gets those of its cluster), so that nobody can
+construct a collision. The chain starts from everything
 that changes KV (the engine's ``prefix_root``) and the tenant. A page with a row whose keys and values a variant of the
 model changed has that variant's content key in its own key, and so in those of all pages behind it; the pages before it
 are shared with everybody. The hash only leads to an entry: a walk also compares the tokens and checks that the entry is
@@ -15,10 +16,10 @@ sequence that will add a child.
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Iterator
-from hashlib import blake2b
 
+from kvasir.client import page_keys
+from kvasir.engine.page_log import PageLog
 from kvasir.types import Sequence
 
 
@@ -43,18 +44,31 @@ class Node:
 
 
 class PrefixIndex:
-    """Nodes by key. The index knows page ids but owns no page; ``pages.PageManager`` keeps it up to date."""
+    """Nodes by key. The index knows page ids but owns no page; ``pages.PageManager`` keeps it up to date. ``log``:
+    follows its pages (None: nobody asks)."""
 
     def __init__(self, root: bytes, page_slots: int, num_groups: int) -> None:
         self.root = root
         self.page_slots = page_slots
         self.num_groups = num_groups
         self.nodes: dict[bytes, Node] = {}
+        self.log: PageLog | None = None
         self._secret = os.urandom(32)
 
     def digest(self, data: bytes) -> bytes:
         """Keyed hash of ``data``: 16 bytes."""
-        return blake2b(data, key=self._secret, digest_size=16).digest()
+        return page_keys.keyed(self._secret, data)
+
+    def share(self, secret: bytes, weights: str) -> None:
+        """Take the key of a cluster, and the weights' content into the root."""
+        self._secret = secret
+        self.root = self.digest(self.root + weights.encode())
+
+    def forget(self) -> None:
+        """Hide all that is indexed so far from later lookups."""
+        self.root = self.digest(self.root)
+        if self.log is not None:
+            self.log.clear()
 
     def key(self, seq: Sequence, page: int) -> bytes:
         """The key of full page ``page`` of ``seq.tokens`` (-1: of the tenant's root). Keys are computed once and kept
@@ -66,8 +80,8 @@ class PrefixIndex:
             i = len(keys)
             assert (i + 1) * size <= len(seq.tokens), f"page {i} of {seq} is not full"
             before = keys[-1] if keys else self._root_key(seq.request.tenant)
-            tokens = array("q", seq.tokens[i * size : (i + 1) * size]).tobytes()
-            keys.append(self.digest(before + tokens + seq.kv_variant((i + 1) * size).encode()))
+            tokens, variant = seq.tokens[i * size : (i + 1) * size], seq.kv_variant((i + 1) * size)
+            keys.append(page_keys.page_key(self.digest, before, tokens, variant))
         return keys[page]
 
     def walk(self, seq: Sequence, limit: int) -> Iterator[Node]:
@@ -93,6 +107,19 @@ class PrefixIndex:
         tokens = seq.tokens[page * self.page_slots : (page + 1) * self.page_slots]
         return self._node(self.key(seq, page), tokens, seq.kv_variant((page + 1) * self.page_slots), parent)
 
+    def put(self, node: Node, group: int, page: int) -> None:
+        """Note the page that a group has for ``node``."""
+        node.pages[group] = page
+        if self.log is not None:
+            self.log.stored(node, group)
+
+    def take(self, node: Node, group: int) -> None:
+        """Note that a group has no page for ``node`` any more."""
+        node.pages[group] = 0
+        if self.log is not None:
+            self.log.evicted(node, group)
+        self.prune(node)
+
     def prune(self, node: Node | None) -> None:
         """Forget ``node`` and its ancestors as far as nothing uses them."""
         while node is not None and not node.users and not any(node.pages):
@@ -107,7 +134,7 @@ class PrefixIndex:
         self.prune(node)
 
     def _root_key(self, tenant: str) -> bytes:
-        return self.digest(self.root + tenant.encode())
+        return page_keys.tenant_key(self.digest, self.root, tenant)
 
     def _node(self, key: bytes, tokens: list, variant: str, parent: Node | None) -> Node | None:
         node = self.nodes.get(key)

@@ -125,6 +125,8 @@ class ModelInfo:
     max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     weights: str = ""  # hex digest of the weights' content; only replicas compute it
+    prefix_root: bytes = b""  # root of the keys of a shared prefix index; empty: none is shared
+    page_slots: int = 0  # tokens of a page of that index
     pooling: Pooling | None = None  # set for a model that embeds or scores and draws no tokens
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -162,6 +164,8 @@ class EngineStats:
     failed: dict[str, int] = field(default_factory=dict)
     restarts: int = 0  # restarts of the engine process, counted by its client
     quarantined: int = 0  # requests that the client failed because the engine process kept dying on them
+    by_replica: dict[int, EngineStats] = field(default_factory=dict)  # the client of several replicas fills it
+    queued_seconds: float | None = None  # time to compute the queued prompts, over all replicas; None: not known
     step_seconds: float = 0.0
     step_rows: int = 0
     busy_seconds: float = 0.0  # time in steps; where two steps overlap, it counts once

@@ -181,3 +181,11 @@ class Request:
     hook: Variant | None = None
     pooling: PoolingParams | None = None
     processors: list[ProcessorParams] = field(default_factory=list)
+
+    def kv_variant(self, end: int) -> str:
+        """The content keys of the adapter and the hooks that changed keys and values of positions before ``end``; "":
+        none did."""
+        if self.hook is None:
+            return "" if self.variant is None else self.variant.kv_key(end)
+        keys = "" if self.variant is None else self.variant.kv_key(end), self.hook.kv_key(end)
+        return " ".join(keys) if any(keys) else ""

@@ -112,11 +112,7 @@ class Sequence:
     def kv_variant(self, end: int) -> str:
         """The content keys of the adapter and the hooks that changed keys and values of positions before ``end``; "":
         none did."""
-        adapter, hook = self.request.variant, self.request.hook
-        if hook is None:
-            return "" if adapter is None else adapter.kv_key(end)
-        keys = "" if adapter is None else adapter.kv_key(end), hook.kv_key(end)
-        return " ".join(keys) if any(keys) else ""
+        return self.request.kv_variant(end)
 
     @property
     def num_guests(self) -> int:
