@@ -58,6 +58,29 @@ def test_without_the_drafter_no_step_reports_what_it_read():
     d.close()
 
 
+def full_tree(spec: str, nodes: int = 80) -> DraftTree:
+    """The tree of this drafter where every token has eight successors, which tell the ranks of their path."""
+    drafter = technique.load(DRAFTERS, spec, Drafter)
+    seq, tokens = sequence([0]), range(8**5)
+    drafter.recycle(seq, list(tokens), [[token * 8 + rank + 1 for rank in range(8)] for token in tokens])
+    return drafter.propose([Ask(seq, nodes, 6)])[0]
+
+
+def test_the_published_tree_has_eighty_nodes_six_deep():
+    tree, ours = full_tree("token_recycling:tree=published", 200), full_tree("token_recycling")
+    assert [tree.depths.count(depth) for depth in range(6)] == [8, 21, 25, 15, 8, 3]
+    below = {p: tree.parents.count(p) for p in range(-1, len(tree))}
+    first = [node for node, parent in enumerate(tree.parents) if parent == -1]
+    by_rank = sorted(first, key=lambda node: tree.tokens[node])
+    assert [below[node] for node in by_rank] == [8, 4, 3, 2, 1, 1, 1, 1]
+    assert [ours.depths.count(depth) for depth in range(6)] != [8, 21, 25, 15, 8, 3], "the learnt tree is another one"
+
+
+def test_a_small_budget_keeps_the_likeliest_paths_of_the_published_tree():
+    part, whole = full_tree("token_recycling:tree=published", 24), full_tree("token_recycling:tree=published")
+    assert len(part) == 24 and set(part.tokens) < set(whole.tokens)
+
+
 def test_rows_are_bounded_by_tenant():
     drafter = technique.load(DRAFTERS, "token_recycling", Drafter)
     for tenant in range(200):

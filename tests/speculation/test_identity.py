@@ -24,6 +24,7 @@ FACTORS = {
         "suffix:min_match=1",
         "draft_model:model=embedded",
         "token_recycling",
+        "token_recycling:tree=published",
         "layer_skip:exits=1+2",
         "ngram:min_match=1+suffix+layer_skip",
         "replay:accept=0.7",

@@ -2,9 +2,10 @@
 
 Token Recycling (arXiv 2408.08696) keeps a row of ``width`` likely successors for every token. The logits of every
 verified row overwrite it, those of rejected drafts included. A proposal is the best-first tree below the last token,
-with the most likely ranks first: the paper's static tree of the most likely paths. The controller learns what a rank is
-worth at a depth. Texts fill rows, too, so rows are not empty where nothing was verified. The drafter looks at no
-context: it pays where nothing repeats that could be copied, and with few tokens a step, as on a CPU.
+with the most likely ranks first. The controller learns what a rank is worth at a depth. ``tree=published`` keeps to the
+paths of the paper's static tree of 80 nodes. Texts fill rows, too, so rows are not empty where nothing was verified.
+The drafter looks at no context: it pays where nothing repeats that could be copied, and with few tokens a step, as on a
+CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,24 @@ RANKS = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)  # prior chance of each ra
 MAX_TENANTS = 64  # tenants whose rows are kept, the ones used last
 READ_TOKENS = 4096  # last tokens of a prompt that are read
 ROW_BYTES = 260  # measured bytes of a token's row
+# Number of children by path of ranks from the anchor: the tree of 80 nodes, 6 deep, of the authors' release (2.2.2).
+PUBLISHED = {
+    "": 8,
+    **dict(zip("01234567", (8, 4, 3, 2, 1, 1, 1, 1))),
+    **{"00": 8, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1},
+    **{"10": 2, "11": 1, "20": 1, "30": 1, "40": 1, "50": 1},
+    **{"000": 5, "001": 2, "002": 1, "003": 1, "004": 1, "010": 1, "020": 1, "100": 1, "200": 1, "300": 1},
+    **{"0000": 3, "0001": 1, "0002": 1, "0010": 1, "0100": 1, "1000": 1},
+    **{"00000": 2, "00010": 1},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
+    """``scope``: who shares rows; ``tree``: any best-first tree, or paths of the published static tree only."""
+
     scope: Literal["tenant", "request"] = "tenant"
+    tree: Literal["learnt", "published"] = "learnt"
 
 
 Rows = dict[int, tuple[int, ...]]  # token -> its likely successors, best first
@@ -72,20 +86,21 @@ class TokenRecycling(Drafter):
         return rows
 
     def _tree(self, rows: Rows, ask: Ask) -> DraftTree:
-        tree = DraftTree()
-        heap: list[tuple[float, int, float, int, int]] = []  # -survival, order, est, parent, token
+        tree, published = DraftTree(), self.config.tree == "published"
+        heap: list[tuple[float, int, float, int, int, str]] = []  # -survival, order, est, parent, token, ranks
         pushed = 0
 
-        def push(parent: int, token: int, chance: float) -> None:
+        def push(parent: int, token: int, chance: float, path: str) -> None:
             nonlocal pushed
-            for est, successor in zip(RANKS, rows.get(token, ())):
-                heapq.heappush(heap, (-chance * est, pushed, est, parent, successor))
+            count = PUBLISHED.get(path, 0) if published else len(RANKS)
+            for rank, (est, successor) in enumerate(zip(RANKS[:count], rows.get(token, ()))):
+                heapq.heappush(heap, (-chance * est, pushed, est, parent, successor, f"{path}{rank}"))
                 pushed += 1
 
-        push(-1, ask.seq.tokens[-1], 1.0)
+        push(-1, ask.seq.tokens[-1], 1.0, "")
         while heap and len(tree) < ask.max_nodes:
-            chance, _, est, parent, token = heapq.heappop(heap)
+            chance, _, est, parent, token, path = heapq.heappop(heap)
             node = tree.add(parent, token, est)
             if tree.depths[node] + 1 < ask.max_depth:
-                push(node, token, -chance)
+                push(node, token, -chance, path)
         return tree.keep(range(len(tree)))
