@@ -53,7 +53,9 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
         "cache_groups": [
             {"name": g.name, "layers": len(g.layers), "window": g.window, "kv_bytes_per_token": sizes[g.name]}
             for g in spec.cache_groups()
+            if g.kind == "pages"
         ],
+        "state_bytes": cost.state_bytes(spec, item),
         "flops_per_token": cost.flops_per_token(spec, 1),
         "max_model_len": spec.max_position,
         "layers": _layers(spec),
@@ -88,11 +90,10 @@ def _advice(
 def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float]) -> dict[int, int]:
     """Number of sequences that fit, by context length. ``sizes``: bytes per token, by cache group. Rounding to whole
     pages is left out."""
-    pool = SHARE * memory - cost.weight_bytes(spec, item)
+    pool, states = SHARE * memory - cost.weight_bytes(spec, item), cost.state_bytes(spec, item)
     lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
-    return {
-        n: max(0, int(pool // sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()))) for n in lengths
-    }
+    kept = {n: states + sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()) for n in lengths}
+    return {n: max(0, int(pool // size)) for n, size in kept.items()}
 
 
 def _codecs(spec: ModelSpec, item: int, places: Mapping[str, float]) -> dict[str, Any]:
@@ -187,6 +188,8 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
         table.add_row(
             f"KV ({group['name']})", f"{group['kv_bytes_per_token']:,} bytes a token in {group['layers']} layers{kept}"
         )
+    if facts["state_bytes"]:
+        table.add_row("states", f"{gib(facts['state_bytes'])} a sequence, whatever its length")
     table.add_row("work", f"{facts['flops_per_token']:.3g} FLOP a token, growing with the context")
     table.add_row("context", f"{facts['max_model_len']:,} tokens")
     for i, line in enumerate(facts["layers"]):

@@ -26,7 +26,16 @@ from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
-from kvasir.engine.sizing import PoolPlan, available_memory, gib, own_bytes, pages_for, plan_pool, resolve_length
+from kvasir.engine.sizing import (
+    PoolPlan,
+    available_memory,
+    gib,
+    own_bytes,
+    pages_for,
+    plan_pool,
+    refuse_states,
+    resolve_length,
+)
 from kvasir.engine.spans import next_span
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
@@ -40,7 +49,7 @@ from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
 from kvasir.models.decoder import Decoder
-from kvasir.models.families import find_family
+from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
@@ -142,6 +151,7 @@ def build(
         torch.set_num_threads(config.runner.num_threads)
     path = checkpoint.resolve(config.model.model, config.model.revision)
     hf = checkpoint.read_config(path)
+    refuse_states(build_spec(hf).cache_groups())
     pooling = read_pooling(path, hf, config.model.task, config.model.model)
     if pooling is not None and config.speculation.drafter:
         raise ConfigError(
