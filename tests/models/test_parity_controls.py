@@ -5,12 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvasir.kernels import gated_delta
 from kvasir.layers.ffn.moe import FFN
 from kvasir.layers.layer_embedding import LayerEmbeddings
 from kvasir.layers.mixers.gqa import Mixer
 from kvasir.layers.spec import RopeSpec
 from kvasir.models.decoder import Block
-from kvasir.models.families import gemma2, gemma4_text, glm4_moe, gpt_oss, granite, ministral3, mixtral, phi3, smollm3
+from kvasir.models.families import (
+    gemma2,
+    gemma4_text,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    ministral3,
+    mixtral,
+    phi3,
+    qwen3_next,
+    smollm3,
+)
 from kvasir.models.stored import View
 from tests import checkpoints
 from tests.models.test_parity import assert_parity
@@ -103,7 +115,26 @@ def respecified(family, change):
     return plant
 
 
+def swapped_gates(monkeypatch):
+    real = qwen3_next.stored
+
+    def wrong(slot, spec):
+        swap = {"mixer.b": "mixer.a", "mixer.a": "mixer.b"}
+        other = next((slot.replace(old, new) for old, new in swap.items() if f".{old}." in slot), slot)
+        return real(other, spec)
+
+    monkeypatch.setattr(qwen3_next, "stored", wrong)
+
+
+def untouched_tail(monkeypatch):
+    """The convolution of a span sees nothing of the rows before it."""
+    real = gated_delta.inputs
+    monkeypatch.setattr(gated_delta, "inputs", lambda rows, tail, *rest: real(rows, tail * 0, *rest))
+
+
 MISTAKES = {
+    "gates of a head are exchanged": ("qwen3_next", swapped_gates),
+    "a span's convolution starts anew": ("qwen3_5_text", untouched_tail),
     "the correction is added to the weights": ("glm4_moe", corrected_weights),
     "all experts are in one group": (
         "glm4_moe_groups",
