@@ -465,15 +465,8 @@ GEMMA4_VISION = dict(
     patch_size=4,
     position_embedding_size=16,
 )
-QWEN_VISION = dict(
-    depth=1,
-    hidden_size=16,
-    intermediate_size=16,
-    num_heads=2,
-    patch_size=4,
-    out_hidden_size=32,
-    num_position_embeddings=16,
-)
+QWEN_VISION = dict(depth=1, num_heads=2, patch_size=4, out_hidden_size=32, num_position_embeddings=16)
+QWEN_VISION |= dict(hidden_size=16, intermediate_size=16)
 QWEN_TOKENS = dict.fromkeys(
     ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), VOCAB - 1
 )

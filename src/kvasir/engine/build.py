@@ -15,6 +15,7 @@ from kvasir import technique
 from kvasir.attention.backend import Site
 from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.sampler import Sampler
+from kvasir.engine import sizing
 from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.capture import Capture, CudaCapture, PieceCapture
 from kvasir.engine.chain_graphs import ChainGraphs
@@ -26,16 +27,7 @@ from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
-from kvasir.engine.sizing import (
-    PoolPlan,
-    available_memory,
-    gib,
-    own_bytes,
-    pages_for,
-    plan_pool,
-    refuse_states,
-    resolve_length,
-)
+from kvasir.engine.sizing import PoolPlan, available_memory, gib, own_bytes, pages_for, plan_pool, resolve_length
 from kvasir.engine.spans import next_span
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
@@ -151,7 +143,7 @@ def build(
         torch.set_num_threads(config.runner.num_threads)
     path = checkpoint.resolve(config.model.model, config.model.revision)
     hf = checkpoint.read_config(path)
-    refuse_states(build_spec(hf).cache_groups())
+    sizing.refuse_states(build_spec(hf).cache_groups())
     pooling = read_pooling(path, hf, config.model.task, config.model.model)
     if pooling is not None and config.speculation.drafter:
         raise ConfigError(

@@ -97,7 +97,7 @@ def chunk_scan(
     state_HDV: torch.Tensor,
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``recurrence``, ``CHUNK`` rows at once. ``start``: absolute position of the first row."""
+    """Compute what ``recurrence`` does, ``CHUNK`` rows at once. ``start``: absolute position of the first row."""
     rows, parts, at = len(q_THD), [], 0
     while at < rows:
         end = min(rows, at + CHUNK - (start + at) % CHUNK)

@@ -10,6 +10,7 @@ Legend: N pages, G KV heads, P slots per page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,8 +73,8 @@ class KVPool:
         """Bytes one token takes while every group still holds it. States take none."""
         return sum(p.shape[1] for g, p in zip(self.groups, self.pages) if g.kind == "pages") / self.page_slots
 
-    def layer(self, index: int) -> LayerCache | StateCache:
-        """The cache of model layer ``index``: strided views into its group's pages."""
+    def layer(self, index: int) -> Any:
+        """The `LayerCache` or `StateCache` of model layer ``index``: strided views into its group's pages."""
         return self._layers[index]
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
