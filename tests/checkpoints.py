@@ -552,7 +552,9 @@ def write(
         config = getattr(transformers, config_class)(text_config=text.to_dict(), **json.loads(json.dumps(others)))
     else:
         config = getattr(transformers, config_class)(**own)
-    model = getattr(transformers, model_class)(config)
+    with torch.random.fork_rng(devices=[]):  # some vectors are drawn by their own initialiser, and kept
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
