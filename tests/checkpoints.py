@@ -54,6 +54,14 @@ GEMMA4 = dict(
     hidden_size_per_layer_input=12,
     vocab_size_per_layer_input=VOCAB,
 )
+# Gated DeltaNet: no two of the widths are equal.
+DELTA = dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
 MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 # Latent attention: no two of the widths are equal.
 MLA = dict(
@@ -354,6 +362,52 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             },
         ),
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        dict(
+            **DELTA,
+            **MOE,
+            num_hidden_layers=5,
+            full_attention_interval=2,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            shared_expert_intermediate_size=20,
+        ),
+    ),
+    "qwen3_next_plain": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        dict(
+            {**DELTA, **MOE},
+            linear_num_value_heads=2,
+            norm_topk_prob=False,
+            attention_bias=True,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            shared_expert_intermediate_size=20,
+        ),
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        dict(**DELTA, num_hidden_layers=4, tie_word_embeddings=True),
+    ),
+    "qwen3_5_text_plain": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        dict(
+            **DELTA,
+            linear_conv_kernel_dim=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            attention_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        dict(**DELTA, **MOE, num_hidden_layers=4, shared_expert_intermediate_size=20),
+    ),
     "gemma3_text": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
@@ -414,6 +468,11 @@ GEMMA4_VISION = dict(
     patch_size=4,
     position_embedding_size=16,
 )
+QWEN_VISION = dict(depth=1, num_heads=2, patch_size=4, out_hidden_size=32, num_position_embeddings=16)
+QWEN_VISION |= dict(hidden_size=16, intermediate_size=16)
+QWEN_TOKENS = dict.fromkeys(
+    ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), VOCAB - 1
+)
 # Models whose text is one part of several: name: (config class, class of the text's config, model class, what differs
 # in the text, the other parts).
 MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
@@ -459,6 +518,25 @@ MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
         dict(VARIANTS["gemma4_text"][2], pad_token_id=0),
         dict(vision_config=GEMMA4_VISION, image_token_id=VOCAB - 1, video_token_id=VOCAB - 1, audio_token_id=VOCAB - 1),
     ),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForConditionalGeneration",
+        dict(**DELTA, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+        dict(vision_config=QWEN_VISION, **QWEN_TOKENS),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        dict(
+            **DELTA,
+            **MOE,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            shared_expert_intermediate_size=20,
+        ),
+        dict(vision_config=QWEN_VISION, **QWEN_TOKENS),
+    ),
 }
 VARIANTS |= {name: (made[0], made[2], made[3]) for name, made in MULTIMODAL.items()}
 
@@ -484,7 +562,9 @@ def write(
         config = getattr(transformers, config_class)(text_config=text.to_dict(), **json.loads(json.dumps(others)))
     else:
         config = getattr(transformers, config_class)(**own)
-    model = getattr(transformers, model_class)(config)
+    with torch.random.fork_rng(devices=[]):  # some vectors are drawn by their own initialiser, and kept
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvasir.attention.latent import UpProjection
+from kvasir.kernels import gated_delta
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.layers.ffn.moe import FFN
 from kvasir.layers.layer_embedding import LayerEmbeddings
@@ -25,6 +26,7 @@ from kvasir.models.families import (
     mistral4,
     mixtral,
     phi3,
+    qwen3_next,
     smollm3,
 )
 from kvasir.models.stored import View
@@ -137,6 +139,23 @@ def _rolled(real):
     return lambda self, q_THD: real(self, q_THD).roll(self.rank, -1)
 
 
+def swapped_gates(monkeypatch):
+    real = qwen3_next.stored
+
+    def wrong(slot, spec):
+        swap = {"mixer.b": "mixer.a", "mixer.a": "mixer.b"}
+        other = next((slot.replace(old, new) for old, new in swap.items() if f".{old}." in slot), slot)
+        return real(other, spec)
+
+    monkeypatch.setattr(qwen3_next, "stored", wrong)
+
+
+def untouched_tail(monkeypatch):
+    """The convolution of a span sees nothing of the rows before it."""
+    real = gated_delta.inputs
+    monkeypatch.setattr(gated_delta, "inputs", lambda rows, tail, *rest: real(rows, tail * 0, *rest))
+
+
 MISTAKES = {
     "interleaved pairs rotate as halves": (
         "deepseek_v3",
@@ -173,6 +192,8 @@ MISTAKES = {
         ),
     ),
     "values are the last elements of a latent row": ("deepseek_v3_dense", last_elements),
+    "gates of a head are exchanged": ("qwen3_next", swapped_gates),
+    "a span's convolution starts anew": ("qwen3_5_text", untouched_tail),
     "the correction is added to the weights": ("glm4_moe", corrected_weights),
     "all experts are in one group": (
         "glm4_moe_groups",

@@ -11,6 +11,7 @@ import pytest
 from kvasir import technique
 from kvasir.config import EngineConfig
 from kvasir.engine.build import _info
+from kvasir.engine.sizing import refuse_states
 from kvasir.errors import ConfigError
 from kvasir.layers.spec import DenseSpec, MoESpec, RopeSpec
 from kvasir.models import cost
@@ -31,7 +32,13 @@ BASE = {
 
 GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
 # Families whose config is made of parts, and the model_type of the text.
-PARTS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
+PARTS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 
 
 def config(model_type="llama", **changes):
@@ -43,24 +50,33 @@ def config(model_type="llama", **changes):
 
 def test_the_served_families():
     assert technique.own(FAMILIES) == [
+        "deepseek_v2",
+        "deepseek_v3",
         "gemma2",
         "gemma3",
         "gemma3_text",
         "gemma4",
         "gemma4_text",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "granite",
         "llama",
         "ministral3",
         "mistral",
         "mistral3",
+        "mistral4",
         "mixtral",
         "olmo2",
         "phi3",
         "qwen2",
         "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "qwen3_moe",
+        "qwen3_next",
         "smollm3",
     ]
 
@@ -448,7 +464,8 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tm
         end = text_of(whole)["eos_token_id"]
         assert ends(given) == ends(whole) == (() if end is None else (end,))
     assert ends(changed(eos_token_id=None)) == ()
-    assert build_spec(changed(num_key_value_heads=None)).layers[0].mixer.num_kv_heads == 64
+    mixers = [layer.mixer for layer in build_spec(changed(num_key_value_heads=None)).layers]
+    assert next(mixer for mixer in mixers if mixer.attention()).num_kv_heads == 64
     (tmp_path / "generation_config.json").write_text('{"temperature": 1.0}')
     assert ends(bare) == (), "it would be said there"
 
@@ -466,3 +483,42 @@ def test_a_rotation_of_another_width_is_no_layer():
     layer = build_spec(config()).layers[0]
     with pytest.raises(AssertionError, match="RoPE of 12 for heads of"):
         replace(layer, rope=replace(layer.rope, head_dim=12))
+
+
+DELTA_35B = dict(
+    hidden_size=2048,
+    num_hidden_layers=40,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)
+
+
+def test_hybrids_keep_states_in_a_group_of_their_own():
+    spec = build_spec(config("qwen3_5_moe_text", **DELTA_35B))
+    state, full = spec.cache_groups()
+    assert (state.kind, len(state.layers), full.kind, full.layers[:2]) == ("state", 30, "pages", (3, 7))
+    mixer = spec.layers[0].mixer
+    assert (mixer.mixed, mixer.values, mixer.attention(), mixer.cache_row()) == (8192, 4096, None, None)
+    # 2 MiB of matrices a layer, the convolution's three rows and sixteen rows of look-ahead.
+    assert cost.state_bytes(spec, 2) == 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2 + 16 * (8192 + 64) * 2 + 8)
+    assert cost.kv_bytes(spec, 100, 2) == cost.state_bytes(spec, 2) + 100 * 10 * 2 * 2 * 256 * 2
+
+
+def test_hybrids_refuse_what_they_do_not_compute():
+    for changes, message in (
+        (dict(layer_types=["sliding_attention"] * 4), "layer_types has 'sliding_attention'"),
+        (dict(linear_num_value_heads=24), "linear_num_value_heads is 24"),
+        (dict(hidden_act="gelu"), "hidden_act is not silu"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_spec(config("qwen3_5_text", **changes))
+
+
+def test_the_engine_refuses_states_with_a_reason():
+    spec = build_spec(config("qwen3_5_text"))
+    with pytest.raises(ConfigError, match="3 layers of this model are recurrent.*does not schedule states"):
+        refuse_states(spec.cache_groups())
+    refuse_states(build_spec(config("qwen3")).cache_groups())

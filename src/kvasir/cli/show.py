@@ -39,7 +39,7 @@ def describe(model: str, dtype: str, memory_gib: float | None, weights: str = "a
     size = _weight_bytes(config, spec, dtype, weights)
     sizes = cost.kv_bytes_per_token(spec, item)
     places = {_here(): _memory() / GIB, **GPUS} if memory_gib is None else {f"{memory_gib:g} GiB": memory_gib}
-    fits = {place: _fits(spec, gibs * GIB, size, sizes) for place, gibs in places.items()}
+    fits = {place: _fits(spec, gibs * GIB, item, size, sizes) for place, gibs in places.items()}
     codecs = _codecs(spec, item, size, places)
     here = next(iter(places))
     return {
@@ -55,7 +55,9 @@ def describe(model: str, dtype: str, memory_gib: float | None, weights: str = "a
         "cache_groups": [
             {"name": g.name, "layers": len(g.layers), "window": g.window, "kv_bytes_per_token": sizes[g.name]}
             for g in spec.cache_groups()
+            if g.kind == "pages"
         ],
+        "state_bytes": cost.state_bytes(spec, item),
         "flops_per_token": cost.flops_per_token(spec, 1),
         "max_model_len": spec.max_position,
         "layers": _layers(spec),
@@ -106,14 +108,13 @@ def _weight_bytes(config: dict[str, Any], spec: ModelSpec, dtype: str, weights: 
     return weight_bytes(config, getattr(torch, dtype), weights)
 
 
-def _fits(spec: ModelSpec, memory: float, weights: int, sizes: Mapping[str, float]) -> dict[int, int]:
+def _fits(spec: ModelSpec, memory: float, item: int, weights: int, sizes: Mapping[str, float]) -> dict[int, int]:
     """Number of sequences that fit, by context length. ``sizes``: bytes per token, by cache group. Rounding to whole
     pages is left out."""
-    pool = SHARE * memory - weights
+    pool, states = SHARE * memory - weights, cost.state_bytes(spec, item)
     lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
-    return {
-        n: max(0, int(pool // sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()))) for n in lengths
-    }
+    kept = {n: states + sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()) for n in lengths}
+    return {n: max(0, int(pool // size)) for n, size in kept.items()}
 
 
 def _codecs(spec: ModelSpec, item: int, weights: int, places: Mapping[str, float]) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def _codec(spec: ModelSpec, name: str, item: int, weights: int, places: Mapping[
     return {
         "kv_bytes_per_token": total,
         "ratio": plain / total,
-        "fits": {place: _fits(spec, size * GIB, weights, sizes) for place, size in places.items()},
+        "fits": {place: _fits(spec, size * GIB, item, weights, sizes) for place, size in places.items()},
     }
 
 
@@ -212,6 +213,8 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool, weights
         table.add_row(
             f"KV ({group['name']})", f"{group['kv_bytes_per_token']:,} bytes a token in {group['layers']} layers{kept}"
         )
+    if facts["state_bytes"]:
+        table.add_row("states", f"{gib(facts['state_bytes'])} a sequence, whatever its length")
     table.add_row("work", f"{facts['flops_per_token']:.3g} FLOP a token, growing with the context")
     table.add_row("context", f"{facts['max_model_len']:,} tokens")
     for i, line in enumerate(facts["layers"]):

@@ -8,6 +8,7 @@ Legend: T rows, S spans, W pages in the longest table, P slots per page, K pairs
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -59,9 +60,14 @@ class Packer:
     """Packs plans for one device. Buffers are reused: a batch is valid until the second ``pack`` after it, so that one
     launched step may be in flight while the next is packed."""
 
-    def __init__(self, page_slots: int, num_groups: int, device: torch.device | str) -> None:
+    def __init__(
+        self, page_slots: int, num_groups: int, device: torch.device | str, states: Collection[int] = ()
+    ) -> None:
+        """``states``: the groups, by number, whose pages hold states. Their tables have two pages a sequence, read and
+        written (`kvasir.kv.state`), and no slots."""
         self.page_slots = page_slots
         self.num_groups = num_groups
+        self.states = states
         self.device = torch.device(device)
         self._buffers: list[dict[torch.dtype, tuple[torch.Tensor, np.ndarray]]] = [{}, {}]
 
@@ -74,6 +80,7 @@ class Packer:
         row_start = [0, *accumulate(lengths)]
         num_rows = row_start[-1]
         width = max((-(-(s.start + s.length) // size) for s in spans), default=0)
+        width = max(width, 2) if self.states else width
         logit_rows = _logit_rows(spans, row_start)
         words = max((-(-s.length // 64) for s in spans if s.parents), default=0)
         varied = any(s.varied for s in spans) if frame is None else frame.varied
@@ -118,7 +125,10 @@ class Packer:
                     tree_positions(span),
                 )
             for g, table, slot in groups:
-                self._pages(span, span.seq.tables[g], table[i], slot[at:end])
+                if g in self.states:
+                    table[i, :2], table[i, 2:], slot[at:end] = span.seq.tables[g], 0, 0
+                else:
+                    self._pages(span, span.seq.tables[g], table[i], slot[at:end])
             if span.parents:
                 tree_ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
             if varied:
@@ -178,9 +188,11 @@ class Packer:
         slots[:] = row[at // size].astype(np.int64) * size + at % size
 
 
-def pack(spans: list[Span], page_slots: int, device: torch.device | str, num_groups: int) -> StepBatch:
+def pack(
+    spans: list[Span], page_slots: int, device: torch.device | str, num_groups: int, states: Collection[int] = ()
+) -> StepBatch:
     """Pack spans once, with buffers of their own."""
-    return Packer(page_slots, num_groups, device).pack(spans)
+    return Packer(page_slots, num_groups, device, states).pack(spans)
 
 
 def _padded(size: int) -> int:

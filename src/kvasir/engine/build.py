@@ -15,6 +15,7 @@ from kvasir import technique
 from kvasir.attention.backend import Site
 from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.sampler import Sampler
+from kvasir.engine import sizing
 from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.capture import Capture, CudaCapture, PieceCapture
 from kvasir.engine.chain_graphs import ChainGraphs
@@ -40,7 +41,7 @@ from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
 from kvasir.models.decoder import Decoder
-from kvasir.models.families import find_family
+from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
@@ -141,6 +142,7 @@ def build(
         torch.set_num_threads(config.runner.num_threads)
     path = checkpoint.resolve(config.model.model, config.model.revision)
     hf = checkpoint.read_config(path)
+    sizing.refuse_states(build_spec(hf).cache_groups())
     pooling = read_pooling(path, hf, config.model.task, config.model.model)
     if pooling is not None and config.speculation.drafter:
         raise ConfigError(
@@ -393,9 +395,7 @@ def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
     return tokenizer.size, tokenizer.eos_ids
 
 
-def _prefix_root(
-    config: EngineConfig, hf: dict, model: Decoder, techniques: list[technique.Technique]
-) -> bytes | None:
+def _prefix_root(config: EngineConfig, hf: dict, model: Decoder, techniques: list[technique.Technique]) -> bytes | None:
     """The part of every prefix key that is fixed at the start: everything that decides keys and values, except the
     weights: an index lives and ends with them, and one that is shared names their content. None: no prefix caching."""
     used = technique.prefix_fingerprint(techniques)

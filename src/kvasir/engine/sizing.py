@@ -43,7 +43,7 @@ class PoolPlan:
 
 def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[str, float]:
     """Bytes that one token's keys and values take, by cache group, with this codec (``name:key=value``) and a model of
-    ``width`` bytes a number. Raises ConfigError for a codec that does not fit the heads."""
+    ``width`` bytes a number. States take none. Raises ConfigError for a codec that does not fit the heads."""
     import torch
 
     from kvasir import technique
@@ -51,7 +51,22 @@ def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[st
     from kvasir.kv.pool import KVPool
 
     loaded, dtype = technique.load(CODECS, codec, Codec), {2: torch.bfloat16, 4: torch.float32}[width]
-    return {g.name: KVPool.page_bytes_of(g, loaded, loaded.page_slots, dtype) / loaded.page_slots for g in groups}
+
+    def of_token(group: CacheGroup) -> float:
+        return KVPool.page_bytes_of(group, loaded, loaded.page_slots, dtype) / loaded.page_slots
+
+    return {g.name: of_token(g) if g.kind == "pages" else 0.0 for g in groups}
+
+
+def refuse_states(groups: Sequence[CacheGroup]) -> None:
+    """Raise ConfigError for a model with recurrent layers: the scheduler has no state pages yet."""
+    recurrent = sum(len(g.layers) for g in groups if g.kind == "state")
+    if recurrent:
+        raise ConfigError(
+            f"{recurrent} layers of this model are recurrent: they keep a state instead of keys, and the engine does "
+            "not schedule states yet. `kvasir show` describes the model. Serve one whose layers all attend, such as "
+            "Qwen3."
+        )
 
 
 def available_memory() -> int:

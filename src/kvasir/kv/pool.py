@@ -10,22 +10,18 @@ Legend: N pages, G KV heads, P slots per page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvasir.kv.codec import Codec, LayerCache, planes_of
+from kvasir.kv.state import StateCache, aligned, state_bytes, state_view
 from kvasir.types import CacheGroup, CacheRow, PageCopy
-
-ALIGN = 16  # bytes; every plane starts at a multiple, so that vector loads and views as any dtype work
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN) * ALIGN
 
 
 def _plane_bytes(row: CacheRow, codec: Codec, page_slots: int, dtype: torch.dtype) -> list[int]:
-    return [_aligned(row.heads * page_slots * p.width * p.dtype.itemsize) for p in planes_of(codec, row, dtype)]
+    return [aligned(row.heads * page_slots * p.width * p.dtype.itemsize) for p in planes_of(codec, row, dtype)]
 
 
 def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
@@ -65,6 +61,8 @@ class KVPool:
     @staticmethod
     def page_bytes_of(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.dtype) -> int:
         """Bytes of one page of ``group``, without a pool: for sizing."""
+        if group.kind == "state":
+            return state_bytes(group, dtype)
         return sum(sum(_plane_bytes(row, codec, page_slots, dtype)) for row in group.rows)
 
     def page_bytes(self, group: int) -> int:
@@ -72,11 +70,11 @@ class KVPool:
         return self.pages[group].shape[1]
 
     def bytes_per_token(self) -> float:
-        """Bytes one token takes while every group still holds it."""
-        return sum(p.shape[1] for p in self.pages) / self.page_slots
+        """Bytes one token takes while every group still holds it. States take none."""
+        return sum(p.shape[1] for g, p in zip(self.groups, self.pages) if g.kind == "pages") / self.page_slots
 
-    def layer(self, index: int) -> LayerCache:
-        """The cache of model layer ``index``: strided views into its group's pages."""
+    def layer(self, index: int) -> Any:
+        """The `LayerCache` or `StateCache` of model layer ``index``: strided views into its group's pages."""
         return self._layers[index]
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
@@ -139,9 +137,11 @@ class KVPool:
             unit,
         )
 
-    def _view(self, index: int, place: int, dtype: torch.dtype) -> LayerCache:
+    def _view(self, index: int, place: int, dtype: torch.dtype) -> LayerCache | StateCache:
         """The planes of the layer at ``place`` in group ``index``."""
         group, raw = self.groups[index], self.pages[index]
+        if group.kind == "state":
+            return state_view(group, index, place, raw, dtype)
         row = group.rows[place]
         offset = sum(sum(_plane_bytes(r, self.codec, self.page_slots, dtype)) for r in group.rows[:place])
         planes = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 from kvasir.attention.backend import AttentionSpec, LatentHeads
-from kvasir.types import CacheRow
+from kvasir.types import CacheRow, StatePlane
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 # Those of experts. clamped_swiglu is gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), both clamped at 7 before.
@@ -29,6 +29,9 @@ class MixerSpec(Protocol):
 
     def cache_row(self) -> CacheRow | None:
         """A token's share of the pages; None: the mixer keeps nothing there."""
+
+    def state(self) -> tuple[StatePlane, ...]:
+        """The state that the mixer keeps of a sequence, whatever its length; empty: none."""
 
     def attention(self) -> AttentionSpec | None:
         """The attention that a backend is asked for; None: the mixer computes its own, or has none."""
@@ -154,6 +157,9 @@ class GQASpec:
     def cache_row(self) -> CacheRow:
         return CacheRow(self.num_kv_heads, self.head_dim, self.head_dim)
 
+    def state(self) -> tuple[StatePlane, ...]:
+        return ()
+
     def matrices(self, hidden: int, writes: bool = True) -> int:
         return (self.num_heads * self.head_dim + sum(self.widths(writes).values())) * hidden
 
@@ -240,6 +246,9 @@ class MLASpec:
         query = {"q": self.num_heads * self.qk_dim} if self.q_rank is None else {"q_a": self.q_rank}
         return {**query, "kv_a": self.row_dim}
 
+    def state(self) -> tuple[StatePlane, ...]:
+        return ()
+
     def matrices(self, hidden: int, writes: bool = True) -> int:
         heads = self.num_heads
         up = heads * self.rank * (self.nope_dim + self.value_dim)
@@ -260,6 +269,65 @@ class MLASpec:
         """Operations of the form that takes fewer: in the latent's basis, or over keys and values made of it, whose
         making counts with the row's matrices."""
         return 2 * self.num_heads * (min(2 * self.rank, self.nope_dim + self.value_dim) + self.rope_dim)
+
+
+# Rows of a span up to which a recurrent layer defers its commit: their inputs go to look-ahead slots, and the next step
+# folds those that were accepted into the state. Longer spans write another page.
+LOOK_AHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): a matrix of ``key_dim`` by ``value_dim`` for each head of
+    values. Each of ``num_key_heads`` gives query and key to as many heads of values as the other. A causal convolution
+    over ``taps`` rows comes before, and a gated RMS norm with ``norm.eps`` after."""
+
+    kind: ClassVar[str] = "gated_delta"
+    window: ClassVar[int | None] = None
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    norm: NormSpec
+    taps: int = 4
+
+    def __post_init__(self) -> None:
+        assert self.num_value_heads % self.num_key_heads == 0, "key heads have equally many heads of values"
+
+    @property
+    def mixed(self) -> int:
+        """Elements of a row that the convolution reads: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Elements of a row of values, and of its gate after the recurrence."""
+        return self.num_value_heads * self.value_dim
+
+    def cache_row(self) -> None:
+        return None
+
+    def state(self) -> tuple[StatePlane, ...]:
+        """The state of one sequence: the matrices, the rows that the convolution still sees, the position that both
+        have reached, and the inputs (mixed row and two gates a head) of rows after it."""
+        return (
+            StatePlane("matrix", (self.num_value_heads, self.key_dim, self.value_dim), "state"),
+            StatePlane("tail", (self.taps - 1, self.mixed), "model"),
+            StatePlane("ahead", (LOOK_AHEAD, self.mixed + 2 * self.num_value_heads), "model"),
+            StatePlane("position", (1,), "position"),
+        )
+
+    def attention(self) -> None:
+        return None
+
+    def matrices(self, hidden: int, writes: bool = True) -> int:
+        return (self.mixed + 2 * self.values + 2 * self.num_value_heads) * hidden
+
+    def vectors(self, hidden: int, writes: bool = True) -> int:
+        return self.mixed * self.taps + 2 * self.num_value_heads + self.value_dim
+
+    def pair_flops(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

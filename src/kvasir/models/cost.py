@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from kvasir.models.spec import ModelSpec
@@ -58,10 +59,20 @@ def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> dict[str, int]:
     return {g.name: sum(row.width for row in g.rows) * dtype_bytes for g in spec.cache_groups()}
 
 
+def state_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Bytes of one page of states: what the recurrent layers keep of a sequence, whatever its length."""
+    sizes = {"state": 4, "model": dtype_bytes, "position": 8}
+    planes = [plane for g in spec.cache_groups() for planes in g.states for plane in planes]
+    return sum(math.prod(plane.shape) * sizes[plane.kind] for plane in planes)
+
+
 def kv_bytes(spec: ModelSpec, num_tokens: int, dtype_bytes: int) -> int:
-    """Bytes of the keys and values of a sequence; a window group keeps its window only. Page rounding is left out."""
+    """Bytes of what a sequence keeps: keys, values and states. A window group keeps its window only. Page rounding is
+    left out."""
     sizes = kv_bytes_per_token(spec, dtype_bytes)
-    return sum(sizes[g.name] * _seen(g.window, num_tokens) for g in spec.cache_groups())
+    return state_bytes(spec, dtype_bytes) + sum(
+        sizes[g.name] * _seen(g.window, num_tokens) for g in spec.cache_groups()
+    )
 
 
 def flops_per_token(spec: ModelSpec, context: int) -> int:

@@ -433,12 +433,15 @@ def _view_of_slots(
     names, embed = {t.name for t in stored}, view_of(family.stored(EMBED, spec)).name
     known = {renamed(name, getattr(family, "RENAMED", {})) for name in names}
     bare = embed not in names and embed.removeprefix(PREFIX) in names
+    otherwise = getattr(family, "stored_otherwise", None)
 
     def view(slot: str) -> View:
         if slot == LABELS:
             return View(STORED_LABELS)
         slot, _, plane = slot.partition("/")
         found = view_of(family.stored(slot, spec))
+        if otherwise is not None and found.name not in known and (other := otherwise(slot, spec)) is not None:
+            found = other if other.name in known else found
         found = replace(found, name=found.name.removeprefix(PREFIX)) if bare else found
         return found if formats is None else formats.stored(slot, plane, found, known)
 

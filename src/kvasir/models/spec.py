@@ -41,6 +41,8 @@ class LayerSpec:
     @property
     def cache_group(self) -> str:
         """Name of the cache group that the layer belongs to."""
+        if self.mixer.state():
+            return "state"
         return "full" if self.mixer.window is None else f"window-{self.mixer.window}"
 
     def matrices(self, hidden: int) -> int:
@@ -81,21 +83,19 @@ class ModelSpec:
         return self.layers[0].embedding
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The groups of layers that share a page pool, in order of appearance: all layers with full attention, and all
-        with the same window."""
+        """The groups of layers that share a page pool, in order of appearance: all layers with full attention, all with
+        the same window, and all with a state."""
         members: dict[str, list[int]] = {}
         for i, layer in enumerate(self.layers):
-            if layer.cache_of is None and layer.mixer.cache_row() is not None:
+            if layer.cache_of is None and (layer.mixer.cache_row() is not None or layer.mixer.state()):
                 members.setdefault(layer.cache_group, []).append(i)
-        return tuple(
-            CacheGroup(
-                name,
-                tuple(layers),
-                tuple(self.layers[i].mixer.cache_row() for i in layers),
-                self.layers[layers[0]].mixer.window,
-            )
-            for name, layers in members.items()
-        )
+        return tuple(self._group(name, members[name]) for name in members)
+
+    def _group(self, name: str, layers: list[int]) -> CacheGroup:
+        mixers = [self.layers[i].mixer for i in layers]
+        if mixers[0].state():
+            return CacheGroup(name, tuple(layers), kind="state", states=tuple(m.state() for m in mixers))
+        return CacheGroup(name, tuple(layers), tuple(m.cache_row() for m in mixers), mixers[0].window)
 
     def cache_layer(self, index: int) -> int:
         """The layer whose pages layer ``index`` reads: itself, or the one that it shares them with."""

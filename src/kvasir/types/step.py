@@ -51,17 +51,34 @@ class CacheRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePlane:
+    """One array of what a recurrent layer keeps of a sequence. ``kind``: ``state`` (the recurrence's own numbers, fp32
+    unless --state-dtype says otherwise), ``model`` (numbers in the model's dtype) or ``position`` (int64)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Literal["state", "model", "position"]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a page pool because their tokens live equally long. ``rows``: one for each of ``layers``;
-    ``window``: number of last positions kept."""
+    """Layers that share a page pool because what they keep lives equally long.
+
+    ``kind`` ``pages``: a page holds some tokens; ``rows`` has one entry for each of ``layers``; ``window``: number of
+    last positions kept. ``kind`` ``state``: a page holds the states of all layers after one position; ``states`` has
+    one entry for each of ``layers``.
+    """
 
     name: str
     layers: tuple[int, ...]
-    rows: tuple[CacheRow, ...]
+    rows: tuple[CacheRow, ...] = ()
     window: int | None = None
+    kind: Literal["pages", "state"] = "pages"
+    states: tuple[tuple[StatePlane, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.rows) == len(self.layers), "one row a layer"
+        kept, other = (self.rows, self.states) if self.kind == "pages" else (self.states, self.rows)
+        assert len(kept) == len(self.layers) and not other, "one row or state a layer"
 
 
 @dataclass(frozen=True, slots=True)

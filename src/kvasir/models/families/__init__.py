@@ -8,6 +8,7 @@ config leaves out means what it means to transformers. Optional are
 - ``EOS_ID``: ends a reply when the checkpoint names no end token;
 - ``LEFT_OUT``: prefixes of tensors that are not read, such as those of a vision tower;
 - ``left_out(spec)``: the same, where they depend on the config;
+- ``stored_otherwise(slot, spec) -> View | None``: where some checkpoints have what ``stored`` names;
 - ``RENAMED``: other prefixes of tensors' names in some checkpoints, and what they stand for;
 - ``TEXT_OF_PARTS = True``: the config is made of parts, and its ``text_config`` is what is served;
 - ``RERANKER``: how a checkpoint of the family judges a document for a query (`kvasir.models.reranker`).
