@@ -142,6 +142,8 @@ NAMED = {
     "models/loader.py": {"fp8"},  # likewise
     "layers/weights.py": {"fp8"},  # likewise
     "layers/weight_format.py": {"plain"},  # the format of a weight that nobody quantised
+    "convert/calibrate.py": {"plain", "torch"},  # the reference that a layer alone runs on
+    "layers/spec.py": {"mla"},  # a kind of mixer
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
     "tuned.py": {"int4"},  # a layout
     "kernels/native/program.py": {"plain", "int4", "int8", "fp8", "add"},  # layouts, and a call

@@ -12,10 +12,14 @@ from kvasir.lab.drafters.data import Batch
 from kvasir.lab.drafters.gated_adapter import GatedAdapter
 from kvasir.lab.model import Model, Shape
 from kvasir.lab.tokenizer import shipped_tokenizer
+from kvasir.models.checkpoint import resolve
+from kvasir.models.fill import read_tensor
+from kvasir.models.loader import read_headers
+from kvasir.speculation import heads
 from kvasir.speculation.heads import fingerprint
 from tests import checkpoints
 from tools import widen_checkpoint as tool
-from tools import widen_idlm
+from tools import widen_head, widen_idlm
 
 # Groups of 4 query heads; the small model's have 2.
 SIZE = tool.Size(hidden=80, layers=5, ffn=96, heads=12, kv_heads=3)
@@ -106,3 +110,29 @@ def test_a_widened_mask_adapter_drafts_what_the_small_one_does(tmp_path):
     wanted = drafted(small, tmp_path / "adapter")
     found = drafted(large, tmp_path / "wide-adapter")
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=5e-3 * float(wanted.abs().max()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", widen_head.KINDS)
+def test_a_widened_head_is_the_small_one_and_zeros(kind, tmp_path):
+    """Packaged heads read the same from a widened state, and are known as trained for the widened weights."""
+    config = json.loads((resolve("base") / "config.json").read_text())
+    size = tool.Size(512, 10, config["intermediate_size"], config["num_attention_heads"], config["num_key_value_heads"])
+    widen_head.widen(kind, "", resolve("base"), tmp_path / kind, size)
+    (small, _), (large, told) = heads.read(kind, heads.folder_of(kind, "")), heads.read(kind, tmp_path / kind)
+    assert (told["hidden_size"], told["num_layers"]) == (512, 10)
+    tool.widen(resolve("base"), tmp_path / "wide", size, spread=True)
+    norm = {s.name: read_tensor(s) for s in read_headers(tmp_path / "wide")}["model.norm.weight"]
+    assert told["weights"] == heads.fingerprint(norm)
+    own = small.shape.dim
+    if kind == "medusa":
+        assert large.shape.layers == (9,)
+        state = torch.randn(3, own, generator=torch.Generator().manual_seed(1))
+        found = large(torch.nn.functional.pad(state, (0, 512 - own)))
+        torch.testing.assert_close(found[..., :own], small(state))
+        assert not found[..., own:].any()
+    else:
+        torch.testing.assert_close(large.weight[..., :own], small.weight)
+        assert not large.weight[..., own:].any()
+    with pytest.raises(ConfigError, match="these can: medusa, ppd"):
+        widen_head.widen("eagle", "", resolve("base"), tmp_path / "eagle", size)

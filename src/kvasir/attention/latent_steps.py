@@ -77,6 +77,8 @@ class LatentSteps:
         rank, rope, reasons = spec.value_dim, spec.head_dim - spec.value_dim, []
         if site.codec_kernel not in FORMATS:
             reasons.append(f"reads latents stored as {', '.join(FORMATS)}, not '{site.codec_kernel}'")
+        if spec.softcap is not None:
+            reasons.append("has no softcap over latents (--attention-backend torch has)")
         if rank > MAX_RANK:
             reasons.append(f"takes latents of up to {MAX_RANK} elements, not {rank}")
         if rank % 8 or rope % 8:

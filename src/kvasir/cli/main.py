@@ -368,11 +368,15 @@ def convert(
     ],
     source: Annotated[str, typer.Argument(metavar="SRC", help="Model to convert: a folder, a name or a hub id.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where a calibration runs; default: a GPU, if there is one."),
+    ] = None,
 ) -> None:
     """Rewrite a checkpoint folder with a converter."""
     from kvasir.cli import convert as command
 
-    command.run(converter, source, target)
+    command.run(converter, source, target, device)
 
 
 def main() -> None:

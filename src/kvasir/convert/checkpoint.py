@@ -25,6 +25,7 @@ from kvasir.models.quantisation import reader_of
 if TYPE_CHECKING:
     import torch
 
+    from kvasir.convert.calibrate import Texts
     from kvasir.convert.converter import Tensors
 
 RECORD = "conversion.json"
@@ -85,12 +86,16 @@ def convert(
     *,
     shard_bytes: int | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
+    texts: Callable[[Path], Texts] | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Convert the checkpoint in ``source`` into the new folder ``target``, tokenizer and templates included.
 
     ``spec`` is the converter as the user wrote it, for the record that is returned and kept in ``conversion.json``.
-    ``shard_bytes`` replaces the converter's own. ``progress`` receives the bytes of each tensor read. Raises
-    ConfigError when the source cannot be converted or the target cannot be written; then nothing is left behind.
+    ``shard_bytes`` replaces the converter's own. ``progress`` receives the bytes of each tensor read. ``texts`` gives a
+    converter with calibration its default texts, in the tokens of the model in the folder, and ``device`` is where they
+    run. Raises ConfigError when the source cannot be converted or the target cannot be written; then nothing is left
+    behind.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
@@ -102,6 +107,11 @@ def convert(
             "unquantised checkpoint, and quantise the result."
         )
     converter.check(about)
+    if converter.calibration:
+        from kvasir.convert.calibrate import Run
+
+        file = getattr(converter.config, "texts", "")
+        converter.calibrate(about, Run.open(source, about.config, file, texts, device))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -121,7 +131,13 @@ def convert(
             _copy_rest(source, part)
             if converter.sidecar is not None:
                 _write_json(part / checkpoint.SIDECAR, converter.sidecar)
-        record = {"converter": spec, "exact": converter.exact, "source": source.resolve().name, "bytes": total}
+        record = {
+            "converter": spec,
+            "exact": converter.exact,
+            "source": source.resolve().name,
+            "bytes": total,
+            **converter.record,
+        }
         _write_json(part / RECORD, record)
         part.chmod(0o755)
         part.replace(target)

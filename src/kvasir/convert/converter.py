@@ -23,6 +23,8 @@ from kvasir.technique import Technique, load
 if TYPE_CHECKING:
     import torch
 
+    from kvasir.convert.calibrate import Run
+
     Tensors = Iterator[tuple[str, torch.Tensor]]  # stored name, values as stored (CPU)
 
 PACKAGE = "kvasir.convert.converters"
@@ -75,11 +77,15 @@ class Converter(Technique):
     ``exact``: the result computes the same function as the source. ``result``: what it is, where it is another one.
     ``packed``: the result's shards are packed. ``adapter``: the result is an adapter's folder and not a model's.
     ``shard_bytes``: most bytes of weights in a shard, before packing. ``sidecar``: what the result's kvasir.json holds,
-    known after `check`.
+    known after `check`. ``calibration``: sites of every layer that it wants sums of (`kvasir.convert.calibrate`); such
+    a converter gets `calibrate`, and its option ``texts`` names a file of texts to use instead of the default ones.
+    ``record``: what conversion.json says about a calibration.
     """
 
     packed = False
     adapter = False
+    calibration: tuple[str, ...] = ()
+    record: dict[str, Any] = {}
     result = ""
     shard_bytes = SHARD_BYTES
     sidecar: dict[str, Any] | None = None
@@ -91,6 +97,10 @@ class Converter(Technique):
 
     def check(self, source: Source) -> None:
         """Raise ConfigError when this converter cannot take ``source``. Called before anything is read or written."""
+
+    def calibrate(self, source: Source, run: Run) -> None:
+        """Learn what the result needs from texts: called between `check` and `tensors` where there are sites."""
+        raise NotImplementedError
 
     def edit_config(self, source: Source) -> dict[str, Any]:
         """The contents of config.json of the result. Called after all its tensors were made."""

@@ -197,7 +197,7 @@ class MLASpec:
     ``interleaved``: stored weights have the two elements of a rotary pair side by side. ``norm``: of the latent, and
     between those products (None: neither has one). ``biases``: the products among q, q_a,
     kv_a and o that have biases. ``query_scale``: see `QueryScale`; it follows RoPE. ``writer``: see `LatentWriter`.
-    Layers of a model may differ in ``rank``.
+    ``softcap``: as in `AttentionSpec`. Layers of a model may differ in ``rank``.
     """
 
     kind: ClassVar[str] = "mla"
@@ -214,6 +214,7 @@ class MLASpec:
     query_scale: QueryScale | None = None
     writer: LatentWriter | None = None
     interleaved: bool = True
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if (writer := self.writer) is not None:
@@ -233,7 +234,9 @@ class MLASpec:
     def attention(self) -> AttentionSpec:
         """The attention that a backend is asked for: all heads read one row, in the latent's basis."""
         heads = LatentHeads(self.nope_dim, self.value_dim)
-        return AttentionSpec(self.num_heads, 1, self.row_dim, self.scale, value_dim=self.rank, latent=heads)
+        return AttentionSpec(
+            self.num_heads, 1, self.row_dim, self.scale, softcap=self.softcap, value_dim=self.rank, latent=heads
+        )
 
     def cache_row(self) -> CacheRow:
         return CacheRow(1, self.row_dim, 0, latent=self.rank)

@@ -63,6 +63,7 @@ class ModelSpec:
     ``embed_scale`` multiplies the embeddings. Logits are ``logit_scale`` * head, then capped at +-``logit_softcap`` by
     a tanh. ``max_position``: number of positions that the model was made for. ``tied``: the head is the embedding
     matrix. ``labels``: the model pools, and has a head for so many classes (0: none) but none for tokens.
+    ``base_family``: the family whose tensors a converted model keeps by name (None: it is its own).
     """
 
     family: str
@@ -76,6 +77,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     labels: int | None = None
+    base_family: str | None = None
 
     @property
     def layer_embedding(self) -> LayerEmbeddingSpec | None:

@@ -76,7 +76,8 @@ class TorchBackend(AttentionBackend):
             pages = batch.tables[cache.group][span, : -(-(start + length) // cache.page_slots)]
             k, v = up.expand(cache.codec.read(cache, pages)[0][0, : start + length])  # [H, N, ...]
             seen = visible(start, length, 0, None, *(_tree(batch, row, length) or ()), device=k.device)
-            parts.append(attend(q_THD[row : row + length].transpose(0, 1), k, v, spec.scale, seen)[0].transpose(0, 1))
+            heads = q_THD[row : row + length].transpose(0, 1)
+            parts.append(attend(heads, k, v, spec.scale, seen, spec.softcap)[0].transpose(0, 1))
             row += length
         return torch.cat(parts)
 
