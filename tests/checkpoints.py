@@ -588,17 +588,6 @@ def edit_json(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     file.write_text(json.dumps(value))
 
 
-def to_v4_rope(config: dict[str, Any]) -> None:
-    """Rewrite a config in transformers 4's spelling of RoPE."""
-    new = config.pop("rope_parameters")
-    if "full_attention" in new:
-        config["rope_local_base_freq"] = new["sliding_attention"]["rope_theta"]
-        new = new["full_attention"]
-    config["rope_theta"] = new.pop("rope_theta")
-    if new["rope_type"] != "default":
-        config["rope_scaling"] = new
-
-
 def reference(folder: Path) -> Any:
     """The transformers model of a checkpoint, fp32, plain attention."""
     import torch

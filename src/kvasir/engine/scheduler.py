@@ -364,8 +364,7 @@ class Scheduler:
         for seq in islice(self.backlog.candidates(step.now), MAX_VISITS):
             if step.left <= 0:
                 break
-            varied = seq.request.variant is not None or seq.request.hook is not None
-            if varied and not self.residents.may_start(seq):
+            if (seq.request.variant or seq.request.hook) and not self.residents.may_start(seq):
                 continue
             source, hit = self._start_point(seq)
             if source is None and computing.hold_next_of(seq, hit):

@@ -184,7 +184,7 @@ def _safe(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _best(tries: Sequence[torch.Tensor], numbers, w_NGJ: torch.Tensor) -> torch.Tensor:
-    """For every group, the first of the scales [N, G] whose ``numbers`` come closest to its weights."""
+    """The scale of every group [N, G]: the first of those whose ``numbers`` come closest to its weights."""
     best, least = tries[0], None
     for scales_NG in tries:
         error = (numbers(scales_NG) * scales_NG[..., None] - w_NGJ).square().sum(-1)

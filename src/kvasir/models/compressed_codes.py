@@ -24,7 +24,7 @@ ENDS = {"scale": ".weight_scale", "zero": ".weight_zero_point", "tensor_scale": 
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """How the modules of one group are stored. ``format``: the weight format, with its options. ``bits`` of a code;
+    """The layout of one group's modules. ``format``: the weight format, with its options. ``bits`` of a code;
     ``packed``: several share a word."""
 
     format: str
