@@ -1,6 +1,8 @@
 """Every family compared with transformers in fp32: logits of every position, whole, chunked, and step by step through
 the paged cache."""
 
+from typing import Any
+
 import pytest
 import torch
 
