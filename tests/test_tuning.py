@@ -18,6 +18,8 @@ BUILDERS = {"Shape", "HopperShape", "TogetherShape", "Config", "Ring", "Tile", "
 GRIDS = {"grid", "ragged", "together_grid"}
 # One tile for every machine: another would change the bits of exact mode.
 FIXED = {"matmul.py"}
+# Rules that nobody has measured on a GPU yet. They move to the table with their first measurement.
+UNMEASURED = {"codes_gemv.py", "f8_gemv.py", "f8_matmul.py"}
 
 
 def test_the_page_shows_the_table():
@@ -49,6 +51,7 @@ def test_readers_read_the_table(name):
 
 def test_no_kernel_has_a_shape_of_its_own():
     found = [f"{file.name}: {call}" for file in kernels() for call in built(ast.parse(file.read_text()))]
+    found = [call for call in found if call.partition(":")[0] not in UNMEASURED]
     assert not found, "move these shapes to kvasir/tuned.py"
 
 

@@ -10,7 +10,6 @@ from kvasir.bench import case as cases
 from kvasir.bench.compare import _limits
 from kvasir.bench.workloads import SHAPES
 from kvasir.errors import ConfigError
-from kvasir.models.families import build_spec
 
 CASES = Path(__file__).parents[2] / "bench" / "cases"
 WORK = {"decode8": {"batch": 8, "prompt": 64, "output": 8, "measure": ["decode"]}}
@@ -20,9 +19,9 @@ def test_a_latent_arm_has_its_own_limit():
     case = cases.read(CASES / "mla-llama-8b-long.toml")
     assert case.shapes == {"mla": "llama-8b-mla", "mla_int8": "llama-8b-mla"} and case.shape == "llama-8b"
     assert all("shape" not in settings for settings in case.arms.values())
-    specs = {arm: build_spec(SHAPES[shape]) for arm, shape in case.shapes.items()}
+    configs = {arm: SHAPES[shape] for arm, shape in case.shapes.items()}
     rates = {"copy_bytes_s": 4e12, "matmul_flop_s": 7e14, "dtype_bytes": 2.0}
-    limits = _limits(case, build_spec(SHAPES["llama-8b"]), specs, list(case.workloads), rates)
+    limits = _limits(case, SHAPES["llama-8b"], configs, list(case.workloads), rates)
     key = "long16x32k.decode_tok_s"
     assert limits[f"{key} mla_int8"] > limits[f"{key} mla"] > 1.5 * limits[key]
 

@@ -55,9 +55,9 @@ def test_a_codec_whose_step_caches_hold_has_no_limit_not_that_of_others():
             "workloads": {"w": {"batch": 8, "prompt": 8192, "output": 2}},
         },
     )
-    spec = build_spec(SHAPES["qwen3-0.6b"])
-    step = 8 * RATES["copy_bytes_s"] / compare._limits(case, spec, [*case.workloads], RATES)["w.decode_tok_s"]
-    found = compare._limits(case, spec, [*case.workloads], RATES | {"cache_bytes": 0.9 * step})
+    config = SHAPES["qwen3-0.6b"]
+    step = 8 * RATES["copy_bytes_s"] / compare._limits(case, config, {}, [*case.workloads], RATES)["w.decode_tok_s"]
+    found = compare._limits(case, config, {}, [*case.workloads], RATES | {"cache_bytes": 0.9 * step})
     assert (
         found["w.decode_tok_s"]
         and limit_of(found, "w.decode_tok_s", "few_bits") is None
@@ -83,11 +83,11 @@ def test_a_mixture_reads_the_experts_that_are_hit():
     one = cost.touched_params(spec, 1)
     assert cost.touched_params(spec, 64) - one == pytest.approx(expert * (128 * (1 - (15 / 16) ** 64) - 8))
     assert cost.touched_params(spec, 10**6) - one == pytest.approx(expert * 120)
-    place = SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=torch.bfloat16))
+    model = SimpleNamespace(spec=spec, weight_bytes=2, place=SimpleNamespace(dtype=torch.bfloat16))
     unread = cost.num_params(spec) - cost.touched_params(spec, 10**6)
     for prior, more in (
-        (_roofline(spec, torch.device("cpu"), torch.bfloat16, 1.0), 0),
-        (drafting_roofline(SimpleNamespace(model=place, device=torch.device("cpu"))), unread),
+        (_roofline(model, torch.device("cpu"), torch.bfloat16, 1.0), 0),
+        (drafting_roofline(SimpleNamespace(model=model, device=torch.device("cpu"))), unread),
     ):
         for rows in (1, 64, 10**6):
             assert prior.weight_bytes * prior.share_read(rows) == pytest.approx(

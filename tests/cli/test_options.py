@@ -188,7 +188,7 @@ def test_vllm_flags_we_do_not_serve_are_refused_by_name(kvasir, flag):
     "command", [["chat"], ["generate"], ["bench", "offline"], ["bench", "startup"], ["bench", "profile"]], ids=" ".join
 )
 def test_every_command_with_settings_knows_vllms_flags(kvasir, command):
-    assert "quantised" in kvasir(*command, "--quantization=awq").err
+    assert "stay on the device" in kvasir(*command, "--swap-space=4").err
 
 
 def test_vllm_flags_that_hold_anyway_are_taken(settings):

@@ -30,7 +30,8 @@ WORSE = 5  # standard deviations of a chi-square that no equal distributions rea
 
 
 def test_every_drafter_is_here():
-    assert sorted(DRAFTERS) == own("kvasir.speculation.drafters")
+    """All but I-DLM's, whose guests ignore processors and are verified all the same (``test_idlm``)."""
+    assert sorted({*DRAFTERS, "idlm"}) == own("kvasir.speculation.drafters")
 
 
 @pytest.fixture(scope="module")

@@ -56,9 +56,9 @@ def test_the_prefix_key_knows_weights_and_activations(monkeypatch):
     config = EngineConfig.of(model="nano", weights="f8")
     place = model.engine.runner.model.place
     monkeypatch.setattr(model.engine.runner.model, "place", type(place)(place.device, place.dtype, activations="fp8"))
-    other = keep(config, build.checkpoint.resolve("nano"), {}, model.engine.runner.model, [])
+    other = keep(config, {}, model.engine.runner.model, [])
     monkeypatch.setattr(model.engine.runner.model, "place", place)
-    assert other != keep(config, build.checkpoint.resolve("nano"), {}, model.engine.runner.model, [])
+    assert other != keep(config, {}, model.engine.runner.model, [])
     model.close()
 
 

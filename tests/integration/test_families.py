@@ -54,7 +54,12 @@ def serve(driver: Driver, name: str, prompt: list[int], **params) -> Output:
     return driver.outputs[name, 0]
 
 
-@pytest.fixture(scope="module", params=[v for v in checkpoints.VARIANTS if v not in checkpoints.TWINS])
+# The engine does not schedule states yet: it refuses hybrids with a reason (``test_spec``).
+HYBRIDS = ("qwen3_5", "qwen3_next")
+SERVED = [v for v in checkpoints.VARIANTS if v not in checkpoints.TWINS and not v.startswith(HYBRIDS)]
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def served(request, tmp_path_factory):
     """Folder, reference model, and the reference's answers to the prompts, for one variant."""
     folder = checkpoints.write(tmp_path_factory.mktemp("model"), request.param)

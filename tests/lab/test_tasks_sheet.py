@@ -36,6 +36,7 @@ SPECS = [
     "state",
     "state:items=9",
     "state:kind=parity",
+    "style",
     "template",
     "template:choices=3",
 ]

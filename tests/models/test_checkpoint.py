@@ -38,8 +38,8 @@ def test_a_good_config(tmp_path):
         ({"model_type": "gpt2"}, ["'gpt2' is not served", "llama", "gemma3_text"]),
         ({"model_type": "qwen3moe"}, ["Did you mean 'qwen3_moe'"]),
         (
-            {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
-            ["quantization_config", "'gptq'", "not served"],
+            {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "bits": 4}},
+            ["quantization_config", "'bitsandbytes'", "not served"],
         ),
         ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, ["quantization_config", "dequantize()"]),
         ({**LLAMA, "compression_config": {"quant_method": "compressed-tensors"}}, ["'compressed-tensors'"]),
@@ -49,8 +49,8 @@ def test_a_good_config(tmp_path):
         ),
         ({"model_type": "gemma3", "vision_config": {"x": 1}}, ["'gemma3'", "vision_config", "parts"]),
         (
-            {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "awq"}}},
-            ["quantization_config", "'awq'", "not served"],
+            {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "bitsandbytes"}}},
+            ["quantization_config", "'bitsandbytes'", "not served"],
         ),
         ({**LLAMA, "audio_config": {"hidden_size": 8}}, ["audio_config"]),
         ({"model_type": "llava", "text_config": LLAMA, "vision_config": {"x": 1}}, ["'llava'", "not served"]),

@@ -41,7 +41,6 @@ ONLY_AT = {
 # Likewise for everything except a server, which has a setting for it.
 ONLY_AT_OFFLINE = {("--data-parallel-size", "-dp"): ("1",)}
 
-_QUANTIZED = "quantised weights are not served yet; use the unquantised checkpoint, e.g. with --dtype bfloat16"
 _SPECULATION = "drafts are switched on with --drafter, e.g. --drafter suffix or --drafter draft_model:model=NAME"
 _OFFLOAD = "KV and weights stay on the device; a preempted sequence is computed again later"
 _TEXT = "only text models are served yet"
@@ -59,8 +58,7 @@ _CPU = "use --cpu-cache-bytes for the pool on a CPU, and --gpu-memory-utilizatio
 
 UNSERVED = {
     "--model": "name the model as the first argument: kvasir serve MODEL",
-    "--quantization": _QUANTIZED,
-    "-q": _QUANTIZED,
+    "-q": "write it out: --quantization, or --weights",
     "--calculate-kv-scales": "stored keys and values need no scales; see --kv-codec",
     "--fully-sharded-loras": _DEVICES,
     "--lora-dtype": "adapters have the model's type; see --dtype",

@@ -230,7 +230,7 @@ class Simulation:
             parts=SimpleNamespace(taps=None),
             capture=lambda: None,
             sampler=SimpleNamespace(num_top=0),
-            model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))),
+            model=SimpleNamespace(spec=spec, weight_bytes=2, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))),
         )
         self.drafting = None
         if drafter is not None:

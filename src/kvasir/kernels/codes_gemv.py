@@ -20,7 +20,7 @@ import torch
 from kvasir.kernels import weight_codes as codes
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
-from kvasir.kernels.gemv import JOIN, MAX_ROWS, UNGATED, Config, _join, gemv_reference
+from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, gemv_reference, join
 
 LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3}
 PROGRAMS = 264  # that a launch should have, two for each of an H100's multiprocessors: else K is split
@@ -356,8 +356,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
         y_TO.stride(0), y_TO.stride(0), share, **shape, ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages,
         SPLIT=splits > 1, **fused)
     if splits > 1:
-        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0),
-                                           OUT=outputs, K=width, SPLITS=splits, BLOCK=JOIN, **fused)
+        join(part, squares, y_TO, bias, eps, width, fused)
     return y_TO
 
 

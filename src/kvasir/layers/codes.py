@@ -27,6 +27,7 @@ SCALE, ZERO, TENSOR_SCALE = "scale", "zero", "tensor_scale"  # planes beside tha
 class CodeFormat(WeightFormat):
     """A format of codes. ``group``: inputs of a scale; 0: all."""
 
+    exact = False
     group = 0
 
     @abstractmethod

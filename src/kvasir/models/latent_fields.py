@@ -49,8 +49,6 @@ def attention(
     """
     fields.refuse("index_topk", "an index picks the positions that a row attends to; dense attention is another model")
     heads = fields.integer("num_attention_heads", heads)
-    if fields.integer("num_key_value_heads", heads) != heads:
-        raise fields.fail("num_key_value_heads", f"is {fields.raw['num_key_value_heads']}, not one for each head")
     nope_dim, rope_dim = fields.integer("qk_nope_head_dim", nope_dim), fields.integer("qk_rope_head_dim", rope_dim)
     if rope_dim % 2:
         raise fields.fail("qk_rope_head_dim", f"is {rope_dim}, expected an even number (RoPE pairs dimensions)")
@@ -88,7 +86,8 @@ def experts(
 ) -> MoESpec:
     """The experts of a config; the arguments are the family's defaults."""
     fields.refuse("moe_layer_freq", "experts are served in every layer after the first dense ones", (None, 1))
-    count = fields.integer("n_routed_experts", fields.integer("num_local_experts", count))
+    also = quirks.pop("also", "num_local_experts")  # transformers' other name of the field in this family
+    count = fields.integer("n_routed_experts", fields.integer(also, count))
     groups, top_groups = fields.integer("n_group", groups), fields.integer("topk_group", top_groups)
     top_k = fields.integer("num_experts_per_tok", top_k)
     if count % groups or top_groups > groups:

@@ -1,4 +1,4 @@
-"""Weights of 8 bits: signed codes with a scale by channel or by group of inputs. ``i8:group=32``.
+"""Weights of 8 bits: signed codes with a scale by channel or by group of inputs. ``i8:group=32``. Lossy.
 
 Legend: N outputs, K inputs, G groups.
 """

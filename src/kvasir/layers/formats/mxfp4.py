@@ -1,4 +1,4 @@
-"""Weights of 4 bits as MXFP4: E2M1 numbers, and a power of two for each 32 inputs (OCP Microscaling 1.0).
+"""Weights of 4 bits as MXFP4: E2M1 numbers, and a power of two for each 32 inputs (OCP Microscaling 1.0). Lossy.
 
 Legend: N outputs, K inputs, G groups.
 """

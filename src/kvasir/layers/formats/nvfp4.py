@@ -1,4 +1,5 @@
 """Weights of 4 bits as NVFP4: E2M1 numbers, an E4M3 scale for each 16 inputs, and one factor for the tensor.
+Lossy.
 
 Activations stay as they are (W4A16): before Blackwell no tensor core multiplies these numbers.
 

@@ -1,4 +1,5 @@
 """Weights of 4 bits: codes 0 to 15 with a scale, and perhaps a zero point, by group of inputs. ``u4:group=128``.
+Lossy.
 
 Legend: N outputs, K inputs, G groups.
 """

@@ -31,5 +31,15 @@ def _experts(fields: hf.Fields):
         fields = hf.Fields({**fields.raw, "n_group": 1, "topk_group": 1}, fields.where)
     scale = fields.number("routed_scaling_factor", 1.0)
     return latent.experts(
-        fields, hf.REQUIRED, 1, 1, 64, 1407, shared=2, renormalize=False, weight_scale=scale, group_best=1
+        fields,
+        hf.REQUIRED,
+        1,
+        1,
+        64,
+        1407,
+        shared=2,
+        also="num_experts",
+        renormalize=False,
+        weight_scale=scale,
+        group_best=1,
     )

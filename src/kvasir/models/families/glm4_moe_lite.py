@@ -8,6 +8,7 @@ from kvasir.models import latent_fields as latent
 from kvasir.models.spec import ModelSpec
 
 ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
+EOS_ID = 1
 stored, left_out = latent.stored, latent.left_out
 
 
