@@ -96,6 +96,6 @@ def test_absorbing_keeps_the_rotary_part():
 
 
 def test_the_crossing():
-    """With equal widths it is d r / (r - d), DeepSeek's 171 rows; a rank below the widths never pays."""
+    """Equal widths give d r / (r - d), DeepSeek's 171 rows; a rank below the widths never pays."""
     assert crossing(512, 128, 128) == 171 and crossing(512, 192, 256) == 398
     assert crossing(64, 64, 64) is None

@@ -252,7 +252,7 @@ def after_each_other(folders) -> list[tuple[list[int], int]]:
 
 @pytest.fixture(scope="module")
 def fresh(folders) -> list[list[int]]:
-    """What each set gives without a prefix cache."""
+    """The outputs of each set without a prefix cache."""
     d = serving(folders, enable_prefix_caching=False)
     sets = [("", 1), ("ban", 1), ("hard", 1), ("ban", 2), ("turn", 1)]
     for i, (name, strength) in enumerate(sets):

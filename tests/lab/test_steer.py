@@ -203,7 +203,7 @@ def test_only_layers_whose_probe_is_accurate_are_edited():
 
 @pytest.mark.slow
 def test_crest_is_calibrated_through_the_engine(tmp_path):
-    """From traces of the shipped model to a set that its engine serves."""
+    """The whole way from traces of the shipped model to a set that its engine serves."""
     plan = crest.Plan("reflect", 60, c=-2.0)
     card = crest.calibrate("base", plan, tmp_path / "crest", device="cpu", max_model_len=512)
     assert card["segments"] > 200 and card["checks"] >= 20

@@ -70,7 +70,7 @@ def test_every_weight_is_what_the_format_says(made, monkeypatch):
 
 
 def test_logits_are_those_of_the_same_weights_in_fp32(made):
-    """By the plain path, and by the C kernels where they take the format."""
+    """The plain path, and the C kernels where they take the format."""
     mine, plain = map(Paged, made)
     want = plain.run(lambda i: 50)
     runs = [mine]

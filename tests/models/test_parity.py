@@ -48,7 +48,7 @@ class Paged:
         ]
         for seq in self.seqs:
             pages = [next(free) for _ in range(-(-len(seq.tokens) // PAGE_SLOTS))]
-            # Of states: the page that is read, and the one that long spans write.
+            # Pages of states: the one that is read, and the one that long spans write.
             seq.tables = [pages if g.kind == "pages" else [next(free), next(free)] for g in groups]
         self.states = [i for i, g in enumerate(groups) if g.kind == "state"]
 

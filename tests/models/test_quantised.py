@@ -282,6 +282,13 @@ def test_combinations_that_cannot_be_had(folders):
         load(folder / "plain", weights="f8:scale=block,block=32")
 
 
+def test_a_format_that_is_only_read_is_not_converted_to(tmp_path):
+    source, spec = checkpoints.write(tmp_path / "source", "llama"), "quantise:format=mxfp4"
+    with pytest.raises(ConfigError, match="mxfp4 are read and not written"):
+        convert(load_converter(spec), spec, source, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_product_of_several_formats_is_refused(folders, tmp_path):
     folder = folders("llama", "compressed-channel")
     tensors = load_file(folder / "made" / "model.safetensors")

@@ -142,7 +142,7 @@ def priced(row: float) -> Controller:
 
 
 def test_an_unlikely_last_node_goes_and_the_next_drafts_stay():
-    """Where a row costs 4 %, the node is not worth its row. Mutation: guests are cost alone, and go with their node."""
+    """A row costs 4 %: the node is not worth its row. Mutation: guests are cost alone, and go with their node."""
     (kept,) = priced(0.04).allocate([tailed([0.9, 0.9, 0.01])], 100, 50)
     assert len(kept) == 2 and kept.guests == {1: ((0, 0),)}
     (kept,) = priced(0.01).allocate([tailed([0.9, 0.9, 0.9])], 100, 50)

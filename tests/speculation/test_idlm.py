@@ -253,7 +253,7 @@ def converted(tmp_path_factory, expected):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_mask_is_never_drawn(exact, converted, expected):
-    """With a drafter or without: also where steps are taped. Mutation: no sidecar (``expected`` holds the mask)."""
+    """No mask is drawn, with a drafter or without, also where steps are taped. Mutation: no sidecar."""
     path, mask = converted
     found = []
     for drafter in ("", "idlm:stride=3"):

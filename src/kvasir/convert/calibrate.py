@@ -34,7 +34,7 @@ from kvasir.models.stored import view_of
 from kvasir.types import Request, SamplingParams, Span
 from kvasir.types import Sequence as Seq
 
-# What a converter may ask for. kv: keys after their norm, and values, side by side; q: queries after their norm, by
+# Sites for a converter. kv: keys after their norm, and values, side by side; q: queries after their norm, by
 # head; input: what the projections of a layer read, after its first norm.
 SITES = ("kv", "q", "input")
 # Texts of a calibration and tokens of each, as in TransMLA's code.

@@ -39,7 +39,7 @@ WANTED = [
     "[0-9]_*/config.json",
     "kvasir.json",  # see SIDECAR
 ]
-# What kvasir itself says of a model: how it drafts (`kind`), the id of its mask, its stride.
+# The sidecar: facts of a model that only kvasir uses, how it drafts (`kind`), the id of its mask, its stride.
 SIDECAR = "kvasir.json"
 UNWANTED = ["[!0-9]*/*", "consolidated*"]
 # Names of the models that "embedded" stands for; the first that exists is taken.

@@ -65,7 +65,7 @@ class HookSlots:
             torch.zeros(slots, decoder.spec.vocab_size, dtype=torch.uint8, device=place.device),
             torch.zeros(slots, MAX_HOOKS, 2, dtype=torch.int32, device=place.device),
         )
-        # What each set does, by layer and site, with the number of the hook: its gate.
+        # The operations of each set, by layer and site, with the number of the hook: its gate.
         self._found: dict[str, dict[tuple[int, str], list[tuple[int, Steer]]]] = {}
         self._recorded: dict[str, dict[tuple[int, str], int]] = {}  # gates of ``record``
         for one in sets:

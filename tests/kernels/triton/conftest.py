@@ -85,7 +85,7 @@ def device() -> str:
 def pytest_collection_modifyitems(config, items):
     """Keep one part of the cases, ``KVASIR_TEST_PART`` = "first/step": see ``test_in_interpreter.py``."""
     first, _, step = os.environ.get("KVASIR_TEST_PART", "0/1").partition("/")
-    # By a hash of the name: every n-th case would leave out one of two precisions that take turns.
+    # Chosen by a hash of the name: every n-th case would leave out one of two precisions that take turns.
     kept = [item for item in items if zlib.crc32(item.name.encode()) % int(step) == int(first)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept

@@ -38,6 +38,7 @@ class Quantise(Converter):
     def check(self, source: Source) -> None:
         import torch
 
+        from kvasir.layers import weight_format
         from kvasir.layers.weight_format import PLAIN, load_format
         from kvasir.layers.weights import Placement
         from kvasir.models.decoder import Decoder
@@ -47,6 +48,10 @@ class Quantise(Converter):
         self.format: WeightFormat = load_format(spec)
         if self.format.name == PLAIN:
             raise ConfigError("quantise:format=plain changes nothing: name a format such as f8")
+        if type(self.format).stored_as is weight_format.WeightFormat.stored_as:
+            raise ConfigError(
+                f"quantise: checkpoints in {self.format.name} are read and not written. Name another format, such as f8."
+            )
         place = Placement(torch.device("meta"), torch.float32, formats=Quantising(spec))
         decoder = Decoder(source.spec, place, num_positions=1)
         family = find_family(source.spec.family)
