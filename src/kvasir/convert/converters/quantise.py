@@ -50,7 +50,7 @@ class Quantise(Converter):
             raise ConfigError("quantise:format=plain changes nothing: name a format such as f8")
         if type(self.format).stored_as is weight_format.WeightFormat.stored_as:
             raise ConfigError(
-                f"quantise: checkpoints in {self.format.name} are read and not written. Name another format, such as f8."
+                f"quantise: checkpoints in {self.format.name} are read and not written. Name another one, e.g. f8."
             )
         place = Placement(torch.device("meta"), torch.float32, formats=Quantising(spec))
         decoder = Decoder(source.spec, place, num_positions=1)
