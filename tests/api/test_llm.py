@@ -548,13 +548,17 @@ def test_vllms_keywords_hold_or_are_refused_by_name():
     for name, value, why in (
         ("tensor_parallel_size", 2, "only 1 is"),
         ("trust_remote_code", True, "never run"),
-        ("quantization", "awq", "dtype bfloat16"),
         ("enable_chunked_prefill", False, "in chunks"),
         ("disable_log_stats", False, "/metrics"),
         ("speculative_config", {"method": "ngram"}, "--drafter"),
     ):
         with pytest.raises(ConfigError, match=f"{name}=.*{why}"):
             LLM(**OPTIONS, **{name: value})
+
+
+def test_a_format_that_a_plain_checkpoint_is_not_stored_in_is_refused():
+    with pytest.raises(ConfigError, match="no formats named 'awq'; there are f8,"):
+        LLM(**OPTIONS, quantization="awq")
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias"])

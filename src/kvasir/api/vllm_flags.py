@@ -151,6 +151,8 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords without vLLM's flags, which its ``LLM`` takes as keywords. Raises ConfigError for a flag that
     is not served."""
     left = dict(options)
+    if left.get("quantization", ...) is None:  # vLLM's way to say: as stored
+        del left["quantization"]
     for name, value in options.items():
         plain = "--" + name.replace("_", "-")
         flag = plain.replace("--", "--no-", 1) if value is False else plain
