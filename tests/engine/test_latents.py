@@ -10,6 +10,7 @@ import torch
 
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.errors import ConfigError
+from kvasir.hooks.hook import Gate, Hook
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.layers.mixers.mla import Mixer
 from kvasir.layers.spec import MLASpec
@@ -17,7 +18,9 @@ from kvasir.layers.weights import Placement
 from kvasir.models.families import build_spec
 from kvasir.models.native_decoder import why_not
 from tests import checkpoints
+from tests.adapters import write_adapter
 from tests.engine.driver import Driver
+from tests.hooks import write_hooks
 
 LENGTHS, OUTPUT = (5, 33, 41), 12
 WAYS = {
@@ -134,6 +137,43 @@ def test_tapes_run_dense_models(folder):
 def test_what_has_heads_only_is_refused(folder, options, why):
     with pytest.raises(ConfigError, match=why):
         Driver(folder, max_model_len=128, **options)
+
+
+def test_hooks_act_between_the_latent_attention_and_its_output(folder, tmp_path):
+    """Each site alone in a batch of all, chunked and preempted; a set that is closed changes nothing."""
+    shape = (3, 4, 10, 32)
+    gates = {
+        "head_out": Gate(answers=True),
+        "attn_out": Gate(),
+        "resid": Gate(window=(2, 30)),
+        "closed": Gate(window=(400, 401)),
+    }
+    sets = []
+    for name, gate in gates.items():
+        hook = Hook("head_out" if name == "closed" else name, (0, 1, 2), "rotate:c=-1", gate)
+        sets.append(f"{name}={write_hooks(tmp_path / name, [hook], shape=shape)}")
+    options = dict(max_model_len=128, max_num_seqs=8, hook=tuple(sets))
+    found = {}
+    for way, more in {"alone": {}, "together": dict(max_num_batched_tokens=9)}.items():
+        driver = Driver(folder, **options, **more)
+        asked = [
+            driver.request(name or "plain", prompts()[1], hook=name or None, max_tokens=OUTPUT, ignore_eos=True, seed=3)
+            for name in [*gates, ""]
+        ]
+        for some in [asked] if way == "together" else [[request] for request in asked]:
+            driver.run(some, preempt_every=3 if way == "together" else 0)
+        assert not driver.errors
+        found[way] = {key[0]: out.tokens for key, out in driver.outputs.items()}
+        driver.close()
+    assert found["alone"] == found["together"]
+    assert found["alone"]["closed"] == found["alone"]["plain"]
+    assert len({tuple(tokens) for tokens in found["alone"].values()}) == 4, "a site changes nothing"
+
+
+def test_an_adapter_of_latent_attention_is_to_be_merged(folder, tmp_path):
+    adapter = write_adapter(tmp_path / "a", model=folder)
+    with pytest.raises(ConfigError, match="merge_lora"):
+        Driver(folder, max_model_len=128, enable_lora=True, lora_modules=(f"a={adapter}",))
 
 
 def test_a_layer_that_reads_another_cache_is_refused():

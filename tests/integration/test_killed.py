@@ -1,7 +1,7 @@
-"""The engine process is killed in the middle of eight streams: every reader gets the tokens of an undisturbed run.
+"""The engine process is killed in the middle of ten streams: every reader gets the tokens of an undisturbed run.
 
 Exact mode, the model in the package. The requests differ in all that a replay has to rebuild: temperature, branches, a
-grammar in mid-parse, penalties that count earlier tokens, log-probabilities, biases, bad words, stop ids.
+grammar in mid-parse, penalties that count earlier tokens, log-probabilities, biases, bad words, stop ids, hooks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import time
 from kvasir.client.admission import admit
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
+from kvasir.hooks.hook import Gate, Hook
 from kvasir.types import Event, Grammar, ModelInfo, Request, SamplingParams
+from tests.hooks import write_hooks
 
 OUTPUT = 70
 SCHEMA = '{"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 30, "maxItems": 40}'
@@ -28,13 +30,16 @@ PARAMS = [
     dict(temperature=1.0, seed=6, presence_penalty=1.0, frequency_penalty=0.7, repetition_penalty=1.2, logprobs=0),
     dict(temperature=0.0, frequency_penalty=0.9, logprobs=1, prompt_logprobs=1),
     dict(temperature=0.8, seed=8, top_p=0.9, top_k=40, logit_bias={400: 3.0}, n=3),
+    dict(temperature=1.0, seed=9, hook="turn", hook_strength=8.0),
+    dict(temperature=1.0, seed=9, hook="turn", hook_strength=0.5),  # the same prompt, steered less
 ]
 
 
 def requests(info: ModelInfo) -> list[Request]:
     def request(i: int, changes: dict) -> Request:
         params = SamplingParams(**{"max_tokens": OUTPUT, "ignore_eos": True, **changes})
-        prompt = [300 + (i * 31 + j * 7) % 900 for j in range(10 + 9 * i)]
+        which = min(i, 8)
+        prompt = [300 + (which * 31 + j * 7) % 900 for j in range(10 + 9 * which)]
         return admit(prompt, params, info, id=f"r{i}", arrival=time.monotonic(), encode=None)
 
     return [request(i, changes) for i, changes in enumerate(PARAMS)]
@@ -84,7 +89,9 @@ async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[R
     return reads
 
 
-def test_a_killed_engine_loses_nothing():
+def test_a_killed_engine_loses_nothing(tmp_path):
+    hooks = write_hooks(tmp_path / "turn", [Hook("head_out", (0, 1, 2, 3), "rotate:c=-1", Gate(answers=True))])
+
     async def run() -> None:
         engine = AsyncEngine(
             EngineConfig.of(
@@ -95,6 +102,7 @@ def test_a_killed_engine_loses_nothing():
                 cpu_cache_bytes=1 << 24,
                 page_slots=16,
                 max_model_len=512,
+                hook=(f"turn={hooks}",),
             )
         )
         await engine.start()
@@ -110,6 +118,7 @@ def test_a_killed_engine_loses_nothing():
             assert calm[2].tokens[0] == calm[2].tokens[1] and calm[3].tokens[0] != calm[3].tokens[1], (
                 "the seeds do matter"
             )
+            assert calm[8].tokens != calm[9].tokens, "a hook does matter"
             assert [len(p) for p in calm[3].logprobs.values()] == [OUTPUT] * 3 and len(calm[6].prompt) == 64
         finally:
             await engine.stop(0.0)

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvasir.errors import ConfigError
-from kvasir.models.checkpoint import read_json
-
-FILE = "kvasir.json"
+from kvasir.models.checkpoint import SIDECAR, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +20,12 @@ class Sidecar:
 
 def read_sidecar(path: Path, vocab_size: int) -> Sidecar:
     """The sidecar of a model folder. Raises ConfigError for a mask outside the vocabulary and a stride below 2."""
-    if not (path / FILE).is_file():
+    if not (path / SIDECAR).is_file():
         return Sidecar()
-    found = read_json(path / FILE)
+    found = read_json(path / SIDECAR)
     mask, stride = found.get("mask_token_id"), found.get("stride", 0)
     if mask is not None and not (type(mask) is int and 0 <= mask < vocab_size):
-        raise ConfigError(f"{path / FILE}: mask_token_id is {mask!r}, expected an id below {vocab_size}, or null")
+        raise ConfigError(f"{path / SIDECAR}: mask_token_id is {mask!r}, expected an id below {vocab_size}, or null")
     if type(stride) is not int or stride == 1 or stride < 0:
-        raise ConfigError(f"{path / FILE}: stride is {stride!r}, expected a number from 2 on")
+        raise ConfigError(f"{path / SIDECAR}: stride is {stride!r}, expected a number from 2 on")
     return Sidecar(mask, stride)

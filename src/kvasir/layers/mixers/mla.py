@@ -22,6 +22,7 @@ from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.rope import Angles
 from kvasir.layers.spec import MLASpec
+from kvasir.layers.steering import LayerHooks
 from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
 
@@ -59,6 +60,8 @@ class Mixer:
         )
         self.writer = None if spec.writer is None else Writer(spec, place)
         self.o = Linear(heads * spec.value_dim, {"o": hidden_size}, bias="o" in spec.biases, place=place)
+        self.heads_out = heads, spec.value_dim  # what is between attention and o
+        self.hooks: LayerHooks | None = None
 
     def forward(
         self,
@@ -91,7 +94,9 @@ class Mixer:
         out_THV = backend.run_latent(q_THD, self.up, cache, self.attention, batch)
         out_TE = out_THV.reshape(num_rows, spec.num_heads * spec.value_dim)
         if wanted_M is not None:
-            out_TE = out_TE.index_select(0, wanted_M)
+            out_TE, batch = out_TE.index_select(0, wanted_M), batch.only(wanted_M)
+        if self.hooks is not None and batch.hooks is not None:
+            return self.hooks.attend(out_TE, self.o, spec.num_heads, residual_TE, batch)
         return self.o(out_TE, residual_TN=residual_TE)
 
     def _enter(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
