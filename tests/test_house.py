@@ -24,6 +24,7 @@ LAYERS = [
     ["layers", "attention", "kv"],
     ["models"],
     ["decoding", "speculation"],
+    ["learn"],
     ["engine", "convert"],
     ["scaling"],
     ["api"],
