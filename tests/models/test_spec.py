@@ -500,7 +500,7 @@ DELTA_35B = dict(
 
 def test_hybrids_keep_states_in_a_group_of_their_own():
     spec = build_spec(config("qwen3_5_moe_text", **DELTA_35B))
-    state, full = spec.cache_groups()
+    full, state = spec.cache_groups()
     assert (state.kind, len(state.layers), full.kind, full.layers[:2]) == ("state", 30, "pages", (3, 7))
     mixer = spec.layers[0].mixer
     assert (mixer.mixed, mixer.values, mixer.attention(), mixer.cache_row()) == (8192, 4096, None, None)

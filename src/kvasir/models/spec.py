@@ -85,13 +85,14 @@ class ModelSpec:
         return self.layers[0].embedding
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The groups of layers that share a page pool, in order of appearance: all layers with full attention, all with
-        the same window, and all with a state."""
+        """The groups of layers that share a page pool, in order of appearance: all layers with full attention, and all
+        with the same window; then all with a state."""
         members: dict[str, list[int]] = {}
         for i, layer in enumerate(self.layers):
             if layer.cache_of is None and (layer.mixer.cache_row() is not None or layer.mixer.state()):
                 members.setdefault(layer.cache_group, []).append(i)
-        return tuple(self._group(name, members[name]) for name in members)
+        groups = [self._group(name, members[name]) for name in members]
+        return tuple(sorted(groups, key=lambda group: group.kind == "state"))
 
     def _group(self, name: str, layers: list[int]) -> CacheGroup:
         mixers = [self.layers[i].mixer for i in layers]
