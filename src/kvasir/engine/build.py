@@ -188,6 +188,7 @@ def build(
     if sidecar.mask_id is not None and sidecar.mask_id < info.tokenizer_size:
         model.never_drawn = sidecar.mask_id
     codec = choose_codec(config.cache.kv_codec, dtype)
+    codec.attach(model.cached_layers(), device, dtype, exact)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
     check_layout(codec, {row for g in groups for row in g.rows}, dtype)

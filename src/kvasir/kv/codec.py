@@ -3,7 +3,8 @@
 A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost,
 then slots, then the plane's width. Element (page n, layer l, plane p, head g, slot s, i) is at ``n * page_bytes +
 layer_offset[l] + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64). Layers may differ in heads and
-widths. The scales of a quantising codec are planes of their own, so that copies, forks and transfers carry them.
+widths. The scales of a quantising codec are planes of their own, so that copies, forks and transfers carry them. A
+plane that the heads of a token share has one head.
 
 Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 """
@@ -11,6 +12,7 @@ Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,11 +33,27 @@ CODECS = "kvasir.kv.codecs"
 @dataclass(frozen=True, slots=True)
 class Plane:
     """One array of a slot and head: ``width`` elements of ``dtype``. The planes ``k`` and ``v`` hold the data
-    itself. A plane's name begins with the side that it belongs to."""
+    itself. A plane's name begins with the side that it belongs to. ``shared``: all heads of a token have one such
+    array, not one each."""
 
     name: str
     width: int
     dtype: torch.dtype
+    shared: bool = False
+
+    def heads(self, row: CacheRow) -> int:
+        """Number of such arrays that a token has."""
+        return 1 if self.shared else row.heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedLayer:
+    """A layer of the served model that keeps keys and values. ``index``: its place among all layers. ``angles``:
+    cosines and sines [positions, width] in fp32, as in ``layers.rope.RopeTable``; None: the layer rotates nothing."""
+
+    index: int
+    row: CacheRow
+    angles: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,18 @@ class Codec(Technique):
     fuses_partial = False  # whether ``write_fused`` turns a part of a head
     native = False  # whether the C kernels encode and decode ``kernel``, if they know that layout, as this codec does
     latents = False  # whether rows with a ``CacheRow.latent`` may be stored, by ``write_row``
+    # Whether ``write`` takes keys before RoPE, with their positions, and ``read`` turns them.
+    turns = False
+
+    def attach(self, layers: Sequence[CachedLayer], device: torch.device, dtype: torch.dtype, exact: bool) -> None:
+        """Take the served model, before the pool is made: for a codec with numbers of its own for each layer.
+
+        ``exact``: a row's bits may not depend on its batch. Raises ConfigError for a model that does not fit."""
+
+    def layer(self, index: int) -> Codec:
+        """The codec of model layer ``index``, which is the one that the layer's ``LayerCache`` holds. Raises
+        ConfigError."""
+        return self
 
     @abstractmethod
     def planes(self, row: CacheRow, dtype: torch.dtype) -> list[Plane]:
@@ -91,11 +121,12 @@ class Codec(Technique):
         v_TGD: torch.Tensor,
         slots_T: torch.Tensor,
         shared: dict | None = None,
+        positions_T: torch.Tensor | None = None,
     ) -> None:
         """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
         ``shared``: what does not depend on the layer; empty at first, passed again for the group's other layers with
-        the same slots."""
+        the same slots. ``positions_T``: for a codec that ``turns``, whose keys come before RoPE."""
         raise NotImplementedError
 
     def write_row(
@@ -140,10 +171,15 @@ class Codec(Technique):
         self, cache: LayerCache, pages: torch.Tensor, shared: dict | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode whole pages: page ids [..., W] -> two [..., G, W * P, D] tensors in the model's dtype, of any strides.
-        Values of latent rows are a view of their keys.
+        Values of latent rows are a view of their keys. Values may have another width R where ``results`` undoes it.
 
         They are the caller's own. ``shared``: as in ``write``, for the same pages."""
         raise NotImplementedError
+
+    def results(self, cache: LayerCache, out_THR: torch.Tensor) -> torch.Tensor:
+        """Attention's results [T, H, R] over the values that ``read`` returned, as results over the model's own values
+        [T, H, D]."""
+        return out_THR
 
 
 def planes_of(codec: Codec, row: CacheRow, dtype: torch.dtype) -> list[Plane]:

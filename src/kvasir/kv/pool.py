@@ -21,7 +21,7 @@ from kvasir.types import CacheGroup, CacheRow, PageCopy
 
 
 def _plane_bytes(row: CacheRow, codec: Codec, page_slots: int, dtype: torch.dtype) -> list[int]:
-    return [aligned(row.heads * page_slots * p.width * p.dtype.itemsize) for p in planes_of(codec, row, dtype)]
+    return [aligned(p.heads(row) * page_slots * p.width * p.dtype.itemsize) for p in planes_of(codec, row, dtype)]
 
 
 def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
@@ -63,7 +63,8 @@ class KVPool:
         """Bytes of one page of ``group``, without a pool: for sizing."""
         if group.kind == "state":
             return state_bytes(group, dtype)
-        return sum(sum(_plane_bytes(row, codec, page_slots, dtype)) for row in group.rows)
+        layers = zip(group.layers, group.rows)
+        return sum(sum(_plane_bytes(row, codec.layer(index), page_slots, dtype)) for index, row in layers)
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one page of ``group``."""
@@ -112,11 +113,9 @@ class KVPool:
         """The places of slot 0's words in a page of ``group``, each word's distance from slot to slot, and the word
         type: the widest in which every row of every plane is a whole number of words."""
         found = [  # of every plane of every layer: its heads, the bytes of a slot of one head, its own bytes
-            (row.heads, plane.width * plane.dtype.itemsize, size)
-            for row in group.rows
-            for plane, size in zip(
-                planes_of(self.codec, row, dtype), _plane_bytes(row, self.codec, self.page_slots, dtype)
-            )
+            (plane.heads(row), plane.width * plane.dtype.itemsize, size)
+            for codec, row in zip(map(self.codec.layer, group.layers), group.rows)
+            for plane, size in zip(planes_of(codec, row, dtype), _plane_bytes(row, codec, self.page_slots, dtype))
         ]
         unit = next(
             u
@@ -142,14 +141,14 @@ class KVPool:
         group, raw = self.groups[index], self.pages[index]
         if group.kind == "state":
             return state_view(group, index, place, raw, dtype)
-        row = group.rows[place]
-        offset = sum(sum(_plane_bytes(r, self.codec, self.page_slots, dtype)) for r in group.rows[:place])
-        planes = {}
-        sizes = _plane_bytes(row, self.codec, self.page_slots, dtype)
-        for plane, size in zip(planes_of(self.codec, row, dtype), sizes):
+        row, codecs = group.rows[place], [self.codec.layer(i) for i in group.layers[: place + 1]]
+        offset = sum(sum(_plane_bytes(r, c, self.page_slots, dtype)) for r, c in zip(group.rows[:place], codecs))
+        planes, codec = {}, codecs[-1]
+        sizes = _plane_bytes(row, codec, self.page_slots, dtype)
+        for plane, size in zip(planes_of(codec, row, dtype), sizes):
             typed = raw.view(plane.dtype)
-            shape = (raw.shape[0], row.heads, self.page_slots, plane.width)
+            shape = (raw.shape[0], plane.heads(row), self.page_slots, plane.width)
             strides = (typed.stride(0), self.page_slots * plane.width, plane.width, 1)
             planes[plane.name] = typed.as_strided(shape, strides, offset // plane.dtype.itemsize)
             offset += size
-        return LayerCache(planes, self.codec, index, self.page_slots, row.key_dim, dtype, latent=row.latent)
+        return LayerCache(planes, codec, index, self.page_slots, row.key_dim, dtype, latent=row.latent)

@@ -86,6 +86,7 @@ class QuantizedCodec(Codec):
         v_TGD: torch.Tensor,
         slots_T: torch.Tensor,
         shared: dict | None = None,
+        positions_T: torch.Tensor | None = None,
     ) -> None:
         shared = self._locate(cache, slots_T, {} if shared is None else shared)
         for side, x_TGD in (("k", k_TGD), ("v", v_TGD)):

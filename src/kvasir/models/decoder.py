@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels.steer import Gates, gate_rows
-from kvasir.kv.codec import LayerCache
+from kvasir.kv.codec import CachedLayer, LayerCache
 from kvasir.layers.layer_embedding import LayerEmbeddings, LayerInput
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm, Stream
@@ -153,6 +153,12 @@ class Decoder:
         kinds = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
         self.ropes = [RopeTable(kind, num_positions or spec.max_position, place.device) for kind in kinds]
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in spec.layers]
+
+    def cached_layers(self) -> list[CachedLayer]:
+        """The layers that write keys and values of their own."""
+        tables = [None if rope is None else self.ropes[rope].table for rope in self.rope_of]
+        rows = [None if layer.cache_of is not None else layer.mixer.cache_row() for layer in self.spec.layers]
+        return [CachedLayer(i, row, table) for i, (row, table) in enumerate(zip(rows, tables)) if row is not None]
 
     @torch.inference_mode()
     def forward(

@@ -147,7 +147,7 @@ class TorchBackend(AttentionBackend):
             out, lse = attend(q, k, v, spec.scale, part.seen, spec.softcap, sinks)
         if not part.single:
             out, lse = out.permute(2, 0, 1, 3), None if lse is None else lse.permute(2, 0, 1)
-        return out.flatten(1, 2), None if lse is None else lse.flatten(1)
+        return cache.codec.results(cache, out.flatten(1, 2)), None if lse is None else lse.flatten(1)
 
     # ----------------------------------------------------------------------------------------------------- exact mode
 
@@ -161,7 +161,7 @@ class TorchBackend(AttentionBackend):
         want_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
-        out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.result_dim)
+        out_THR: torch.Tensor | None = None
         lse_TH = torch.empty(q_THD.shape[:2], dtype=wide, device=q_THD.device)
         sinks = None if sinks_H is None else sinks_H.view(spec.num_kv_heads, -1)
         row = 0
@@ -189,9 +189,13 @@ class TorchBackend(AttentionBackend):
                     spec.softcap,
                     sinks,
                 )
-                out_THD[row], lse_TH[row] = out.flatten(0, 1), lse.flatten()
+                if out_THR is None:
+                    out_THR = q_THD.new_empty(*q_THD.shape[:2], v.shape[-1])
+                out_THR[row], lse_TH[row] = out.flatten(0, 1), lse.flatten()
                 row += 1
-        return out_THD, lse_TH
+        if out_THR is None:  # a step of no rows
+            return q_THD.new_empty(*q_THD.shape[:2], spec.result_dim), lse_TH
+        return cache.codec.results(cache, out_THR), lse_TH
 
 
 # ----------------------------------------------------------------------------------------------- what a step looks like

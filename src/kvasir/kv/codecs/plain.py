@@ -34,6 +34,7 @@ class PlainCodec(Codec):
         v_TGD: torch.Tensor,
         slots_T: torch.Tensor,
         shared: dict | None = None,
+        positions_T: torch.Tensor | None = None,
     ) -> None:
         k_NGPD, v_NGPD, shared = cache.planes["k"], cache.planes["v"], {} if shared is None else shared
         if "rows" not in shared:

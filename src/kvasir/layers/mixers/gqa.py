@@ -124,12 +124,18 @@ class Mixer:
         qk, v_TGD = heads_TXD.split_with_sizes(self.split, 1) if self.writes else (heads_TXD, None)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q_THD = qk if angles.table is None else rotate(qk, *angles.rows())
+        heads = self.spec.num_heads, self.spec.num_kv_heads
+        if self.writes and cache.codec.turns:
+            q_THD, k_TGD = qk.split_with_sizes(heads, 1)
+            q_THD = q_THD if angles.table is None else rotate(q_THD.contiguous(), *angles.rows())
+        else:
+            q_THD = qk if angles.table is None else rotate(qk, *angles.rows())
+            if self.writes:
+                q_THD, k_TGD = q_THD.split_with_sizes(heads, 1)
         if self.writes:
-            q_THD, k_TGD = q_THD.split_with_sizes((self.spec.num_heads, self.spec.num_kv_heads), 1)
             key = "write", cache.group, self.spec.num_kv_heads, self.spec.head_dim  # layers with rows of one shape
             shared = batch.scratch.setdefault(key, {})
-            cache.codec.write(cache, k_TGD, v_TGD, batch.slots[cache.group], shared)
+            cache.codec.write(cache, k_TGD, v_TGD, batch.slots[cache.group], shared, batch.positions)
         return q_THD
 
     def slots(self) -> dict[str, Slot]:
