@@ -192,7 +192,6 @@ def test_sparse_indexes_are_refused(model_type):
     "changes, why",
     [
         (dict(index_topk=2048), "index_topk .*dense attention is another model"),
-        (dict(num_key_value_heads=2), "num_key_value_heads is 2, not one for each head"),
         (dict(qk_rope_head_dim=7), "expected an even number"),
         (dict(scoring_func="softmax"), "scored by sigmoids"),
         (dict(n_group=5), "n_group is 5: 6 experts"),

@@ -49,9 +49,6 @@ def attention(
     """
     fields.refuse("index_topk", "an index picks the positions that a row attends to; dense attention is another model")
     heads = fields.integer("num_attention_heads", heads)
-    # More than there are heads is transformers' default beside a smaller model, and means nothing.
-    if (fields.integer("num_key_value_heads", None) or heads) < heads:
-        raise fields.fail("num_key_value_heads", f"is {fields.raw['num_key_value_heads']}, not one for each head")
     nope_dim, rope_dim = fields.integer("qk_nope_head_dim", nope_dim), fields.integer("qk_rope_head_dim", rope_dim)
     if rope_dim % 2:
         raise fields.fail("qk_rope_head_dim", f"is {rope_dim}, expected an even number (RoPE pairs dimensions)")
