@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters.acceptance import walk
 from kvasir.lab.drafters.data import Texts, batches, load_texts, mixture, save_texts
 from kvasir.lab.drafters.target import Target
 from kvasir.lab.drafters.training import STATE, Plan, Trainer, main
 from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model, Shape
 from kvasir.lab.tokenizer import shipped_tokenizer
+from kvasir.learn.walk import walk
 from kvasir.speculation import heads
 from kvasir.speculation.head_kinds.ppd import Prompts, PromptShape
 

@@ -14,7 +14,6 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters.acceptance import forwards, walk
 from kvasir.lab.drafters.gated_adapter import WEIGHTS, GatedAdapter
 from kvasir.lab.drafters.kind import DRAFTERS, MODELS
 from kvasir.lab.drafters.target import Target
@@ -22,6 +21,7 @@ from kvasir.lab.drafters.training import STATE, Plan, Trainer, main
 from kvasir.lab.model import Model, Shape
 from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.lab.trained_models.idlm import MASK
+from kvasir.learn.walk import forwards, walk
 from kvasir.models.checkpoint import SIDECAR
 from kvasir.models.peft import PREFIX
 from tests.lab.test_drafter_training import TINY

@@ -18,10 +18,9 @@ import torch
 from kvasir.lab.drafters.data import Batch
 from kvasir.lab.drafters.kind import Kind
 from kvasir.lab.drafters.target import Target
+from kvasir.learn import losses
 from kvasir.speculation import heads
 from kvasir.speculation.head import Head
-
-DISCOUNT = 0.8  # Weight of a step's loss relative to the step before.
 
 
 class HeadKind(Kind):
@@ -57,19 +56,16 @@ class HeadKind(Kind):
         predicts = (place >= batch.begins[:, None]) & (place < batch.lengths[:, None] - 1)
         row, at = (x.to(self.target.device) for x in predicts.nonzero(as_tuple=True))
         first = batch.begins.to(self.target.device)[row] - 1  # root of the first draft of a reply
-        with torch.no_grad():
-            log_p = self.target.logits(normed[row, at]).log_softmax(-1)
-            p = log_p.exp()
-            entropy = (p * log_p).sum(-1)
+        wanted = losses.Target.of(self.target.logits(normed[row, at]))
         out = []
         with self.target.autocast():
             for j, x_BTE in enumerate(outputs):
                 root = at - 1 - j
                 weight = (root >= first).float()
-                log_q = self.target.logits(x_BTE[row, root.clamp(min=0)]).log_softmax(-1)
-                out.append(((entropy - (p * log_q).sum(-1)) * weight).sum() / weight.sum().clamp(min=1))
+                nats = wanted.divergence(self.target.logits(x_BTE[row, root.clamp(min=0)]))
+                out.append(losses.weighted_mean(nats, weight))
         found = torch.stack(out)
-        return (found * DISCOUNT ** torch.arange(len(found), device=found.device)).sum(), found.detach()
+        return losses.discounted(found), found.detach()
 
     @torch.no_grad()
     def guesses(self, batch: Batch) -> Iterator[torch.Tensor]:

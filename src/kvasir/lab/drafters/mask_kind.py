@@ -21,6 +21,7 @@ from kvasir.lab.drafters.kind import Kind
 from kvasir.lab.drafters.mask_rows import Layout
 from kvasir.lab.drafters.prompt_rows import Keys
 from kvasir.lab.drafters.target import Target
+from kvasir.learn import walk
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,15 @@ class MaskKind(Kind):
         overlaps = np.zeros((2, self.depth))
         for batch in drafter_data.batches(texts, BATCH_TOKENS[self.target.device.type], 0, 0):
             guessed, ratio, overlap = served.probe(batch)
-            right = acceptance.correct(guessed, batch.ids.to(self.target.device))
+            right = walk.correct(guessed, batch.ids.to(self.target.device))
             ratios = ratio.cpu().numpy()
             overlaps += torch.stack([overlap.sum((1, 2)), (overlap > 0).sum((1, 2))]).cpu().numpy()
             for i, (begin, length) in enumerate(zip(batch.begins.tolist(), batch.lengths.tolist())):
                 tokens += max(0, length - 1 - begin)
-                for _, tried, accepted in acceptance.forwards(right[i], begin, length, chain=True):
+                for _, tried, accepted in walk.forwards(right[i], begin, length, chain=True):
                     count += 1
                     kinds["cold" if not tried else "verified" if accepted == tried else "rejected"] += 1
-                for root, tried, accepted in acceptance.forwards(right[i], begin, length):
+                for root, tried, accepted in walk.forwards(right[i], begin, length):
                     # The anchor draws one token more where all drafts were right, unless the reply has ended.
                     alpha += float(ratios[:tried, i, root].sum()) + (accepted == tried < length - 2 - root)
         total = sum(kinds.values())

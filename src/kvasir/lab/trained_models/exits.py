@@ -29,6 +29,7 @@ from kvasir.lab.drafters.data import BATCH_TOKENS, Batch, Texts, reply_rows
 from kvasir.lab.drafters.kind import Kind, size_of
 from kvasir.lab.drafters.target import Target
 from kvasir.lab.model import Model
+from kvasir.learn import walk
 
 DEPTH = 6  # Most drafts of a forward that are measured.
 
@@ -181,7 +182,7 @@ Every exit with the fixed number of drafts that is best for it; layers computed 
                     rights[layer] += hit[begin : length - 1].sum(), max(0, length - 1 - begin)
                     right = np.stack([np.roll(hit, -1 - j) for j in range(DEPTH)])
                     for drafts in range(1, DEPTH + 1):
-                        counts[layer, drafts] += sum(1 for _ in acceptance.forwards(right[:drafts], begin, length))
+                        counts[layer, drafts] += sum(1 for _ in walk.forwards(right[:drafts], begin, length))
         exits = {}
         for layer in range(layers - 1):
             # Layers of a forward: the drafts, then all layers, each with the head.
