@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from kvasir.config import EngineConfig, Settings, compose, read_toml
+from kvasir.compose import compose
+from kvasir.config import EngineConfig, Settings, read_toml
 from kvasir.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    ["types", "errors", "logs"],
+    ["types", "errors", "logs", "compose"],
     ["config", "technique", "tuned"],
     ["client"],
     ["cluster"],

@@ -49,7 +49,8 @@ class FakePages:
 
     def add(self, request: Request, tokens: list[int]) -> None:
         digest = partial(page_keys.keyed, self.secret)
-        key, node = page_keys.tenant_key(digest, self.root, request.tenant), None
+        key = page_keys.tenant_key(digest, self.root, request.tenant)
+        node = SimpleNamespace(key=key, tokens=[request.tenant], variant="", parent=None)
         for end in range(self.slots, len(tokens) + 1, self.slots):
             page = tokens[end - self.slots : end]
             key = page_keys.page_key(digest, key, page, request.kv_variant(end))

@@ -14,7 +14,8 @@ import typer
 from typer.core import TyperCommand
 
 from kvasir.api.vllm_flags import ONLY_AT, ONLY_AT_OFFLINE, SATISFIED, SATISFIED_OFFLINE, UNSERVED
-from kvasir.config import EngineConfig, ServerConfig, Settings, compose, read_toml
+from kvasir.compose import compose
+from kvasir.config import EngineConfig, ServerConfig, Settings, read_toml
 from kvasir.errors import ConfigError, nearest
 
 # Newer releases of typer carry their own copy of click; its exceptions live in the module of ``typer.BadParameter``.

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvasir.cli.options import check_output
+from kvasir.client.kv_events import parse
 from kvasir.config import ServerConfig, Settings
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
@@ -22,6 +23,8 @@ def run(settings: Settings) -> None:
     check_free(settings.server)
     if settings.server.otlp_traces_endpoint and find_spec("opentelemetry.exporter") is None:
         raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry. Install it: pip install 'kvasir[otel]'")
+    if settings.service.kv_events_config:
+        parse(settings.service.kv_events_config)
     check_output(Path(settings.service.journal) if settings.service.journal else None)
     from kvasir.cluster.cluster_client import open_client
 

@@ -36,14 +36,20 @@ class Child:
     """A running engine process. The constructor starts it and does not wait, so that a server can start the engine
     before its own slow imports. Raises OSError when no process can be started.
 
-    ``environment``: variables that the process gets in addition. ``prefix_key``: see ``messages.Hello``.
+    ``environment``: variables that the process gets in addition. ``prefix_key`` and ``rank``: see
+    ``messages.Hello``.
     The folder has mode 0700, so that no other user can reach the socket; it is removed with the process.
     """
 
     def __init__(
-        self, config: EngineConfig, factory: str, environment: dict[str, str] | None = None, prefix_key: bytes = b""
+        self,
+        config: EngineConfig,
+        factory: str,
+        environment: dict[str, str] | None = None,
+        prefix_key: bytes = b"",
+        rank: int = 0,
     ) -> None:
-        self.config, self._environment, self._prefix_key = config, environment or {}, prefix_key
+        self.config, self._environment, self._prefix_key, self._rank = config, environment or {}, prefix_key, rank
         self.crash = ""  # what the process said about its own end
         self.killed = False  # whether we ended it
         # Set by ``reap``: tickets of the requests that the process was working on when it died; None: any that it held.
@@ -74,6 +80,7 @@ class Child:
             log_level=logging.getLevelName(log.getEffectiveLevel()),
             spawned=time.monotonic(),
             prefix_key=self._prefix_key,
+            rank=self._rank,
         )
         environment = {**os.environ, **self._environment}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True, env=environment)

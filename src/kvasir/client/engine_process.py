@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from kvasir import logs
-from kvasir.client import ipc, messages
+from kvasir.client import ipc, kv_events, messages
 from kvasir.client.interface import EngineCore, PageLog
 from kvasir.client.pieces import Pieces
 from kvasir.errors import ConfigError, RequestError
@@ -51,7 +51,8 @@ CRASHED, REFUSED = 70, 78
 
 class Loop:
     """The step loop around one core. ``beat_seconds``: longest sleep without an update of the flight record.
-    ``reports``: heartbeats tell the load. ``pages``: changes of the prefix index that the client is told."""
+    ``reports``: heartbeats tell the load, and the client is told what changes in the prefix index. ``pages``: its log.
+    ``publisher``: tells others."""
 
     def __init__(
         self,
@@ -62,11 +63,12 @@ class Loop:
         beat_seconds: float,
         reports: bool = False,
         pages: PageLog | None = None,
+        publisher: kv_events.Publisher | None = None,
     ) -> None:
         self._core, self._channel, self._inbox, self._flight = core, channel, inbox, flight
-        self._beat_seconds = min(beat_seconds, REPORT_SECONDS if reports else HEARTBEAT_SECONDS)
+        self._beat_seconds = min(beat_seconds, HEARTBEAT_SECONDS if pages is None else REPORT_SECONDS)
         self._reports, self._submits = reports, 0
-        self._pages, self._page_news = pages, 0
+        self._pages, self._page_news, self._publisher = pages, 0, publisher
         self._tickets: dict[str, int] = {}  # request id -> ticket, while the core holds the request
         self._branches: dict[str, int] = {}  # request id -> branches that have not ended
         self._pieces = Pieces()
@@ -246,8 +248,10 @@ class Loop:
         if self._pages is None:
             return
         changes = self._pages.take()
+        if self._publisher is not None:
+            self._publisher.publish(self._pages, changes)
         whole = whole or changes.cleared
-        if whole or changes:
+        if self._reports and (whole or changes):
             self._page_news += 1
             stored = [page.key for page in (self._pages.held() if whole else changes.stored)]
             news = messages.PageNews(self._page_news, stored, [] if whole else changes.evicted, whole)
@@ -303,8 +307,9 @@ def _factory(name: str) -> Callable[[Any], EngineCore]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineCore, PageLog | None, dict[str, float]]:
-    """Build the core; return it, the log of its pages and the seconds of each start-up phase. Raises ConfigError."""
+def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineCore, dict[str, Any], dict[str, float]]:
+    """Build the core; return it, what ``Loop`` does for a cluster, and the seconds of each start-up phase. Raises
+    ConfigError."""
     gc.set_threshold(YOUNG_OBJECTS)  # objects made by a start stay alive, and would be visited half a dozen times
     build = _factory(factory)
     imported = time.monotonic()
@@ -312,13 +317,18 @@ def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineC
     if config.runner.num_threads is None:
         # The HTTP process needs a core: compute threads that spin on all of them would starve it and themselves.
         config = config.replace(num_threads=max(1, (os.cpu_count() or 1) - 1))
+    events = kv_events.parse(config.service.kv_events_config or "{}")
+    publishes = events.enabled
     core = build(config)
-    pages = core.join(hello.prefix_key) if hello.prefix_key else None
+    pages = core.join(hello.prefix_key or os.urandom(32)) if hello.prefix_key or publishes else None
+    if publishes and pages is None:
+        raise ConfigError("kv_events_config: there is no prefix cache whose events could be published; leave it out")
+    publisher = kv_events.Publisher(events, hello.rank) if publishes else None
     collect_rarely()
     built = time.monotonic()
     spawn = max(0.0, started - hello.spawned) if hello.spawned else 0.0
     laps = {"spawn": spawn, "import": imported - started, "build": built - imported, **core.stats().startup}
-    return core, pages, laps
+    return core, {"reports": bool(hello.prefix_key), "pages": pages, "publisher": publisher}, laps
 
 
 def serve(socket_path: str, factory: str, hello: messages.Hello, started: float) -> int:
@@ -335,10 +345,12 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
     reader = threading.Thread(target=_read_forever, args=(channel, inbox, folder), name="reader", daemon=True)
     reader.start()
     try:
-        core, pages, startup = _build(hello, factory, started)
+        core, cluster, startup = _build(hello, factory, started)
         channel.send(ipc.encode(messages.Ready(core.info, startup)))
         beat = hello.config.service.watchdog / 4
-        Loop(core, channel, inbox, flight, beat, bool(hello.prefix_key), pages).run()
+        Loop(core, channel, inbox, flight, beat, **cluster).run()
+        if cluster["publisher"] is not None:
+            cluster["publisher"].close()
         core.close()
     except ipc.ClosedError:
         reader.join()  # the reader thread sees the closed socket too, cleans up and ends the process

@@ -17,12 +17,13 @@ from kvasir.types import AdapterInfo, EngineStats, Event, Load, ModelInfo, Reque
 class Hello(msgspec.Struct, tag=True, kw_only=True):
     """The engine to build. ``spawned``: ``time.monotonic()`` at the start of the process, for the start-up breakdown.
     ``prefix_key``: 32 bytes that key the prefix index of one of several engines, which reports its load, its pages and
-    the digest of its weights; empty: it is the only one."""
+    the digest of its weights; empty: it is the only one. ``rank``: its number among them."""
 
     config: EngineConfig
     log_level: str = "INFO"
     spawned: float = 0.0
     prefix_key: bytes = b""
+    rank: int = 0
 
 
 class Submit(msgspec.Struct, tag=True):

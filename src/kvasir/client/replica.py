@@ -94,7 +94,9 @@ class Replica:
         self.totals = Totals()
         self.load, self.reported, self.submits = Load(), 0, 0
         self._listener = listener
-        self._start = functools.partial(Child, factory=factory, environment=environment, prefix_key=prefix_key)
+        self._start = functools.partial(
+            Child, factory=factory, environment=environment, prefix_key=prefix_key, rank=number
+        )
         self._stuck = ""
         self._born = 0.0  # when the present process was ready
         self._supervisor: asyncio.Task | None = None
