@@ -19,6 +19,16 @@ def weights(draw: Draw, layout: str, outputs: int, inputs: int, group: int, zero
         return torch.randint(0, high, shape, generator=g, dtype=torch.uint8).to(device)
 
     groups = inputs // (group or inputs)
+    if layout == "fp6":
+        scales = draw(outputs, 1, dtype=torch.float32).exp() * inputs**-0.5 / 16
+        return Coded(layout, whole(256, outputs, inputs // 2), scales, None, 0, whole(256, outputs, inputs // 4))
+    if layout.endswith("_k"):
+        shape, codes = (outputs, inputs // 256), whole(256, outputs, inputs // 2)
+        factors = (draw(*shape, 2, dtype=torch.float32).exp() * inputs**-0.5 / 256).half()
+        if layout == "q4_k":
+            return Coded(layout, codes, whole(64, outputs, 2 * groups), factors.flatten(1), group)
+        small, high = whole(256, outputs, groups).view(torch.int8), whole(256, outputs, inputs // 4)
+        return Coded(layout, codes, small, factors[..., 0].contiguous() / 16, group, high)
     scales = draw(outputs, groups, dtype=torch.float32).exp() * inputs**-0.5 / (64 if layout == "i8" else 4)
     if layout == "i8":
         return Coded(layout, whole(255, outputs, inputs).view(torch.int8), scales, None, group)

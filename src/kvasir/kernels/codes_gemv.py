@@ -17,26 +17,29 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir.kernels import k_codes
 from kvasir.kernels import weight_codes as codes
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, gemv_reference, join
 
-LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3}
+LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3, "fp6": 4, "q6_k": 5, "q4_k": 6}
 PROGRAMS = 264  # that a launch should have, two for each of an H100's multiprocessors: else K is split
 SHORTEST = 512  # inputs of a split at least
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A matrix [N, K] as codes. ``more``: zero points uint8 [N, G] of ``u4``, or the tensor's scale fp32 [N] of
-    ``nvfp4``; None: there are none. ``group``: inputs of a scale, 0: all."""
+    """A matrix [N, K] as codes. ``more``: zero points uint8 [N, G] of ``u4``, the tensor's scale fp32 [N] of ``nvfp4``,
+    or the factors of ``q4_k`` and ``q6_k``; None: there are none. ``group``: inputs of a scale, 0: all. ``high``: the
+    upper two bits of codes of six, uint8 [N, K / 4]."""
 
     layout: str
     codes: torch.Tensor
     scales: torch.Tensor
     more: torch.Tensor | None
     group: int
+    high: torch.Tensor | None = None
 
     @property
     def pair(self) -> int:
@@ -47,6 +50,11 @@ class Coded:
     def num_inputs(self) -> int:
         return self.codes.shape[-1] * self.pair
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of a row."""
+        return self.num_inputs // self.group if self.group else 1
+
     def numbers(self) -> torch.Tensor:
         """The matrix fp32 [..., N, K]."""
         if self.layout == "i8":
@@ -55,6 +63,12 @@ class Coded:
             return codes.dequantise_u4(self.codes, self.scales, self.more)
         if self.layout == "mxfp4":
             return codes.dequantise_mxfp4(self.codes, self.scales)
+        if self.layout == "fp6":
+            return codes.dequantise_fp6(self.codes, self.high, self.scales)
+        if self.layout == "q6_k":
+            return k_codes.dequantise_q6_k(self.codes, self.high, self.scales, self.more)
+        if self.layout == "q4_k":
+            return k_codes.dequantise_q4_k(self.codes, self.scales, self.more)
         return codes.dequantise_nvfp4(self.codes, self.scales, self.more)
 
 
@@ -77,9 +91,27 @@ def _bytes(at, live, b, B, WHOLE: tl.constexpr):
 
 
 @jit
+def _codes(at, high_at, live, b, B, LAYOUT: tl.constexpr, WHOLE: tl.constexpr):
+    """A block of codes, a byte each time; codes of six bits have the upper ones of both above the byte."""
+    w = _bytes(at, live, b, B, WHOLE)
+    if LAYOUT == 4 or LAYOUT == 5:
+        upper = _bytes(high_at, live, b // 2, B // 2, WHOLE).to(tl.int16)
+        w = w.to(tl.int16) | (upper >> (b % 2 * 4)[None, :].to(tl.int16) & 15) << 8
+    return w
+
+
+@jit
 def _number(code, zero, LAYOUT: tl.constexpr):
-    """fp32 numbers of codes, before their scale. E2M1's bits stand in fp32's places, with an exponent 126 too low."""
-    if LAYOUT >= 2:
+    """fp32 numbers of codes, before their scale. The bits of E2M1 and E3M2 stand in fp32's places, with an exponent 126
+    or 124 too low."""
+    if LAYOUT == 5:
+        y = code.to(tl.float32) - 32
+    elif LAYOUT == 6:
+        y = code.to(tl.float32)
+    elif LAYOUT == 4:
+        wide = code.to(tl.int32)
+        y = ((wide & 32) << 26 | (wide & 31) << 21).to(tl.float32, bitcast=True) * 2.1267647932558654e37
+    elif LAYOUT >= 2:
         wide = code.to(tl.int32)
         y = ((wide & 8) << 28 | (wide & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
     elif LAYOUT == 1:
@@ -116,10 +148,20 @@ def _scales(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS:
     elif LAYOUT == 3:  # E4M3's bits in fp32's places, with an exponent 120 too low
         wide = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32)
         s = ((wide & 128) << 24 | (wide & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif LAYOUT == 5:  # 16 groups share a factor
+        d = tl.load(more_ptr + n.to(tl.int64)[:, None] * (G // 16) + (g // 16)[None, :], mask=mask, other=0.0)
+        s = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.float32) * d.to(tl.float32)
+    elif LAYOUT == 6:  # 8 groups share two factors, of the scale and of what is taken off
+        factor = more_ptr + (n.to(tl.int64)[:, None] * (G // 8) + (g // 8)[None, :]) * 2
+        d = tl.load(factor, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(scale_ptr + 2 * at, mask=mask, other=0).to(tl.float32) * d
     else:
         s = tl.load(scale_ptr + at, mask=mask, other=0.0)
     if ZEROS:
         z = tl.load(more_ptr + at, mask=mask, other=0).to(tl.float32)
+    elif LAYOUT == 6:
+        d = tl.load(factor + 1, mask=mask, other=0.0).to(tl.float32)
+        z = tl.load(scale_ptr + 2 * at + 1, mask=mask, other=0).to(tl.float32) * d
     else:
         z = tl.zeros_like(s) + 8.0
     return s, z
@@ -145,6 +187,12 @@ def _pair(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, 
     if LAYOUT == 0:
         even = _number(w, z, LAYOUT) * s
         odd = even
+    elif LAYOUT == 6:
+        even = _number(w & 15, z, LAYOUT) * s - z
+        odd = _number(w >> 4, z, LAYOUT) * s - z
+    elif LAYOUT == 4 or LAYOUT == 5:
+        even = _number(w & 15 | w >> 4 & 48, z, LAYOUT) * s
+        odd = _number(w >> 4 & 15 | w >> 6 & 48, z, LAYOUT) * s
     else:
         even = _number(w & 15, z, LAYOUT) * s
         odd = _number(w >> 4, z, LAYOUT) * s
@@ -162,10 +210,10 @@ def _inputs(x_ptr, norm_ptr, k, squares, K, NORM: tl.constexpr):
 
 
 @jit
-def _one_row_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_ptr, residual_ptr, eps, OUT, K, B, G,
-                   BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-                   PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
-                   NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_ptr, residual_ptr, eps,
+                   OUT, K, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
+                   GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
+                   WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
                    PDL: tl.constexpr):
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -173,11 +221,13 @@ def _one_row_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_pt
     live = n < OUT
     at = w_ptr + n.to(tl.int64)[:, None] * B
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
+    high_at = high_ptr + n.to(tl.int64)[:, None] * (B // 2)
+    high_up_at = high_ptr + (n.to(tl.int64) + OUT)[:, None] * (B // 2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    w = _bytes(at, live, b, B, WHOLE)
+    w = _codes(at, high_at, live, b, B, LAYOUT, WHOLE)
     if KIND >= 0:
-        w_up = _bytes(up_at, live, b, B, WHOLE)
+        w_up = _codes(up_at, high_up_at, live, b, B, LAYOUT, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros([BYTES], tl.float32)
@@ -185,9 +235,10 @@ def _one_row_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_pt
     acc_up = acc
     for b0 in range(0, B, BYTES):
         later = b0 + BYTES + b
-        ahead = _bytes(at, live & (b0 + BYTES < B), later, B, False)  # is on its way while this block is multiplied
+        left = live & (b0 + BYTES < B)
+        ahead = _codes(at, high_at, left, later, B, LAYOUT, False)  # is on its way while this block is multiplied
         if KIND >= 0:
-            ahead_up = _bytes(up_at, live & (b0 + BYTES < B), later, B, False)
+            ahead_up = _codes(up_at, high_up_at, left, later, B, LAYOUT, False)
         x_even, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * PAIR, squares, K, NORM)
         s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
         even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
@@ -243,11 +294,11 @@ def _dot(acc, even, odd, x_even, x_odd, PAIR: tl.constexpr):
 
 
 @jit(do_not_specialize=["rows"])
-def _few_rows_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, part_ptr, squares_ptr, norm_ptr, bias_ptr,
-                    residual_ptr, eps, rows, x_row, y_row, residual_row, share, OUT, K, B, G, ROWS: tl.constexpr,
-                    BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-                    PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr,
-                    SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_ptr, squares_ptr, norm_ptr,
+                    bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share, OUT, K, B, G,
+                    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
+                    GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
+                    STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
                     KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` bytes of a row of W, ``part`` [splits, T, N] fp32 and
     ``squares`` [splits, T]."""
@@ -260,6 +311,8 @@ def _few_rows_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, part_ptr, square
     live, live_m = n < OUT, m < rows
     at = w_ptr + n.to(tl.int64)[:, None] * B
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
+    high_at = high_ptr + n.to(tl.int64)[:, None] * (B // 2)
+    high_up_at = high_ptr + (n.to(tl.int64) + OUT)[:, None] * (B // 2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -267,7 +320,7 @@ def _few_rows_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, part_ptr, square
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     acc_up = acc
     for b0 in tl.range(start, stop, BYTES, num_stages=STAGES):
-        w = _bytes(at, live, b0 + b, B, WHOLE)
+        w = _codes(at, high_at, live, b0 + b, B, LAYOUT, WHOLE)
         s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
         x_even, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * PAIR, live_m, squares, K, ROWS, NORM)
         x_odd = x_even
@@ -276,7 +329,7 @@ def _few_rows_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, part_ptr, square
         even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
         acc = _dot(acc, even, odd, x_even, x_odd, PAIR)
         if KIND >= 0:
-            w = _bytes(up_at, live, b0 + b, B, WHOLE)
+            w = _codes(up_at, high_up_at, live, b0 + b, B, LAYOUT, WHOLE)
             s, z = _scales(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
             even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
             acc_up = _dot(acc_up, even, odd, x_even, x_odd, PAIR)
@@ -318,7 +371,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
     ``config.block_k`` counts inputs: a power of two, and whole groups."""
     (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
     assert rows <= MAX_ROWS and w.num_inputs == width and x_TK.stride(1) == 1, "a few dense rows"
-    assert w.codes.is_contiguous() and w.scales.is_contiguous(), "dense planes"
+    assert all(plane is None or plane.is_contiguous() for plane in (w.codes, w.scales, w.more, w.high)), "dense planes"
     outputs = num_rows if activation is None else num_rows // 2
     assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
         "the residual is as the result"
@@ -331,11 +384,11 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
     norm_K, eps = (x_TK, 0.0) if norm is None else norm
     bias, more = x_TK if bias_N is None else bias_N, w.scales if w.more is None else w.more
     early, size = pdl(x_TK.device), config.block_k // w.pair
-    scales = w.scales if w.layout in ("i8", "u4") else w.scales.view(torch.uint8)
+    scales, high = _scale_bytes(w), w.codes if w.high is None else w.high
     fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
              "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
              "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
-    shape = {"OUT": outputs, "K": width, "B": width // w.pair, "G": w.scales.shape[1],
+    shape = {"OUT": outputs, "K": width, "B": width // w.pair, "G": w.num_groups,
              "BLOCK_N": config.block_n, "BYTES": size, "GROUP": w.group,
              "GROUPS": config.block_k // w.group if w.group else 1,
              "PAIR": w.pair, "LAYOUT": LAYOUTS[w.layout], "ZEROS": w.layout == "u4" and w.more is not None,
@@ -343,7 +396,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
     programs = cdiv(outputs, config.block_n)
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
-        _one_row_codes[(programs,)](x_TK, w.codes, scales, more, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
+        _one_row_codes[(programs,)](x_TK, w.codes, high, scales, more, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
         return y_TO
     share = cdiv(cdiv(width // w.pair, size), config.splits) * size
     splits = cdiv(width // w.pair, share)  # none of them empty
@@ -352,7 +405,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
         part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows_codes[(programs, splits)](
-        x_TK, w.codes, scales, more, y_TO, part, squares, norm_K, bias, y_TO, eps, rows, x_TK.stride(0),
+        x_TK, w.codes, high, scales, more, y_TO, part, squares, norm_K, bias, y_TO, eps, rows, x_TK.stride(0),
         y_TO.stride(0), y_TO.stride(0), share, **shape, ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages,
         SPLIT=splits > 1, **fused)
     if splits > 1:
@@ -361,7 +414,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
 
 
 @jit
-def _write_matrix(w_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
+def _write_matrix(w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
                   GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr,
                   ZEROS: tl.constexpr):
     """A block of the matrix itself."""
@@ -369,7 +422,8 @@ def _write_matrix(w_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK_N: tl.c
     b0 = tl.program_id(1) * BYTES
     b = b0 + tl.arange(0, BYTES)
     live = n < rows
-    w = _bytes(w_ptr + n.to(tl.int64)[:, None] * B, live, b, B, False)
+    wide = n.to(tl.int64)[:, None]
+    w = _codes(w_ptr + wide * B, high_ptr + wide * (B // 2), live, b, B, LAYOUT, False)
     s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
     even, odd = _pair(w, s * _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None], z, LAYOUT, BLOCK_N,
                       GROUPS, BYTES)
@@ -387,13 +441,18 @@ def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
     shape = (*w.codes.shape[:-1], w.num_inputs)
     y = torch.empty(shape, dtype=dtype, device=w.codes.device)
     rows, block_k = w.codes[..., 0].numel(), 128 * w.pair
-    scales, more = w.scales, w.scales if w.more is None else w.more
+    more, high = w.scales if w.more is None else w.more, w.codes if w.high is None else w.high
     _write_matrix[(cdiv(rows, 16), cdiv(w.num_inputs, block_k))](
-        w.codes, scales if w.layout in ("i8", "u4") else scales.view(torch.uint8), more, y, rows,
-        w.codes.shape[-1], scales.shape[-1], BLOCK_N=16, BYTES=128, GROUPS=block_k // w.group if w.group else 1,
+        w.codes, high, _scale_bytes(w), more, y, rows,
+        w.codes.shape[-1], w.num_groups, BLOCK_N=16, BYTES=128, GROUPS=block_k // w.group if w.group else 1,
         GROUP=w.group, PAIR=w.pair, LAYOUT=LAYOUTS[w.layout], ZEROS=w.layout == "u4" and w.more is not None,
         num_warps=4)
     return y
+
+
+def _scale_bytes(w: Coded) -> torch.Tensor:
+    """Scales as the kernels read them: those of 8 bits that are numbers, as bytes."""
+    return w.scales.view(torch.uint8) if w.layout in ("mxfp4", "nvfp4") else w.scales
 
 
 # -------------------------------------------------------------------------------------------------------------- chooser
@@ -432,13 +491,17 @@ class Case:
 def grid() -> Iterator[Case]:
     one, few = Config(4, 128, 4), Config(16, 128, 1, 2)
     for layout, group, zeros in (("i8", 0, False), ("i8", 32, False), ("u4", 32, False), ("u4", 64, True),
-                                 ("mxfp4", 32, False), ("nvfp4", 16, False)):
-        width = 320
-        yield Case(layout, group, 1, 40, width, one, zeros)
+                                 ("mxfp4", 32, False), ("nvfp4", 16, False), ("fp6", 0, False), ("q6_k", 16, False),
+                                 ("q4_k", 32, False)):
+        width = 768 if layout.endswith("_k") else 320
+        half = 256 if layout.endswith("_k") else 192
         yield Case(layout, group, 1, 33, width, one, zeros, norm=True, bias=True, residual=True)
-        yield Case(layout, group, 1, 40, 192, one, zeros, norm=True, activation="silu")
         yield Case(layout, group, 3, 48, width, few, zeros)
-        yield Case(layout, group, 5, 40, 192, few, zeros, norm=True, bias=True, residual=True)
+        if layout in ("fp6", "q4_k"):  # the others have all that they add to the kernels
+            continue
+        yield Case(layout, group, 1, 40, width, one, zeros)
+        yield Case(layout, group, 1, 40, half, one, zeros, norm=True, activation="silu")
+        yield Case(layout, group, 5, 40, half, few, zeros, norm=True, bias=True, residual=True)
         yield Case(layout, group, 17, 48, 512, Config(32, 128, 4, 3, splits=3), zeros, norm=True, activation="silu",
                    bias=True)
     yield Case("u4", 128, 1, 40, 512, Config(4, 128, 4), zeros=True, norm=True)

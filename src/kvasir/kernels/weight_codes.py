@@ -9,6 +9,9 @@ Two codes of 4 bits share a byte, the even input in the low half. A group is a r
 | ``u4`` | 0 .. 15 | (code - zero) * scale, zero 8 where none is stored |
 | ``mxfp4`` | E2M1 | number * 2^(scale - 127), groups of 32 (OCP Microscaling 1.0) |
 | ``nvfp4`` | E2M1 | number * scale (E4M3) * the tensor's scale, groups of 16 |
+| ``fp6`` | E3M2, its upper two bits in a plane of their own | number * scale of the output (FP6-LLM) |
+
+``k_codes.py`` has the layouts of llama.cpp's blocks of 256 inputs.
 
 Legend: N outputs, K inputs, G groups.
 """
@@ -25,6 +28,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the low three bits; the fo
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 E4M3_LEAST = 2.0**-9  # the smallest scale that is not zero
 E8M0_BIAS = 127
+E3M2_MAX = 28.0
 # Factors that ``scale=search`` tries for a group's scale: those of the largest weight on the largest code and below.
 SHRINK = tuple(1 - i / 64 for i in range(21))
 # Places in E4M3's order, from the one of the largest weight, that a search tries (design brief 2.2: as good as all).
@@ -62,6 +66,38 @@ def codes_e2m1(x: torch.Tensor) -> torch.Tensor:
     return code | sign
 
 
+def numbers_e3m2(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 numbers of E3M2 codes 0 .. 63: no code is infinite or no number. Exponent bias 3 (OCP Microscaling 1.0)."""
+    wide = codes.int()
+    bits = (wide & 32) << 26 | (wide & 31) << 21  # in fp32's places, with an exponent 124 too low
+    return bits.view(torch.float32) * 2.0**124
+
+
+def codes_e3m2(x: torch.Tensor) -> torch.Tensor:
+    """The nearest E3M2 code of each number, uint8; halfway to the even code, beyond 28 to 28."""
+    _, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-1) - 3)  # subnormals share the least one
+    size = ((x.abs() / step).round() * step).clamp(max=E3M2_MAX)
+    _, exponent = torch.frexp(size)  # rounding may have reached the next power of two
+    normal = size >= 0.25
+    mantissa = torch.where(normal, torch.ldexp(size, 3 - exponent) - 4, size * 16).to(torch.uint8)
+    place = torch.where(normal, exponent + 2, 0).to(torch.uint8)
+    return torch.signbit(x).to(torch.uint8) << 5 | place << 2 | mantissa
+
+
+def unpack_six(low_NH: torch.Tensor, high_NQ: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [..., K] of 6 bits: the lower four of bytes [..., K / 2], the upper two of bytes [..., K / 4]."""
+    upper = torch.stack([high_NQ >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
+    return unpack_nibbles(low_NH) | upper << 4
+
+
+def pack_six(codes_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes [..., K / 2] and [..., K / 4] of codes of 6 bits."""
+    upper = codes_NK >> 4
+    high_NQ = upper[..., 0::4] | upper[..., 1::4] << 2 | upper[..., 2::4] << 4 | upper[..., 3::4] << 6
+    return pack_nibbles(codes_NK & 15), high_NQ
+
+
 def numbers_e8m0(scales: torch.Tensor) -> torch.Tensor:
     """fp32 powers of two of E8M0 codes, uint8. 255 is NaN; 0 stands for 2^-127."""
     bits = torch.where(scales == 0, 1 << 22, scales.int() << 23)  # the exponent of fp32 has the same bias
@@ -91,6 +127,11 @@ def dequantise_nvfp4(bytes_NH: torch.Tensor, scales_NG: torch.Tensor, tensor_N: 
     """Weights fp32 [..., N, K]. ``scales_NG``: E4M3. ``tensor_N``: the tensor's scale, a factor, for every output."""
     scales = scales_NG.float() * tensor_N[..., None]
     return numbers_e2m1(unpack_nibbles(bytes_NH)) * grouped(scales, 2 * bytes_NH.shape[-1])
+
+
+def dequantise_fp6(low_NH: torch.Tensor, high_NQ: torch.Tensor, scales_NG: torch.Tensor) -> torch.Tensor:
+    """Weights fp32 [..., N, K]. ``scales_NG``: one for each output, G = 1."""
+    return numbers_e3m2(unpack_six(low_NH, high_NQ)) * scales_NG.float()
 
 
 # --------------------------------------------------------------------------------------------------------- quantising
@@ -169,6 +210,19 @@ def quantise_nvfp4(
     return pack_nibbles(codes), scales_NG.to(torch.float8_e4m3fn)
 
 
+def quantise_fp6(w_NK: torch.Tensor, search: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bytes [N, K / 2], bytes [N, K / 4] and scales fp32 [N, 1], the largest weight of an output on 28. ``search``: the
+    scale with the least squared error."""
+    w_NGJ = _in_groups(w_NK, 0)
+    top_NG = w_NGJ.abs().amax(-1) / E3M2_MAX
+
+    def numbers(scales_NG: torch.Tensor) -> torch.Tensor:
+        return numbers_e3m2(codes_e3m2(w_NGJ / _safe(scales_NG)[..., None]))
+
+    scales_NG = _best([top_NG * f for f in SHRINK], numbers, w_NGJ) if search else top_NG
+    return *pack_six(codes_e3m2(w_NGJ / _safe(scales_NG)[..., None]).flatten(1)), scales_NG
+
+
 def tensor_scale_nvfp4(w_NK: torch.Tensor) -> torch.Tensor:
     """The factor fp32 of a whole tensor: the largest weight is then 448 times 6."""
     return (w_NK.float().abs().amax() / (E4M3_MAX * E2M1_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
@@ -200,5 +254,9 @@ def all_codes(layout: str) -> Iterator[tuple[int, float]]:
         yield from ((code, float(code)) for code in range(-128, 128))
     elif layout == "u4":
         yield from ((code, float(code - CENTRE)) for code in range(16))
+    elif layout == "fp6":
+        for code in range(64):
+            sign, exponent, mantissa = (-1.0 if code & 32 else 1.0), code >> 2 & 7, code & 3
+            yield code, sign * (mantissa / 4 * 0.25 if exponent == 0 else (1 + mantissa / 4) * 2.0 ** (exponent - 3))
     else:
         yield from enumerate([*E2M1, *(-x for x in E2M1)])

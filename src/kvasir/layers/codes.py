@@ -1,4 +1,4 @@
-"""Weights as codes with scales: what the formats ``i8``, ``u4``, ``mxfp4`` and ``nvfp4`` have in common.
+"""Weights as codes with scales: what all formats of codes but ``f8`` have in common.
 
 The planes stay as they are: products of few rows read codes, and prompts a copy of one matrix at a time in the model's
 dtype, which is given back.
@@ -21,14 +21,15 @@ from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear
 from kvasir.layers.weight_format import MATRIX, Weight, WeightFormat
 
-SCALE, ZERO, TENSOR_SCALE = "scale", "zero", "tensor_scale"  # planes beside that of the codes
+# Planes beside that of the codes; HIGH: the upper bits of codes of six.
+SCALE, ZERO, TENSOR_SCALE, HIGH, FACTOR = "scale", "zero", "tensor_scale", "high", "factor"
 
 
 class CodeFormat(WeightFormat):
-    """A format of codes. ``group``: inputs of a scale; 0: all."""
+    """A format of codes. ``group``: inputs of a scale; 0: all. ``block``: inputs that a row has a multiple of."""
 
     exact = False
-    group = 0
+    group = block = 0
 
     @abstractmethod
     def coded(self, weight: Weight) -> Coded:
@@ -92,9 +93,10 @@ class CodeFormat(WeightFormat):
     def groups(self, num_inputs: int) -> int:
         """The groups of a row. Raises ConfigError where the inputs are no multiple of a group."""
         group = self.group or num_inputs
-        if num_inputs % group or num_inputs % 2:
+        whole = self.block or group
+        if num_inputs % whole or num_inputs % 2:
             raise ConfigError(
-                f"the weight format '{self.name}' has groups of {group} inputs, which {num_inputs} inputs of a matrix "
+                f"the weight format '{self.name}' has groups of {whole} inputs, which {num_inputs} inputs of a matrix "
                 "are no multiple of. Use a checkpoint with smaller groups, or with scales by channel."
             )
         return num_inputs // group

@@ -12,8 +12,8 @@ from tests.kernels.native.test_program import NORM, TILES, close, rows_of
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native kernels: {native().reason}")
 LAYOUTS = ["i8", "u4", "u4 zeros"]
-# outputs, inputs, groups: by channel and with groups of 32, 64, 96 and 128 inputs
-SHAPES = [(40, 70, 1), (33, 384, 1), (48, 160, 5), (17, 256, 4), (35, 192, 2), (64, 384, 3)]
+# outputs, inputs, groups: by channel and with groups of 32, 64, 96, 128 and 16 inputs
+SHAPES = [(40, 70, 1), (33, 384, 1), (48, 160, 5), (17, 256, 4), (35, 192, 2), (64, 384, 3), (40, 224, 14)]
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,21 @@ def test_the_panels_hold_codes_and_scales_alone(layout):
         packed = pack_codes(native().library, *weight(layout, 128, 256, 256 // group))
         scales = 8 if layout == "u4 zeros" else 4
         assert packed.data.nbytes == 128 * 256 // (1 if layout == "i8" else 2) + 128 * 256 // group * scales
+
+
+@pytest.mark.parametrize("layout", ["i8", "u4"])
+def test_offsets_may_be_given_in_place_of_zero_points(layout):
+    """Groups of 16 and 32 inputs, as in K-quants."""
+    for rows, groups in ((1, 16), (5, 8), (40, 16)):
+        codes, scales, _ = weight(layout, 24, 256, groups)
+        x, zeros = torch.randn(rows, 256), torch.rand(24, groups) * 9
+        packed = pack_codes(native().library, codes, scales, offsets_NG=-scales * zeros)
+        program, y = Program(native().library), torch.full((rows, 24), torch.nan)
+        program.linear(x, packed, y)
+        program.run(rows_of(rows))
+        compare(y, x, (codes, scales, zeros))
+        with pytest.raises(AssertionError):
+            compare(y, x, (codes, scales, zeros.roll(1, 1)))
 
 
 def wrong(stored, what):

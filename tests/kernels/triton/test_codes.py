@@ -15,7 +15,7 @@ from tests.kernels.check_fused import Draw
 
 SHAPES = [(1, Config(4, 128, 1)), (3, Config(16, 128, 1, 2))]
 LAYOUTS = [("i8", 0, False), ("i8", 32, False), ("u4", 32, False), ("u4", 32, True), ("mxfp4", 32, False),
-           ("nvfp4", 16, False)]  # fmt: skip
+           ("nvfp4", 16, False), ("fp6", 0, False), ("q6_k", 16, False), ("q4_k", 32, False)]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -30,11 +30,15 @@ def test_against_the_reference(case, dtype, device):
 @pytest.mark.parametrize("layout, group, zeros", LAYOUTS)
 def test_every_code_is_multiplied_with_its_own_scale(layout, group, zeros, rows, config, device):
     """A row of x with one 1 reads one weight of every output: all codes of a byte stand somewhere in the matrix."""
-    w = weights(Draw(0, torch.float32, device), layout, 256, 128, group, zeros)
-    w.codes[:, 5] = torch.arange(256, dtype=torch.uint8, device=device).view(w.codes.dtype)
+    inputs = 256 if layout.endswith("_k") else 128
+    w = weights(Draw(0, torch.float32, device), layout, 256, inputs, group, zeros)
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    w.codes[:, 5] = every.view(w.codes.dtype)
+    if w.high is not None:  # with all sixteen pairs of upper bits
+        w.high[:, 2] = every.flip(0)
     numbers = w.numbers()
     for at in (5, 10, 11, 127):
-        x = torch.zeros(rows, 128, device=device)
+        x = torch.zeros(rows, inputs, device=device)
         x[:, at] = 1
         got = codes_gemv(x, w, config)
         torch.testing.assert_close(got, numbers[:, at].expand(rows, -1), rtol=2e-7, atol=0)
@@ -42,17 +46,20 @@ def test_every_code_is_multiplied_with_its_own_scale(layout, group, zeros, rows,
 
 @pytest.mark.parametrize("layout, group, zeros", LAYOUTS)
 def test_the_matrix_is_that_of_the_reference(layout, group, zeros, device):
-    for outputs, inputs in ((33, 192), (16, 512)):
+    for outputs, inputs in ((33, 256 if layout.endswith("_k") else 192), (16, 512)):
         w = weights(Draw(0, torch.float32, device), layout, outputs, inputs, group, zeros)
         torch.testing.assert_close(matrix_of(w, torch.float32), w.numbers(), rtol=2e-7, atol=0)
 
 
 WRONG = {
     "nibbles swapped": lambda w: replace(w, codes=w.codes << 4 | w.codes >> 4),
-    "a neighbour's scale": lambda w: replace(w, scales=w.scales.view(torch.uint8).roll(w.scales.itemsize, 1)
-                                             .view(w.scales.dtype)),
+    "a neighbour's scale": lambda w: replace(w, scales=w.scales.view(torch.uint8).roll(w.scales.itemsize, -1)
+                                             .view(w.scales.dtype) if w.group else w.scales.roll(1, 0)),
     "a zero point off by one": lambda w: replace(w, more=w.more + 1),
     "an inverse tensor scale": lambda w: replace(w, more=1 / w.more),
+    "upper bits of the neighbour": lambda w: replace(w, high=w.high >> 2 & 0x33 | w.high << 2 & 0xCC),
+    "a neighbour's factor": lambda w: replace(w, more=w.more.roll(1, 0)),
+    "scale and least code swapped": lambda w: replace(w, scales=w.scales.unflatten(-1, (-1, 2)).flip(-1).flatten(1)),
 }  # fmt: skip
 
 
@@ -60,7 +67,10 @@ WRONG = {
 @pytest.mark.parametrize(
     "layout, what",
     [(layout, what) for layout in LAYOUTS[2:] for what in list(WRONG)[:2]]
-    + [(LAYOUTS[3], "a zero point off by one"), (LAYOUTS[5], "an inverse tensor scale")],
+    + [(LAYOUTS[3], "a zero point off by one"), (LAYOUTS[5], "an inverse tensor scale")]
+    + [(layout, "upper bits of the neighbour") for layout in LAYOUTS[6:8]]
+    + [(layout, "a neighbour's factor") for layout in LAYOUTS[7:]]
+    + [(LAYOUTS[8], "scale and least code swapped")],
     ids=str,
 )
 def test_the_comparison_can_fail(layout, what, rows, config, device):

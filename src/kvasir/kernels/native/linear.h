@@ -4,6 +4,8 @@
  * inputs and begins ``stride`` floats after the one before it, 16 rows in parts ``tall`` floats. */
 typedef struct { int64_t padded, stride, tall, copied, tiles; } Shape;
 
+enum { TILE_GROUP = 32 }; /* inputs of a matrix tile, which groups are a multiple of */
+
 static const float *prepare(const Linear *op, const Shape *shape, int64_t row, float *into) { /* one row, padded */
     int64_t inputs = op->num_inputs;
     const float *x = op->x + row * inputs;
@@ -67,7 +69,7 @@ static void linear(const Linear *op, int64_t rows, const Team *team, int64_t til
     int64_t sums = op->offsets ? (groups_of(op, shape.padded) + LINE - 1) / LINE * LINE : 0;
     shape.stride = shape.padded + sums;
     shape.tall = 16 * (shape.padded * 3 / 2 + sums);
-    shape.tiles = tiles_from && op->format != FP32 && rows >= tiles_from;
+    shape.tiles = tiles_from && op->format != FP32 && rows >= tiles_from && op->group % TILE_GROUP == 0;
     shape.copied = op->norm || shape.padded > op->num_inputs || op->format == U4 || op->offsets;
     if (rows <= ROWS) {
         share(num_panels, &first, &stop);

@@ -16,6 +16,7 @@ from kvasir.kernels.native.program import BF16_INPUTS, CENTRED, I8, NO_OFFSETS, 
 
 CENTRE = 8.0  # the zero point of 4-bit codes that have none of their own
 CODES_A_WORD = 8  # of 4 bits
+LEAST_GROUP = 16  # inputs: sums over groups are by whole registers
 
 
 def dequantise_reference(codes_NK: torch.Tensor, scales_NG: torch.Tensor,
@@ -27,20 +28,23 @@ def dequantise_reference(codes_NK: torch.Tensor, scales_NG: torch.Tensor,
 
 
 def pack_codes(library: ctypes.CDLL, codes_NK: torch.Tensor, scales_NG: torch.Tensor,
-               zeros_NG: torch.Tensor | None = None, gated: bool = False) -> Packed:
+               zeros_NG: torch.Tensor | None = None, gated: bool = False,
+               offsets_NG: torch.Tensor | None = None) -> Packed:
     """Pack codes for ``Program.linear``.
 
-    ``codes_NK``: int8, or uint8 with values 0 .. 15. ``scales_NG``: G = 1, or groups of a multiple of 32 inputs.
-    ``zeros_NG``: zero points, whole or not; None: 0 for int8 and 8 for uint8. ``gated``: gate and up are halves of N.
+    ``codes_NK``: int8, or uint8 with values 0 .. 15. ``scales_NG``: G = 1, or groups of a multiple of 16 inputs
+    (matrix tiles take multiples of 32). ``zeros_NG``: zero points, whole or not; None: 0 for int8 and 8 for uint8.
+    ``gated``: gate and up are halves of N. ``offsets_NG``: -scale * zero, where it is known and the zero is not.
     """
     outputs, inputs = codes_NK.shape
     groups = scales_NG.shape[1]
-    assert inputs % groups == 0 and (groups == 1 or inputs // groups % BF16_INPUTS == 0), "groups of 32, 64, 96, ..."
+    whole = inputs % BF16_INPUTS == 0 and inputs // groups % LEAST_GROUP == 0
+    assert inputs % groups == 0 and (groups == 1 or whole), "groups of 16, 32, 48, ..."
     wide = codes_NK.dtype == torch.int8
-    offsets = OFFSETS if zeros_NG is not None else NO_OFFSETS if wide else CENTRED
-    head = [scales_NG.float()]
     if zeros_NG is not None:
-        head.append(-scales_NG.float() * zeros_NG.float())
+        offsets_NG = -scales_NG.float() * zeros_NG.float()
+    offsets = OFFSETS if offsets_NG is not None else NO_OFFSETS if wide else CENTRED
+    head = [scales_NG.float()] + ([] if offsets_NG is None else [offsets_NG.float()])
     parts, lanes = 2 if gated else 1, library.kvasir_lanes()
     outputs //= parts
     blocks = -(-outputs // lanes) if gated else -(-outputs // (2 * lanes)) * 2

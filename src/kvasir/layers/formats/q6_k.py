@@ -1,0 +1,45 @@
+"""Weights of 6 bits as llama.cpp's Q6_K: groups of 16 with small scales, and a factor for each 256 inputs. Lossy.
+
+Legend: N outputs, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.k_codes import BLOCK, CENTRE, Q6_GROUP, quantise_q6_k, scales_q6_k
+from kvasir.kernels.weight_codes import unpack_six
+from kvasir.layers.codes import FACTOR, HIGH, SCALE, CodeFormat, codes_of, usual
+from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
+
+MOST = 127  # a small scale
+
+
+class Q6K(CodeFormat):
+    """(code - 32) * (factor * scale)."""
+
+    native = True
+    group, block = Q6_GROUP, BLOCK
+
+    def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        rows, groups, size = sum(widths), self.groups(num_inputs), usual(num_inputs) / MOST / CENTRE
+        return (
+            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",), random=(0, 256)),
+            Plane(HIGH, rows, num_inputs // 4, torch.uint8, types=("U8",), random=(0, 256)),
+            Plane(SCALE, rows, groups, torch.int8, types=("I8",), random=(MOST, MOST)),
+            Plane(FACTOR, rows, num_inputs // BLOCK, torch.float16, random=(size, size)),
+        )
+
+    def coded(self, weight: Weight) -> Coded:
+        planes = weight.planes
+        return Coded(self.name, codes_of(weight), planes[SCALE], planes[FACTOR], self.group, planes[HIGH])
+
+    def codes(self, weight: Weight) -> Codes:
+        planes = weight.planes
+        codes_NK = unpack_six(planes[MATRIX], planes[HIGH]).to(torch.int8) - CENTRE
+        return Codes(codes_NK, scales_q6_k(planes[SCALE], planes[FACTOR]))
+
+    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        low, high, scales, factors = quantise_q6_k(w_NK)
+        return {MATRIX: low, HIGH: high, SCALE: scales, FACTOR: factors}
