@@ -75,6 +75,8 @@ NEEDS_FOLDER = {
     "ppd": "prompt tokens",
     "idlm": "an adapter, or a model trained as a whole",
 }
+# The same for codecs.
+CODEC_FOLDERS = {"lowrank": "latents"}
 FACTORS: dict[str, list[Any]] = {
     "drafter": ["none", *own(DRAFTERS), "suffix+token_recycling+layer_skip"],
     "codec": own(CODECS),

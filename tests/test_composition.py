@@ -20,6 +20,7 @@ from tests import composition
 from tests.composition import FACTORS, MODELS, REFUSED, REQUESTS, SHAPE, VOCAB
 from tests.engine.driver import Driver
 from tests.hooks import write_hooks
+from tests.latents import write_latents
 from tests.pairwise import label, pairwise, product
 from tests.speculation.masks import random_masks
 
@@ -83,6 +84,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
     for i in range(SHAPE["num_hidden_layers"]):
         name = f"base_model.model.model.layers.{i}.self_attn.q_proj"
         tensors |= {f"{name}.lora_A.weight": torch.randn(2, inputs), f"{name}.lora_B.weight": torch.randn(outputs, 2)}
+    write_latents(root / "lowrank", [(40, 24), (24, 40)], SHAPE["num_key_value_heads"], SHAPE["head_dim"])
     random_masks(root / "idlm", rank=2, tensors=tensors, target=target)
     return {path.name: str(path) for path in root.iterdir()}
 
@@ -93,6 +95,7 @@ def driver(case: dict, folders: dict[str, str], **options) -> Driver:
     if folder:
         spec = f"{spec}:model={folder}"
     spec = "" if spec == "none" else spec.replace("layer_skip", "layer_skip:exits=1")
+    codec = case["codec"]
     return Driver(
         folders[case["model"]],
         hook=tuple(f"{name}={folders[name]}" for name in HOOKS if case["hooks"]),
@@ -100,7 +103,7 @@ def driver(case: dict, folders: dict[str, str], **options) -> Driver:
         tokenizer="nano",
         max_model_len=96,
         drafter=spec,
-        kv_codec=case["codec"],
+        kv_codec=f"{codec}:folder={folders[codec]}" if codec in composition.CODEC_FOLDERS else codec,
         page_slots=None,
         num_pages=64,
         max_draft_tokens=4,

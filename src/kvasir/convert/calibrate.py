@@ -107,6 +107,7 @@ class Layers:
         self.parts = [_Part(decoder, part) for part in _batches(texts)]
         longest = max(len(ids) for ids in texts)
         self.tables: dict[Any, RopeTable] = {}
+        self.codecs: dict[int, Codec] = {}  # of layers whose keys and values are not cached as they are
         self.longest = longest
 
     def restart(self) -> None:
@@ -151,21 +152,24 @@ class Layers:
     def _run(self, index: int, part: _Part) -> torch.Tensor:
         decoder, layer = self.decoder, self.specs[index]
         one = replace(decoder.spec, layers=(layer,))
-        codec, dtype, device = technique.load(CODECS, "plain", Codec), decoder.place.dtype, decoder.place.device
+        dtype, device = decoder.place.dtype, decoder.place.device
+        codec = self.codecs.get(index) or technique.load(CODECS, "plain", Codec)
         pool = KVPool(one.cache_groups(), codec, [part.num_pages], PAGE_SLOTS, device, dtype)
         backend = technique.load(BACKENDS, "torch", AttentionBackend)
         backend.prepare(Site(str(device), dtype, "plain", PAGE_SLOTS, tuple(one.attentions())))
         batch = replace(part.batch, scratch={})
         backend.plan(batch)
-        table = None
-        if layer.rope is not None:
-            if layer.rope not in self.tables:
-                self.tables[layer.rope] = RopeTable(layer.rope, self.longest, device)
-            table = self.tables[layer.rope]
         stream = Stream(part.h_TE.clone())
         block = decoder.blocks[index]
-        block.forward(stream, Angles(table, batch.positions), pool.layer(0), backend, batch)
+        block.forward(stream, Angles(self.table(index), batch.positions), pool.layer(0), backend, batch)
         return stream.value()
+
+    def table(self, index: int) -> RopeTable | None:
+        """The angles of layer ``index``; None: it rotates nothing."""
+        rope = self.specs[index].rope
+        if rope is not None and rope not in self.tables:
+            self.tables[rope] = RopeTable(rope, self.longest, self.decoder.place.device)
+        return None if rope is None else self.tables[rope]
 
     def replace(self, index: int, layer: LayerSpec, mixer: Any) -> tuple[LayerSpec, Any]:
         """Put another mixer into layer ``index``. Returns what was there."""

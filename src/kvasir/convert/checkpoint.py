@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvasir.convert.converter import Tensors
 
 RECORD = "conversion.json"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES, packed: bool = False) -> int:
@@ -119,10 +118,11 @@ def convert(
         raise ConfigError(f"cannot write {target}: {e.strerror}") from e
     try:
         made = converter.tensors(about, _counted(read_tensors(source), progress))
-        if converter.adapter:
+        if converter.files is not None:
+            weights, description = converter.files
             total = write_tensors(part, made)
-            (part / SINGLE).rename(part / ADAPTER_WEIGHTS)
-            _write_json(part / ADAPTER_CONFIG, converter.edit_config(about))
+            (part / SINGLE).rename(part / weights)
+            _write_json(part / description, converter.edit_config(about))
         else:
             total = write_tensors(part, made, shard_bytes or converter.shard_bytes, converter.packed)
             config = converter.edit_config(about)

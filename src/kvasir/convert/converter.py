@@ -75,7 +75,7 @@ class Converter(Technique):
     """A rewriting of a checkpoint.
 
     ``exact``: the result computes the same function as the source. ``result``: what it is, where it is another one.
-    ``packed``: the result's shards are packed. ``adapter``: the result is an adapter's folder and not a model's.
+    ``packed``: the result's shards are packed. ``files``: of a result that is no model, its weights and description.
     ``shard_bytes``: most bytes of weights in a shard, before packing. ``sidecar``: what the result's kvasir.json holds,
     known after `check`. ``calibration``: sites of every layer that it wants sums of (`kvasir.convert.calibrate`); such
     a converter gets `calibrate`, and its option ``texts`` names a file of texts to use instead of the default ones.
@@ -83,7 +83,7 @@ class Converter(Technique):
     """
 
     packed = False
-    adapter = False
+    files: tuple[str, str] | None = None
     calibration: tuple[str, ...] = ()
     record: dict[str, Any] = {}
     result = ""
@@ -103,7 +103,7 @@ class Converter(Technique):
         raise NotImplementedError
 
     def edit_config(self, source: Source) -> dict[str, Any]:
-        """The contents of config.json of the result. Called after all its tensors were made."""
+        """The contents of config.json of the result, or of its description. Called after all its tensors were made."""
         return source.config
 
     @abstractmethod

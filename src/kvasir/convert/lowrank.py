@@ -44,6 +44,16 @@ class Factors:
     energy: float
 
 
+@dataclass(frozen=True)
+class Side:
+    """The latent of one side, keys or values: ``down`` [N, R] makes it, ``up`` [N, R] reads it (y' = y down up^T);
+    ``energy``: share of the Gram's trace that is kept."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    energy: float
+
+
 def mixing(gram: torch.Tensor, kv_heads: int, head_dim: int, rope_dim: int, fold: int) -> Mixing:
     """The mixture that leaves most rotary energy in ``rope_dim`` columns (RoRoPE and FreqFold).
 
@@ -101,6 +111,38 @@ def factor(
     key = (rest @ (rho * back_k @ top_k)).view(kv_heads, -1, rank)
     value = (back_v @ top_v).view(kv_heads, -1, rank)
     return Factors(maps @ vectors, key, value, float(values[:rank].sum() / values.sum().clamp_min(1e-30)))
+
+
+def side(gram: torch.Tensor, rank: int, weight: torch.Tensor | None = None) -> Side:
+    """The best latent of ``rank`` for keys alone, or values alone, with the Gram ``gram`` [N, N]. ``weight`` [N, N]:
+    second moment of what reads them; None: all errors count alike."""
+    root, back = _roots(weight, len(gram), gram)
+    found = torch.linalg.eigh(_symmetric(root @ gram @ root))
+    values, vectors = found.eigenvalues.flip(0).clamp_min(0), found.eigenvectors.flip(1)[:, :rank]
+    energy = float(values[:rank].sum() / values.sum().clamp_min(1e-30))
+    return Side(root @ vectors, back @ vectors, energy)
+
+
+def readers(q_HDD: torch.Tensor, o_EN: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Second moments of what reads keys (queries, by head [H, D, D]) and values (columns of o [E, H D]): [N, N] each, a
+    block of a group's heads."""
+    heads, dim = len(q_HDD), q_HDD.shape[1]
+    o_HED = o_EN.view(len(o_EN), heads, dim).transpose(0, 1)
+    by_head = q_HDD, o_HED.mT @ o_HED
+    both = (torch.block_diag(*m.view(groups, heads // groups, *m.shape[1:]).sum(1)) for m in by_head)
+    return next(both), next(both)
+
+
+def turned(q_HDD: torch.Tensor, rope_dim: int) -> torch.Tensor:
+    """Second moments of queries [H, D, D], averaged over all angles between query and key: keys before RoPE are read at
+    any distance. Pairs are (j, j + rope_dim / 2); what mixes two pairs, or the two of one, averages out."""
+    out, pairs = q_HDD.clone(), rope_dim // 2
+    size = q_HDD.diagonal(dim1=1, dim2=2)
+    mean = (size[:, :pairs] + size[:, pairs:rope_dim]) / 2
+    out[:, :rope_dim], out[:, :, :rope_dim] = 0, 0
+    for half in (0, pairs):
+        out[:, half : half + pairs, half : half + pairs] = torch.diag_embed(mean)
+    return out
 
 
 def spectrum(gram: torch.Tensor, rest: torch.Tensor, balance: float = 1.0) -> list[float]:

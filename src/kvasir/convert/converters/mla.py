@@ -180,7 +180,7 @@ class ToMLA(Converter):
             both = torch.cat((weights["k.weight"], weights["v.weight"]))
             gram = both @ both.T
         elif self.config.metric == "score":
-            weight_k, weight_v = _readers(sums, weights["o.weight"], spec)
+            weight_k, weight_v = lowrank.readers(sums.q, weights["o.weight"], spec.num_kv_heads)
         found = lowrank.factor(gram, spec.num_kv_heads, mix.rest, rank, self.config.balance, weight_k, weight_v)
         out, own, groups = {}, f"model.layers.{index}.self_attn.", spec.num_kv_heads
         share = spec.num_heads // groups
@@ -384,16 +384,6 @@ class ToMLA(Converter):
             own + "kv_a_layernorm.weight": a.new_full((rank,), NORM_WEIGHT),
             own + "kv_b_proj.weight": made[own + "kv_b_proj.weight"] * READ_SCALE,
         }
-
-
-def _readers(sums: Sums, o_weight: torch.Tensor, spec: GQASpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Second moments of what reads keys (queries) and values (columns of o), a block of a group's heads each."""
-    import torch
-
-    groups, share = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
-    o_HED = o_weight.view(len(o_weight), spec.num_heads, spec.head_dim).transpose(0, 1)
-    by_head = sums.q, o_HED.mT @ o_HED
-    return tuple(torch.block_diag(*m.view(groups, share, *m.shape[1:]).sum(1)) for m in by_head)
 
 
 def _interleaved(columns: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ METHODS: dict[str, Callable[[Parts, Any, float, Config], tuple[Any, Any]]] = {
 class ToLora(Converter):
     """A plain LoRA adapter in place of a model."""
 
-    adapter = True
+    files = ("adapter_model.safetensors", "adapter_config.json")
     exact = False
     result = "a LoRA adapter of the base model"
 
