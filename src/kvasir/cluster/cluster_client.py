@@ -52,7 +52,8 @@ class ClusterClient(Front):
         placed = placed or places(settings.engine_only(), settings.server.replicas)
         self._prefixes = PrefixMap()
         configs, environments = [place.config for place in placed], [place.environment for place in placed]
-        super().__init__(configs, factory, environments, self._prefixes.secret)
+        starts = [place.start for place in placed]
+        super().__init__(configs, factory, environments, self._prefixes.secret, starts)
         self._factory, self._environments = factory, environments  # by number
         self._removed: set[int] = set()  # drained for good; the next one that is added takes the place of one
         self._operation = asyncio.Lock()  # operators drain, restart, add and remove one replica at a time
@@ -203,6 +204,7 @@ class ClusterClient(Front):
                 Registry(self._journal),
                 place.environment,
                 self._prefixes.secret,
+                place.start,
             )
             self._sent.append(deque())
             self._environments.append(place.environment)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from kvasir.client.child import Child
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 
@@ -14,10 +17,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Settings of one replica, and what its process finds in its environment."""
+    """Settings of one replica, what its process finds in its environment, and how one is started."""
 
     config: EngineConfig
     environment: dict[str, str]
+    start: Callable[..., Any] = Child
 
 
 def places(config: EngineConfig, count: int) -> list[Place]:
