@@ -53,6 +53,11 @@ class Keeper:
         self._server = await asyncio.start_server(self._connected, host, port, ssl=tls, limit=1 << 20)
         return self._server.sockets[0].getsockname()[1]
 
+    @property
+    def serving(self) -> bool:
+        """Whether the process is ready and a front is connected."""
+        return self._front is not None and self._ready is not None
+
     async def close(self) -> None:
         """Drop the connection and end the process."""
         if self._server is not None:

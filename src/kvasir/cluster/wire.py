@@ -1,4 +1,4 @@
-"""What the front and a keeper say to each other besides the messages of the engine, and how both are known.
+"""Messages of front and keeper besides those of the engine, and the certificates by which they know each other.
 
 The frames are those of ``client/ipc.py``, over TCP with mutual TLS; nothing is ever unpickled.
 """
