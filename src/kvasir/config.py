@@ -307,6 +307,11 @@ class ServerConfig:
         "-dp",
         low=1,
     )
+    cluster: str | None = opt(
+        None,
+        "Ray cluster whose hosts run the replicas: its address, or auto, which joins that of this host or starts one "
+        "(needs the extra [cluster]); default: replicas run on this host, without Ray.",
+    )
     router: str = opt("cost", "Rule by which replicas get requests: one that `kvasir doctor` lists, or a file.")
     admin_key: str | None = opt(
         None, "Key of /admin/replicas, which drains, restarts, adds and removes replicas; without one it is not served."

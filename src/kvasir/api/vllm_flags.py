@@ -45,7 +45,7 @@ _SPECULATION = "drafts are switched on with --drafter, e.g. --drafter suffix or 
 _OFFLOAD = "KV and weights stay on the device; a preempted sequence is computed again later"
 _TEXT = "only text models are served yet"
 _DEVICES = "one device is served yet"
-_PARALLEL = f"{_DEVICES}; start one server a device"
+_PARALLEL = "--replicas N runs an engine on each GPU, and --cluster ADDRESS on those of other hosts"
 _GRAPHS = "decode steps are captured as needed, without settings or compilation; --enforce-eager turns that off"
 _GRAMMAR = "there is one grammar engine, for JSON schema, regex, choice and Lark; requests need no change"
 _ROPE = "RoPE follows the checkpoint's config.json; edit its rope_scaling there"
@@ -104,7 +104,7 @@ UNSERVED = {
     "--cuda-graph-sizes": _GRAPHS,
     "--max-seq-len-to-capture": _GRAPHS,
     "--distributed-executor-backend": _DEVICES,
-    "--enable-expert-parallel": _PARALLEL,
+    "--enable-expert-parallel": _DEVICES,
     "--disable-custom-all-reduce": _DEVICES,
     "--data-parallel-size-local": _PARALLEL,
     "--data-parallel-address": _PARALLEL,

@@ -10,6 +10,7 @@ import typer
 
 from kvasir import __version__
 from kvasir.cli.bench_steps import app as bench  # with the commands of all bench_*.py
+from kvasir.cli.cluster import app as cluster
 from kvasir.cli.lab import app as lab
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
 from kvasir.cli.train import app as train
@@ -30,6 +31,7 @@ app = typer.Typer(
     ),
 )
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 app.add_typer(lab, name="lab")
 app.add_typer(train, name="train")
 

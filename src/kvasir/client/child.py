@@ -136,6 +136,10 @@ class Child:
             self.crash = message.traceback
         return message
 
+    async def receive_body(self) -> bytes | None:
+        """The next message as it came, for one who passes it on."""
+        return await self._channel.receive_body()
+
     def send(self, frame: bytes) -> None:
         """Queue an encoded frame; does nothing before ``ready`` or after the connection closed."""
         if self._channel is not None:

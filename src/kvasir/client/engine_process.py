@@ -141,6 +141,10 @@ class Loop:
             self._flight.launch([])
             self._adapt(message)
             events = []
+        elif isinstance(message, messages.Forget):
+            self._flight.launch(self._tickets.values())
+            self._submits = 0
+            events = [event for request_id in list(self._tickets) for event in self._core.cancel(request_id)]
         elif isinstance(message, messages.TellPages):
             self._flight.launch([])
             self._tell_pages(whole=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from kvasir.client import ipc, journal, messages
 from kvasir.client.adapters import Registry
@@ -42,8 +42,9 @@ class Front:
     """All of ``interface.EngineClient`` except for adapters, over one replica or several. All methods except
     ``start_process`` belong to the event loop of ``start``.
 
-    ``configs``: one for each replica. ``environments``: what each finds in its environment. ``prefix_key``: keys the
-    prefix index of each; empty: there is one replica, which need not report its load or prove its weights.
+    ``configs``: one for each replica. ``environments``: what each finds in its environment. ``starts``: how a process
+    of each starts. ``prefix_key``: keys the prefix index of each; empty: there is one replica, which need not report
+    its load or prove its weights.
     ``factory``: "module:callable" that builds the core from an EngineConfig, inside the engine process.
     ``num_restarts`` and ``num_quarantined`` count since ``start``.
     """
@@ -56,13 +57,16 @@ class Front:
         factory: str,
         environments: Sequence[dict[str, str]] | None = None,
         prefix_key: bytes = b"",
+        starts: Sequence[Callable[..., Child]] | None = None,
     ) -> None:
         self.config = configs[0]
         self.num_quarantined = 0
         self._journal = Journal()
         self.replicas = [
-            Replica(number, config, factory, self, Registry(self._journal), environment, prefix_key)
-            for number, (config, environment) in enumerate(zip(configs, environments or [{}] * len(configs)))
+            Replica(number, config, factory, self, Registry(self._journal), environment, prefix_key, start)
+            for number, (config, environment, start) in enumerate(
+                zip(configs, environments or [{}] * len(configs), starts or [Child] * len(configs))
+            )
         ]
         self._outboxes: dict[int, Outbox] = {}  # by ticket
         self._recovering = False  # after a death: some requests may be suspects, or not held by a replica yet

@@ -84,9 +84,14 @@ class AsyncChannel:
 
     async def receive(self) -> Any | None:
         """The next message, or None when the other side closed between two frames. Raises FrameError."""
+        body = await self.receive_body()
+        return None if body is None else self._decoder.body(body)
+
+    async def receive_body(self) -> bytes | None:
+        """The next frame without its header, not decoded; else as ``receive``."""
         try:
             header = await self._reader.readexactly(HEADER.size)
-            return self._decoder.body(await self._reader.readexactly(self._decoder.length(header)))
+            return await self._reader.readexactly(self._decoder.length(header))
         except asyncio.IncompleteReadError as e:
             if e.expected == HEADER.size and not e.partial:
                 return None
@@ -98,6 +103,14 @@ class AsyncChannel:
         """Queue an encoded frame. On a closed connection this does nothing; ``receive`` reports the loss."""
         if not self._writer.is_closing():
             self._writer.write(frame)
+
+    async def flush(self) -> None:
+        """Wait until the other side has taken most of what was sent. Raises OSError when it is gone."""
+        await self._writer.drain()
+
+    def abort(self) -> None:
+        """Drop the connection at once; what was not sent yet is lost."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         self._writer.close()

@@ -62,6 +62,11 @@ class UnloadAdapter(msgspec.Struct, tag=True):
     name: str
 
 
+class Forget(msgspec.Struct, tag=True):
+    """Cancel all requests and count submissions from 0 again: the connection was cut, and the client has taken its
+    requests back."""
+
+
 class TellPages(msgspec.Struct, tag=True):
     """Send a ``PageNews`` of all pages, because one was lost."""
 
@@ -126,7 +131,7 @@ class Crash(msgspec.Struct, tag=True):
     traceback: str
 
 
-ToEngine = Submit | Cancel | CancelMany | LoadAdapter | UnloadAdapter | TellPages | Stop
+ToEngine = Submit | Cancel | CancelMany | LoadAdapter | UnloadAdapter | Forget | TellPages | Stop
 ToClient = Ready | Refused | Events | AdapterNews | Heartbeat | PageNews | Crash
 
 

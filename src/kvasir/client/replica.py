@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvasir.client import crash_dump, ipc, messages
@@ -70,7 +70,8 @@ class Replica:
     the front resets. ``num_restarts`` counts since ``start``. ``startup``: seconds by phase of the latest
     start. ``load``: the latest report of the process; ``submits``: requests sent to it, of which the report
     knows the first ``reported``. ``environment``: what the process finds in its environment. ``prefix_key``:
-    of the prefix index; empty: it is the only replica, and does not report.
+    of the prefix index; empty: it is the only replica, and does not report. ``start``: starts a process, here or on
+    another host.
     """
 
     info: ModelInfo
@@ -84,6 +85,7 @@ class Replica:
         adapters: Registry,
         environment: dict[str, str] | None = None,
         prefix_key: bytes = b"",
+        start: Callable[..., Child] = Child,
     ) -> None:
         self.number, self.config, self.adapters = number, config, adapters
         self.child: Child | None = None
@@ -95,7 +97,7 @@ class Replica:
         self.load, self.reported, self.submits = Load(), 0, 0
         self._listener = listener
         self._start = functools.partial(
-            Child, factory=factory, environment=environment, prefix_key=prefix_key, rank=number
+            start, factory=factory, environment=environment, prefix_key=prefix_key, rank=number
         )
         self._stuck = ""
         self._born = 0.0  # when the present process was ready

@@ -1,4 +1,4 @@
-"""The client of several replicas on this host: one front, a router, and one supervised engine process a replica.
+"""The client of several replicas: one front, a router, and one supervised engine process a replica.
 
 Whatever dies, its requests go on in another replica from the tokens that readers have. All replicas must have the same
 weights, which each proves with a digest when it says hello.
@@ -20,7 +20,7 @@ from kvasir.client.engine_process import ENGINE
 from kvasir.client.front import Front
 from kvasir.client.journal import Entry
 from kvasir.client.replica import Replica
-from kvasir.cluster.placement import Place, another, places
+from kvasir.cluster.placement import Hosts, Place, ThisHost
 from kvasir.cluster.prefixes import PrefixMap
 from kvasir.cluster.router import ROUTERS, Candidate, Guarded, Router
 from kvasir.config import Settings
@@ -33,6 +33,10 @@ SHARED = ("weights", "name", "max_model_len", "vocab_size", "tokenizer_size", "e
 
 def open_client(settings: Settings) -> Front:
     """The client of one engine, or of several replicas. Raises ConfigError where these do not fit."""
+    if settings.server.cluster:
+        from kvasir.cluster.ray_hosts import RayHosts
+
+        return ClusterClient(settings, hosts=RayHosts(settings.server.cluster))
     return ClusterClient(settings) if settings.server.replicas > 1 else AsyncEngine(settings.engine_only())
 
 
@@ -40,19 +44,28 @@ class ClusterClient(Front):
     """The implementation of ``interface.EngineClient`` for several replicas; see ``Front``. Raises ConfigError for
     settings that do not work with replicas.
 
-    ``placed``: where the replicas run; by default on this host's GPUs or cores.
+    ``hosts``: where the replicas run; by default on this host's GPUs or cores. ``placed``: the places of the first.
     """
 
-    def __init__(self, settings: Settings, *, factory: str = ENGINE, placed: Sequence[Place] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        factory: str = ENGINE,
+        placed: Sequence[Place] | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
         if settings.server.allow_runtime_lora:
             raise ConfigError(
                 "--allow-runtime-lora does not work with --replicas yet. Name the adapters at the start: --lora-modules"
             )
         self.router = Guarded(technique.load(ROUTERS, settings.server.router, Router))
-        placed = placed or places(settings.engine_only(), settings.server.replicas)
+        self._hosts = hosts or ThisHost()
+        placed = placed or self._hosts.places(settings.engine_only(), settings.server.replicas)
         self._prefixes = PrefixMap()
         configs, environments = [place.config for place in placed], [place.environment for place in placed]
-        super().__init__(configs, factory, environments, self._prefixes.secret)
+        starts = [place.start for place in placed]
+        super().__init__(configs, factory, environments, self._prefixes.secret, starts)
         self._factory, self._environments = factory, environments  # by number
         self._removed: set[int] = set()  # drained for good; the next one that is added takes the place of one
         self._operation = asyncio.Lock()  # operators drain, restart, add and remove one replica at a time
@@ -192,7 +205,7 @@ class ClusterClient(Front):
                 self.replicas[number].resume()
                 return number
             try:
-                place = another(self.replicas[0].config, self._environments)
+                place = await asyncio.to_thread(self._hosts.another, self.replicas[0].config, self._environments)
             except ConfigError as e:
                 raise RequestError(str(e), status=409, code="no_place_left") from e
             replica = Replica(
@@ -203,12 +216,19 @@ class ClusterClient(Front):
                 Registry(self._journal),
                 place.environment,
                 self._prefixes.secret,
+                place.start,
             )
             self._sent.append(deque())
             self._environments.append(place.environment)
             self.replicas.append(replica)
             replica.resume()
             return replica.number
+
+    async def _stop(self) -> None:
+        try:
+            await super()._stop()
+        finally:
+            self._hosts.close()
 
     def _check_open(self) -> None:
         if self._deadline is not None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from kvasir.client.child import Child
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 
@@ -14,10 +17,37 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Settings of one replica, and what its process finds in its environment."""
+    """Settings of one replica, what its process finds in its environment, and how one is started."""
 
     config: EngineConfig
     environment: dict[str, str]
+    start: Callable[..., Any] = Child
+
+
+class Hosts(Protocol):
+    """The places that replicas may have."""
+
+    def places(self, config: EngineConfig, count: int) -> list[Place]:
+        """Places for ``count`` replicas. Raises ConfigError when more are asked for than fit."""
+
+    def another(self, config: EngineConfig, taken: list[dict[str, str]]) -> Place:
+        """A place for one more next to those with the environments ``taken``. Raises ConfigError."""
+
+    def close(self) -> None:
+        """Give all places back."""
+
+
+class ThisHost:
+    """The GPUs or cores of this host."""
+
+    def places(self, config: EngineConfig, count: int) -> list[Place]:
+        return places(config, count)
+
+    def another(self, config: EngineConfig, taken: list[dict[str, str]]) -> Place:
+        return another(config, taken)
+
+    def close(self) -> None:
+        """Do nothing: the places are free when their processes have ended."""
 
 
 def places(config: EngineConfig, count: int) -> list[Place]:
