@@ -47,6 +47,19 @@ class Coded:
     def num_inputs(self) -> int:
         return self.codes.shape[-1] * self.pair
 
+    def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, scales and ``more`` as kernels take them."""
+        assert self.codes.is_contiguous() and self.scales.is_contiguous(), "dense planes"
+        scales = self.scales if self.layout in ("i8", "u4") else self.scales.view(torch.uint8)
+        return self.codes, scales, self.scales if self.more is None else self.more
+
+    def constants(self, block_k: int) -> dict[str, int]:
+        """The arguments of a kernel that takes ``block_k`` inputs at a time: a power of two, and whole groups."""
+        assert not self.group or block_k % self.group == 0, "a block of whole groups"
+        return {"B": self.codes.shape[-1], "G": self.scales.shape[-1], "BYTES": block_k // self.pair,
+                "GROUP": self.group, "GROUPS": block_k // self.group if self.group else 1, "PAIR": self.pair,
+                "LAYOUT": LAYOUTS[self.layout], "ZEROS": self.layout == "u4" and self.more is not None}
+
     def numbers(self) -> torch.Tensor:
         """The matrix fp32 [..., N, K]."""
         if self.layout == "i8":
@@ -98,10 +111,10 @@ def _spread(x, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
 
 
 @jit
-def _scales(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
+def scales_of(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
             GROUPS: tl.constexpr):
     """Scales fp32 [N, GROUPS] of the outputs n for the inputs from ``first`` on, and zero points. GROUP 0: the scales
-    of all inputs, which ``_factor`` multiplies with later."""
+    of all inputs, which ``factor_of`` multiplies with later."""
     if GROUP == 0:
         g = tl.zeros([1], tl.int32)
     else:
@@ -126,7 +139,7 @@ def _scales(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS:
 
 
 @jit
-def _factor(scale_ptr, more_ptr, n, live, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
+def factor_of(scale_ptr, more_ptr, n, live, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
     """The factor of each output's sum."""
     if LAYOUT == 3:
         f = tl.load(more_ptr + n, mask=live, other=0.0)
@@ -138,7 +151,7 @@ def _factor(scale_ptr, more_ptr, n, live, LAYOUT: tl.constexpr, GROUP: tl.conste
 
 
 @jit
-def _pair(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
+def weights_of(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
     """The weights fp32 of the even and the odd inputs of a block of bytes; of 8 bits all, twice."""
     s = _spread(s, N, GROUPS, BYTES)
     z = _spread(z, N, GROUPS, BYTES)
@@ -149,6 +162,16 @@ def _pair(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, 
         even = _number(w & 15, z, LAYOUT) * s
         odd = _number(w >> 4, z, LAYOUT) * s
     return even, odd
+
+
+@jit
+def expert_at(w_ptr, scale_ptr, more_ptr, rows, B, G, ZEROS: tl.constexpr):
+    """The planes of an expert's matrix, which stands after so many ``rows`` of those before it."""
+    if ZEROS:
+        more_ptr += rows * G
+    else:
+        more_ptr += rows
+    return w_ptr + rows * B, scale_ptr + rows * G, more_ptr
 
 
 @jit
@@ -166,19 +189,30 @@ def _one_row_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_pt
                    BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
                    PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
                    NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
-                   PDL: tl.constexpr):
-    """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end."""
+                   PDL: tl.constexpr, ids_ptr=None, EXPERTS: tl.constexpr = False):
+    """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end.
+
+    EXPERTS: the matrix and the bias are those of expert ``ids[choice]``, and y [choices, OUT] has a row a choice."""
+    if EXPERTS:
+        if PDL:  # the next kernel starts once the experts are known: it fetches their weights before it waits
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        expert = tl.load(ids_ptr + tl.program_id(1)).to(tl.int64)
+        w_ptr, w_scale_ptr, more_ptr = expert_at(w_ptr, w_scale_ptr, more_ptr, expert * (2 * OUT if KIND >= 0 else OUT),
+                                                 B, G, ZEROS)
+        bias_ptr += expert * (2 * OUT if KIND >= 0 else OUT)
+        y_ptr += tl.program_id(1) * OUT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.arange(0, BYTES)
     live = n < OUT
     at = w_ptr + n.to(tl.int64)[:, None] * B
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
-    if PDL:
+    if PDL and not EXPERTS:
         tl.extra.cuda.gdc_launch_dependents()
     w = _bytes(at, live, b, B, WHOLE)
     if KIND >= 0:
         w_up = _bytes(up_at, live, b, B, WHOLE)
-    if PDL:
+    if PDL and not EXPERTS:
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros([BYTES], tl.float32)
     acc = tl.zeros([BLOCK_N, BYTES], tl.float32)
@@ -189,16 +223,16 @@ def _one_row_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_pt
         if KIND >= 0:
             ahead_up = _bytes(up_at, live & (b0 + BYTES < B), later, B, False)
         x_even, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * PAIR, squares, K, NORM)
-        s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-        even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+        s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
         acc += even * x_even[None, :]
         if PAIR == 2:
             x_odd, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * 2 + 1, squares, K, NORM)
             acc += odd * x_odd[None, :]
         w = ahead
         if KIND >= 0:
-            s, z = _scales(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = _pair(w_up, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            s, z = scales_of(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            even, odd = weights_of(w_up, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
             acc_up += even * x_even[None, :]
             if PAIR == 2:
                 acc_up += odd * x_odd[None, :]
@@ -208,11 +242,11 @@ def _one_row_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_pt
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     y *= factor
-    y *= _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)
+    y *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)
     if BIAS:
         y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
     if KIND >= 0:
-        up = tl.sum(acc_up, 1) * factor * _factor(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)
+        up = tl.sum(acc_up, 1) * factor * factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)
         if BIAS:
             up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
         y = activate(y, up, KIND)
@@ -234,7 +268,7 @@ def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, 
 
 
 @jit
-def _dot(acc, even, odd, x_even, x_odd, PAIR: tl.constexpr):
+def multiply(acc, even, odd, x_even, x_odd, PAIR: tl.constexpr):
     dtype = x_even.dtype
     acc = tl.dot(even.to(dtype), x_even, acc, input_precision="ieee")
     if PAIR == 2:
@@ -268,21 +302,21 @@ def _few_rows_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, part_ptr, square
     acc_up = acc
     for b0 in tl.range(start, stop, BYTES, num_stages=STAGES):
         w = _bytes(at, live, b0 + b, B, WHOLE)
-        s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
         x_even, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * PAIR, live_m, squares, K, ROWS, NORM)
         x_odd = x_even
         if PAIR == 2:
             x_odd, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * 2 + 1, live_m, squares, K, ROWS, NORM)
-        even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-        acc = _dot(acc, even, odd, x_even, x_odd, PAIR)
+        even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+        acc = multiply(acc, even, odd, x_even, x_odd, PAIR)
         if KIND >= 0:
             w = _bytes(up_at, live, b0 + b, B, WHOLE)
-            s, z = _scales(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-            acc_up = _dot(acc_up, even, odd, x_even, x_odd, PAIR)
-    acc *= _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
+            s, z = scales_of(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            acc_up = multiply(acc_up, even, odd, x_even, x_odd, PAIR)
+    acc *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
     if KIND >= 0:
-        acc_up *= _factor(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
+        acc_up *= factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
     held = live[:, None] & live_m[None, :]
     if SPLIT:
         N = OUT
@@ -318,32 +352,26 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
     ``config.block_k`` counts inputs: a power of two, and whole groups."""
     (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
     assert rows <= MAX_ROWS and w.num_inputs == width and x_TK.stride(1) == 1, "a few dense rows"
-    assert w.codes.is_contiguous() and w.scales.is_contiguous(), "dense planes"
     outputs = num_rows if activation is None else num_rows // 2
     assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
         "the residual is as the result"
-    assert not w.group or config.block_k % w.group == 0, "a block of whole groups"
     y_TO = residual_TO if residual_TO is not None else out_TO
     if y_TO is None:
         y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     if rows == 0:
         return y_TO
     norm_K, eps = (x_TK, 0.0) if norm is None else norm
-    bias, more = x_TK if bias_N is None else bias_N, w.scales if w.more is None else w.more
+    bias, planes = x_TK if bias_N is None else bias_N, w.pointers()
     early, size = pdl(x_TK.device), config.block_k // w.pair
-    scales = w.scales if w.layout in ("i8", "u4") else w.scales.view(torch.uint8)
     fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
              "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
              "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
-    shape = {"OUT": outputs, "K": width, "B": width // w.pair, "G": w.scales.shape[1],
-             "BLOCK_N": config.block_n, "BYTES": size, "GROUP": w.group,
-             "GROUPS": config.block_k // w.group if w.group else 1,
-             "PAIR": w.pair, "LAYOUT": LAYOUTS[w.layout], "ZEROS": w.layout == "u4" and w.more is not None,
+    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, **w.constants(config.block_k),
              "WHOLE": width % config.block_k == 0 and outputs % config.block_n == 0, "num_warps": config.warps}
     programs = cdiv(outputs, config.block_n)
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
-        _one_row_codes[(programs,)](x_TK, w.codes, scales, more, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
+        _one_row_codes[(programs,)](x_TK, *planes, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
         return y_TO
     share = cdiv(cdiv(width // w.pair, size), config.splits) * size
     splits = cdiv(width // w.pair, share)  # none of them empty
@@ -352,7 +380,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
         part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows_codes[(programs, splits)](
-        x_TK, w.codes, scales, more, y_TO, part, squares, norm_K, bias, y_TO, eps, rows, x_TK.stride(0),
+        x_TK, *planes, y_TO, part, squares, norm_K, bias, y_TO, eps, rows, x_TK.stride(0),
         y_TO.stride(0), y_TO.stride(0), share, **shape, ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages,
         SPLIT=splits > 1, **fused)
     if splits > 1:
@@ -370,9 +398,9 @@ def _write_matrix(w_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK_N: tl.c
     b = b0 + tl.arange(0, BYTES)
     live = n < rows
     w = _bytes(w_ptr + n.to(tl.int64)[:, None] * B, live, b, B, False)
-    s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-    even, odd = _pair(w, s * _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None], z, LAYOUT, BLOCK_N,
-                      GROUPS, BYTES)
+    s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    s *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
+    even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
     at = y_ptr + n.to(tl.int64)[:, None] * (B * PAIR)
     if PAIR == 2:
         both = tl.reshape(tl.join(even, odd), [BLOCK_N, 2 * BYTES])
@@ -387,12 +415,8 @@ def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
     shape = (*w.codes.shape[:-1], w.num_inputs)
     y = torch.empty(shape, dtype=dtype, device=w.codes.device)
     rows, block_k = w.codes[..., 0].numel(), 128 * w.pair
-    scales, more = w.scales, w.scales if w.more is None else w.more
     _write_matrix[(cdiv(rows, 16), cdiv(w.num_inputs, block_k))](
-        w.codes, scales if w.layout in ("i8", "u4") else scales.view(torch.uint8), more, y, rows,
-        w.codes.shape[-1], scales.shape[-1], BLOCK_N=16, BYTES=128, GROUPS=block_k // w.group if w.group else 1,
-        GROUP=w.group, PAIR=w.pair, LAYOUT=LAYOUTS[w.layout], ZEROS=w.layout == "u4" and w.more is not None,
-        num_warps=4)
+        *w.pointers(), y, rows, BLOCK_N=16, **w.constants(block_k), num_warps=4)
     return y
 
 
