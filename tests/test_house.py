@@ -146,6 +146,7 @@ NAMED = {
     "layers/codes.py": {"compressed_tensors"},  # whose config.json a converter writes
     "models/compressed_codes.py": {"i8", "u4", "nvfp4"},  # the formats that keep its codes
     "kernels/codes_gemv.py": {"i8", "u4", "mxfp4", "nvfp4", "fp6", "q4_k", "q6_k"},  # layouts of codes
+    "kernels/codes_moe.py": {"i8", "u4", "mxfp4", "nvfp4"},  # likewise
     "kernels/weight_codes.py": {"i8", "u4", "fp6"},  # likewise
     "api/json_scan.py": {"u4"},  # the fourth digit of an escape
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean

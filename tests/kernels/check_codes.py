@@ -3,12 +3,14 @@ dequantised weights."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from kvasir.kernels import codes_gemv
+from kvasir.kernels import codes_gemv, codes_moe, moe
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.gemv import gemv_reference
-from tests.kernels.check_fused import Draw, hold
+from tests.kernels.check_fused import Draw, hold, norm64
 
 
 def weights(draw: Draw, layout: str, outputs: int, inputs: int, group: int, zeros: bool) -> Coded:
@@ -67,4 +69,51 @@ def check_gemv(case: codes_gemv.Case, dtype: torch.dtype, device: str) -> float:
     return hold(case, got, plain, want)
 
 
-CHECKS = {"codes gemv": (codes_gemv.grid, check_gemv)}
+def experts(draw: Draw, case: codes_moe.Case) -> tuple[Coded, Coded]:
+    """The matrices of gate and up, and of down, of all experts."""
+    found = []
+    for outputs, inputs in ((2 * case.width, case.dim), (case.dim, case.width)):
+        w = weights(draw, case.layout, case.experts * outputs, inputs, case.group, case.zeros)
+        planes = {name: getattr(w, name) for name in ("codes", "scales", "more")}
+        split = {name: p if p is None else p.unflatten(0, (case.experts, outputs)) for name, p in planes.items()}
+        found.append(replace(w, **split))
+    return found[0], found[1]
+
+
+def check_moe(case: codes_moe.Case, dtype: torch.dtype, device: str, wrong=lambda w: w) -> float:
+    """Rows with a norm, a residual and perhaps biases; a single row by its own kernels, too. ``wrong`` changes the
+    matrices that the kernels get."""
+    draw, top_k = Draw(case.rows + case.dim, dtype, device), 2
+    gate_up, down = experts(draw, case)
+    x, router = draw(case.rows, case.dim), draw(case.experts, case.dim)
+    norm = (1 + draw(case.dim, scale=0.1), 1e-5)
+    sizes = (case.experts, 2 * case.width), (case.experts, case.dim)
+    biases = tuple(draw(*size) for size in sizes) if case.bias else None
+    residual = draw(case.rows, case.dim)
+
+    def run(x: torch.Tensor, precision: torch.dtype, logits: torch.Tensor) -> torch.Tensor:
+        w = [matrix.numbers().to(precision) for matrix in (gate_up, down)]
+        wide = None if biases is None else tuple(bias.to(precision) for bias in biases)
+        found = moe.moe_reference(x.to(precision), logits, *w, top_k, True, case.activation, wide)
+        return found + residual.to(precision)
+
+    given = wrong(gate_up), wrong(down)
+    logits = (x @ router.t()).float()
+    stream = residual.clone()
+    tile = moe.Tile(16, 32, 64, 2, 2)
+    tiling = moe.Tiling(tile, tile)
+    got = moe.moe_triton(x, logits, *given, top_k, True, case.activation, tiling=tiling, residual_TE=stream,
+                         biases=biases)  # fmt: skip
+    assert got is stream
+    worst = hold(case, got, run(x, dtype, logits), run(x, torch.float64, logits))
+    if case.rows == 1:
+        normed = norm64(x, *norm)
+        logits = normed @ router.double().t()
+        arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        got = moe.moe_row_triton(x, router, *given, top_k, True, arrived, case.activation, norm=norm,
+                                 residual_1E=residual.clone(), biases=biases)  # fmt: skip
+        worst = max(worst, hold(case, got, run(normed, dtype, logits.to(dtype)), run(normed, torch.float64, logits)))
+    return worst
+
+
+CHECKS = {"codes gemv": (codes_gemv.grid, check_gemv), "codes moe": (codes_moe.grid, check_moe)}

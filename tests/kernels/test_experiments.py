@@ -27,7 +27,7 @@ def test_the_list_needs_no_torch():
 
 def test_an_unknown_name_is_refused(capsys):
     assert main(["nothing"]) == 2 and main([]) == 2
-    assert "There are attention, decode, f8, fused" in capsys.readouterr().err
+    assert "There are attention, codes, decode, f8, fused" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", described())

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent / "triton"
 # `make test-all` the others.
 PARTS = {
     "test_codes.py": 4,
+    "test_codes_moe.py": 8,
     "test_decode_attention.py": 3,
     "test_dense_attention.py": 2,
     "test_exact_attention.py": 2,

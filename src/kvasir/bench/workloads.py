@@ -234,6 +234,8 @@ SHAPES["llama-8b-f8"] = SHAPES["llama-8b"] | dict(
         modules_to_not_convert=["lm_head"],
     )
 )
+# As published: experts of four bits, everything else in bf16.
+SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | dict(quantization_config=dict(quant_method="mxfp4"))
 
 
 @contextlib.contextmanager

@@ -55,6 +55,21 @@ class Coded:
         """Groups of a row."""
         return self.num_inputs // self.group if self.group else 1
 
+    def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, their upper bits, scales and ``more`` as kernels take them."""
+        planes = self.codes, self.scales, self.more, self.high
+        assert all(plane is None or plane.is_contiguous() for plane in planes), "dense planes"
+        scales = self.scales.view(torch.uint8) if self.layout in ("mxfp4", "nvfp4") else self.scales
+        more, high = self.scales if self.more is None else self.more, self.codes if self.high is None else self.high
+        return self.codes, high, scales, more
+
+    def constants(self, block_k: int) -> dict[str, int]:
+        """The arguments of a kernel that takes ``block_k`` inputs at a time: a power of two, and whole groups."""
+        assert not self.group or block_k % self.group == 0, "a block of whole groups"
+        return {"B": self.codes.shape[-1], "G": self.num_groups, "BYTES": block_k // self.pair,
+                "GROUP": self.group, "GROUPS": block_k // self.group if self.group else 1, "PAIR": self.pair,
+                "LAYOUT": LAYOUTS[self.layout], "ZEROS": self.layout == "u4" and self.more is not None}
+
     def numbers(self) -> torch.Tensor:
         """The matrix fp32 [..., N, K]."""
         if self.layout == "i8":
@@ -130,10 +145,10 @@ def _spread(x, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
 
 
 @jit
-def _scales(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
+def scales_of(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
             GROUPS: tl.constexpr):
     """Scales fp32 [N, GROUPS] of the outputs n for the inputs from ``first`` on, and zero points. GROUP 0: the scales
-    of all inputs, which ``_factor`` multiplies with later."""
+    of all inputs, which ``factor_of`` multiplies with later."""
     if GROUP == 0:
         g = tl.zeros([1], tl.int32)
     else:
@@ -168,7 +183,7 @@ def _scales(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS:
 
 
 @jit
-def _factor(scale_ptr, more_ptr, n, live, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
+def factor_of(scale_ptr, more_ptr, n, live, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
     """The factor of each output's sum."""
     if LAYOUT == 3:
         f = tl.load(more_ptr + n, mask=live, other=0.0)
@@ -180,7 +195,7 @@ def _factor(scale_ptr, more_ptr, n, live, LAYOUT: tl.constexpr, GROUP: tl.conste
 
 
 @jit
-def _pair(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
+def weights_of(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
     """The weights fp32 of the even and the odd inputs of a block of bytes; of 8 bits all, twice."""
     s = _spread(s, N, GROUPS, BYTES)
     z = _spread(z, N, GROUPS, BYTES)
@@ -200,6 +215,16 @@ def _pair(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, 
 
 
 @jit
+def expert_at(w_ptr, scale_ptr, more_ptr, rows, B, G, ZEROS: tl.constexpr):
+    """The planes of an expert's matrix, which stands after so many ``rows`` of those before it."""
+    if ZEROS:
+        more_ptr += rows * G
+    else:
+        more_ptr += rows
+    return w_ptr + rows * B, scale_ptr + rows * G, more_ptr
+
+
+@jit
 def _inputs(x_ptr, norm_ptr, k, squares, K, NORM: tl.constexpr):
     """Inputs k of one row in fp32, times the norm's weight, and the running squares."""
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
@@ -213,9 +238,21 @@ def _inputs(x_ptr, norm_ptr, k, squares, K, NORM: tl.constexpr):
 def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_ptr, residual_ptr, eps,
                    OUT, K, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                    GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                   WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
-                   PDL: tl.constexpr):
-    """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end."""
+                   WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+                   RESIDUAL: tl.constexpr, PDL: tl.constexpr, ids_ptr=None, EXPERTS: tl.constexpr = False):
+    """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end.
+
+    EXPERTS: the matrix and the bias are those of expert ``ids[choice]``, and y [choices, OUT] has a row a choice. Codes
+    of six bits have no experts."""
+    if EXPERTS:
+        if PDL:  # the next kernel starts once the experts are known: it fetches their weights before it waits
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        expert = tl.load(ids_ptr + tl.program_id(1)).to(tl.int64)
+        w_ptr, w_scale_ptr, more_ptr = expert_at(w_ptr, w_scale_ptr, more_ptr, expert * (2 * OUT if KIND >= 0 else OUT),
+                                                 B, G, ZEROS)
+        bias_ptr += expert * (2 * OUT if KIND >= 0 else OUT)
+        y_ptr += tl.program_id(1) * OUT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.arange(0, BYTES)
     live = n < OUT
@@ -223,12 +260,12 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
     high_at = high_ptr + n.to(tl.int64)[:, None] * (B // 2)
     high_up_at = high_ptr + (n.to(tl.int64) + OUT)[:, None] * (B // 2)
-    if PDL:
+    if PDL and not EXPERTS:
         tl.extra.cuda.gdc_launch_dependents()
     w = _codes(at, high_at, live, b, B, LAYOUT, WHOLE)
     if KIND >= 0:
         w_up = _codes(up_at, high_up_at, live, b, B, LAYOUT, WHOLE)
-    if PDL:
+    if PDL and not EXPERTS:
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros([BYTES], tl.float32)
     acc = tl.zeros([BLOCK_N, BYTES], tl.float32)
@@ -240,16 +277,16 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
         if KIND >= 0:
             ahead_up = _codes(up_at, high_up_at, left, later, B, LAYOUT, False)
         x_even, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * PAIR, squares, K, NORM)
-        s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-        even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+        s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
         acc += even * x_even[None, :]
         if PAIR == 2:
             x_odd, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * 2 + 1, squares, K, NORM)
             acc += odd * x_odd[None, :]
         w = ahead
         if KIND >= 0:
-            s, z = _scales(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = _pair(w_up, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            s, z = scales_of(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            even, odd = weights_of(w_up, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
             acc_up += even * x_even[None, :]
             if PAIR == 2:
                 acc_up += odd * x_odd[None, :]
@@ -259,11 +296,11 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     y *= factor
-    y *= _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)
+    y *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)
     if BIAS:
         y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
     if KIND >= 0:
-        up = tl.sum(acc_up, 1) * factor * _factor(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)
+        up = tl.sum(acc_up, 1) * factor * factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)
         if BIAS:
             up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
         y = activate(y, up, KIND)
@@ -285,7 +322,7 @@ def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, 
 
 
 @jit
-def _dot(acc, even, odd, x_even, x_odd, PAIR: tl.constexpr):
+def multiply(acc, even, odd, x_even, x_odd, PAIR: tl.constexpr):
     dtype = x_even.dtype
     acc = tl.dot(even.to(dtype), x_even, acc, input_precision="ieee")
     if PAIR == 2:
@@ -298,8 +335,8 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
                     bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share, OUT, K, B, G,
                     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                     GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                    STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-                    KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+                    STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
+                    BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` bytes of a row of W, ``part`` [splits, T, N] fp32 and
     ``squares`` [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -321,21 +358,21 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     acc_up = acc
     for b0 in tl.range(start, stop, BYTES, num_stages=STAGES):
         w = _codes(at, high_at, live, b0 + b, B, LAYOUT, WHOLE)
-        s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
         x_even, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * PAIR, live_m, squares, K, ROWS, NORM)
         x_odd = x_even
         if PAIR == 2:
             x_odd, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * 2 + 1, live_m, squares, K, ROWS, NORM)
-        even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-        acc = _dot(acc, even, odd, x_even, x_odd, PAIR)
+        even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+        acc = multiply(acc, even, odd, x_even, x_odd, PAIR)
         if KIND >= 0:
             w = _codes(up_at, high_up_at, live, b0 + b, B, LAYOUT, WHOLE)
-            s, z = _scales(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = _pair(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-            acc_up = _dot(acc_up, even, odd, x_even, x_odd, PAIR)
-    acc *= _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
+            s, z = scales_of(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            acc_up = multiply(acc_up, even, odd, x_even, x_odd, PAIR)
+    acc *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
     if KIND >= 0:
-        acc_up *= _factor(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
+        acc_up *= factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
     held = live[:, None] & live_m[None, :]
     if SPLIT:
         N = OUT
@@ -371,32 +408,26 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
     ``config.block_k`` counts inputs: a power of two, and whole groups."""
     (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
     assert rows <= MAX_ROWS and w.num_inputs == width and x_TK.stride(1) == 1, "a few dense rows"
-    assert all(plane is None or plane.is_contiguous() for plane in (w.codes, w.scales, w.more, w.high)), "dense planes"
     outputs = num_rows if activation is None else num_rows // 2
     assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
         "the residual is as the result"
-    assert not w.group or config.block_k % w.group == 0, "a block of whole groups"
     y_TO = residual_TO if residual_TO is not None else out_TO
     if y_TO is None:
         y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     if rows == 0:
         return y_TO
     norm_K, eps = (x_TK, 0.0) if norm is None else norm
-    bias, more = x_TK if bias_N is None else bias_N, w.scales if w.more is None else w.more
+    bias, planes = x_TK if bias_N is None else bias_N, w.pointers()
     early, size = pdl(x_TK.device), config.block_k // w.pair
-    scales, high = _scale_bytes(w), w.codes if w.high is None else w.high
     fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
              "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
              "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
-    shape = {"OUT": outputs, "K": width, "B": width // w.pair, "G": w.num_groups,
-             "BLOCK_N": config.block_n, "BYTES": size, "GROUP": w.group,
-             "GROUPS": config.block_k // w.group if w.group else 1,
-             "PAIR": w.pair, "LAYOUT": LAYOUTS[w.layout], "ZEROS": w.layout == "u4" and w.more is not None,
+    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, **w.constants(config.block_k),
              "WHOLE": width % config.block_k == 0 and outputs % config.block_n == 0, "num_warps": config.warps}
     programs = cdiv(outputs, config.block_n)
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
-        _one_row_codes[(programs,)](x_TK, w.codes, high, scales, more, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
+        _one_row_codes[(programs,)](x_TK, *planes, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
         return y_TO
     share = cdiv(cdiv(width // w.pair, size), config.splits) * size
     splits = cdiv(width // w.pair, share)  # none of them empty
@@ -405,7 +436,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
         part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows_codes[(programs, splits)](
-        x_TK, w.codes, high, scales, more, y_TO, part, squares, norm_K, bias, y_TO, eps, rows, x_TK.stride(0),
+        x_TK, *planes, y_TO, part, squares, norm_K, bias, y_TO, eps, rows, x_TK.stride(0),
         y_TO.stride(0), y_TO.stride(0), share, **shape, ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages,
         SPLIT=splits > 1, **fused)
     if splits > 1:
@@ -424,9 +455,9 @@ def _write_matrix(w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLO
     live = n < rows
     wide = n.to(tl.int64)[:, None]
     w = _codes(w_ptr + wide * B, high_ptr + wide * (B // 2), live, b, B, LAYOUT, False)
-    s, z = _scales(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-    even, odd = _pair(w, s * _factor(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None], z, LAYOUT, BLOCK_N,
-                      GROUPS, BYTES)
+    s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    s *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
+    even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
     at = y_ptr + n.to(tl.int64)[:, None] * (B * PAIR)
     if PAIR == 2:
         both = tl.reshape(tl.join(even, odd), [BLOCK_N, 2 * BYTES])
@@ -441,18 +472,9 @@ def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
     shape = (*w.codes.shape[:-1], w.num_inputs)
     y = torch.empty(shape, dtype=dtype, device=w.codes.device)
     rows, block_k = w.codes[..., 0].numel(), 128 * w.pair
-    more, high = w.scales if w.more is None else w.more, w.codes if w.high is None else w.high
     _write_matrix[(cdiv(rows, 16), cdiv(w.num_inputs, block_k))](
-        w.codes, high, _scale_bytes(w), more, y, rows,
-        w.codes.shape[-1], w.num_groups, BLOCK_N=16, BYTES=128, GROUPS=block_k // w.group if w.group else 1,
-        GROUP=w.group, PAIR=w.pair, LAYOUT=LAYOUTS[w.layout], ZEROS=w.layout == "u4" and w.more is not None,
-        num_warps=4)
+        *w.pointers(), y, rows, BLOCK_N=16, **w.constants(block_k), num_warps=4)
     return y
-
-
-def _scale_bytes(w: Coded) -> torch.Tensor:
-    """Scales as the kernels read them: those of 8 bits that are numbers, as bytes."""
-    return w.scales.view(torch.uint8) if w.layout in ("mxfp4", "nvfp4") else w.scales
 
 
 # -------------------------------------------------------------------------------------------------------------- chooser

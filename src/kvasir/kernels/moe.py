@@ -15,7 +15,8 @@ which would change which expert a row sees. Bytes: 3 x F x E x itemsize per expe
 pair.
 
 Weights may be codes in FP8 (``kernels.f8``): SCALES is -1 for plain ones, 0 for a scale a channel, else the outputs and
-inputs of a block. What is computed is the product with the dequantised weights.
+inputs of a block. Codes with scales by group have kernels of their own (``kernels.codes_moe``). What is computed is the
+product with the dequantised weights.
 
 Legend: T rows, X experts, K experts per row, P = T * K pairs, E model dim, F width of an expert, D the summed dimension
 and N the outputs of one product.
@@ -33,12 +34,14 @@ import torch
 from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.codes_moe import down_row_codes, gate_up_row_codes, grouped_codes
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import _row
 from kvasir.kernels.hardware import name_of
 from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
 
-Experts = torch.Tensor | F8  # the matrices of all experts
+Experts = torch.Tensor | F8 | Coded  # the matrices of all experts
 Biases = tuple[torch.Tensor, torch.Tensor]  # of experts: gate_up [X, 2F], gate first, and down [X, E]
 
 
@@ -46,7 +49,8 @@ def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Expe
                   top_k: int, renormalize: bool, activation: str = "silu",
                   biases: Biases | None = None) -> torch.Tensor:
     """One pair after the other, in x's dtype, with the sum in the weights' dtype: [T, E] in x's dtype."""
-    gate_up_XFE, down_XEF = (dequantise_reference(w, x_TE.dtype) if isinstance(w, F8) else w
+    gate_up_XFE, down_XEF = (dequantise_reference(w, x_TE.dtype) if isinstance(w, F8) else
+                             w.numbers().to(x_TE.dtype) if isinstance(w, Coded) else w
                              for w in (gate_up_XFE, down_XEF))
     weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
     out_TE = torch.zeros(x_TE.shape, dtype=weights_TK.dtype, device=x_TE.device)
@@ -399,6 +403,10 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts
     first, second = (x_TE, x_TE) if biases is None else biases
     for a, w, bias, out, shape, is_gated in ((x_TE, gate_up_XFE, first, inner_PF, tiling.gate_up, True),
                                              (inner_PF, down_XEF, second, y_PE, tiling.down, False)):
+        if isinstance(w, Coded):
+            grouped_codes(a, w, None if biases is None else bias, out, routing, top_k, activation if is_gated else None,
+                          shape, early)
+            continue
         numbers, scale, scale_expert, scales = _planes(w, shape.d)
         _grouped[(cdiv(out.shape[1], shape.n), len(routing.tiles))](
             a, numbers, scale, bias, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0),
@@ -415,13 +423,13 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts
 
 def _check(gate_up_XFE: Experts, down_XEF: Experts, dim: int) -> tuple[tuple[int, int], set[torch.dtype]]:
     """The number of experts, their width, and the types of plain weights."""
-    first, second = (w.codes if isinstance(w, F8) else w for w in (gate_up_XFE, down_XEF))
-    num_experts, width = first.shape[0], first.shape[1] // 2
-    assert first.shape == (num_experts, 2 * width, dim) and second.shape == (num_experts, dim, width), \
-        "weights do not fit"
+    shapes = [(*w.codes.shape[:2], w.num_inputs) if isinstance(w, Coded) else tuple(w.codes.shape)
+              if isinstance(w, F8) else tuple(w.shape) for w in (gate_up_XFE, down_XEF)]
+    num_experts, width = shapes[0][0], shapes[0][1] // 2
+    assert shapes == [(num_experts, 2 * width, dim), (num_experts, dim, width)], "weights do not fit"
     assert not isinstance(gate_up_XFE, F8) or not gate_up_XFE.block or width % gate_up_XFE.block == 0, \
         "gate and up begin with a block"
-    return (num_experts, width), {w.dtype for w in (gate_up_XFE, down_XEF) if not isinstance(w, F8)}
+    return (num_experts, width), {w.dtype for w in (gate_up_XFE, down_XEF) if isinstance(w, torch.Tensor)}
 
 
 def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: Experts, down_XEF: Experts,
@@ -454,18 +462,23 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: Exp
         X_PAD=next_power_of_2(num_experts), TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize,
         BIAS=router_bias_X is not None, BLOCK_E=min(2048, next_power_of_2(dim)), NORM=norm is not None, num_warps=1,
         **early)
-    numbers, w_scale, scale_expert, scales = _planes(gate_up_XFE, 8)
-    _gate_up_row[(cdiv(width, 8), top_k)](
-        x_1E, scale, numbers, w_scale, first, ids, inner_KF, eps, *numbers.stride(), scale_expert, SCALES=scales, E=dim,
-        F=width,
-        BIAS=biases is not None, ACTIVATION=activation,
-        BLOCK_F=8, BLOCK_E=min(256, next_power_of_2(dim)), NORM=norm is not None, num_warps=4, **early)
-    numbers, w_scale, scale_expert, scales = _planes(down_XEF, 8)
-    _down_row[(cdiv(dim, 8),)](
-        inner_KF, numbers, w_scale, second, ids, weights, out_1E, *numbers.stride(), scale_expert, SCALES=scales,
-        E=dim, F=width, BIAS=biases is not None,
-        TOP_K=top_k,
-        BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), RESIDUAL=residual_1E is not None, num_warps=8, **early)
+    if isinstance(gate_up_XFE, Coded):
+        gate_up_row_codes(x_1E, gate_up_XFE, None if biases is None else first, ids, inner_KF, norm, activation, early)
+    else:
+        numbers, w_scale, scale_expert, scales = _planes(gate_up_XFE, 8)
+        _gate_up_row[(cdiv(width, 8), top_k)](
+            x_1E, scale, numbers, w_scale, first, ids, inner_KF, eps, *numbers.stride(), scale_expert, SCALES=scales,
+            E=dim, F=width, BIAS=biases is not None, ACTIVATION=activation, BLOCK_F=8,
+            BLOCK_E=min(256, next_power_of_2(dim)), NORM=norm is not None, num_warps=4, **early)
+    if isinstance(down_XEF, Coded):
+        down_row_codes(inner_KF, down_XEF, None if biases is None else second, ids, weights, out_1E,
+                       residual_1E is not None, early)
+    else:
+        numbers, w_scale, scale_expert, scales = _planes(down_XEF, 8)
+        _down_row[(cdiv(dim, 8),)](
+            inner_KF, numbers, w_scale, second, ids, weights, out_1E, *numbers.stride(), scale_expert, SCALES=scales,
+            E=dim, F=width, BIAS=biases is not None, TOP_K=top_k, BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)),
+            RESIDUAL=residual_1E is not None, num_warps=8, **early)
     return out_1E
 
 

@@ -1,7 +1,7 @@
 """Weights as codes with scales: what all formats of codes but ``f8`` have in common.
 
 The planes stay as they are: products of few rows read codes, and prompts a copy of one matrix at a time in the model's
-dtype, which is given back.
+dtype, which is given back. Experts are multiplied as codes up to ``STREAMED_PAIRS``.
 
 Legend: T rows, N outputs, K inputs, O outputs after a gated activation, G groups.
 """
@@ -16,11 +16,16 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.codes_gemv import Coded, choose, codes_gemv, matrix_of
+from kvasir.kernels.codes_moe import SERVED
 from kvasir.kernels.gemv import MAX_ROWS
+from kvasir.kernels.moe import Experts
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear
 from kvasir.layers.weight_format import MATRIX, Weight, WeightFormat
 
+# Pairs of a row and an expert, by expert, up to which codes are multiplied as they are. Beyond, a copy in the model's
+# dtype is written and given back, since every tile of pairs would make numbers of the codes again. Not measured yet.
+STREAMED_PAIRS = 256
 # Planes beside that of the codes; HIGH: the upper bits of codes of six.
 SCALE, ZERO, TENSOR_SCALE, HIGH, FACTOR = "scale", "zero", "tensor_scale", "high", "factor"
 
@@ -89,6 +94,11 @@ class CodeFormat(WeightFormat):
         w, y_TN = self.coded(weight), x_TK.new_empty((rows, weight.num_outputs), dtype=torch.float32)
         scale = None if norm is None else norm.parameters
         return codes_gemv(x_TK, w, choose(rows, weight.num_outputs, w), norm=scale, bias_N=bias_N, out_TO=y_TN)
+
+    def grouped(self, weight: Weight, pairs: float) -> Experts:
+        w = self.coded(weight)
+        streamed = weight.streams and pairs <= STREAMED_PAIRS and w.layout in SERVED
+        return w if streamed else self.dequantise(weight)
 
     def groups(self, num_inputs: int) -> int:
         """The groups of a row. Raises ConfigError where the inputs are no multiple of a group."""

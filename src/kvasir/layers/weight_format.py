@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvasir.kernels.f8 import F8
 from kvasir.kernels.lora import Shrunk
+from kvasir.kernels.moe import Experts
 from kvasir.layers.adapters import LowRank
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear, streams
@@ -143,8 +143,9 @@ class WeightFormat(Technique):
         """The codes of a matrix, for the C kernels; None: they take what ``dequantise`` returns."""
         return None
 
-    def grouped(self, weight: Weight) -> torch.Tensor | F8:
-        """The matrices of all experts [X, N, K], as ``kernels.moe`` takes them."""
+    def grouped(self, weight: Weight, pairs: float) -> Experts:
+        """The matrices of all experts [X, N, K], as ``kernels.moe`` takes them for so many ``pairs`` of a row and an
+        expert, by expert on average."""
         return self.dequantise(weight)
 
 

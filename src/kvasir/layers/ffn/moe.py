@@ -13,7 +13,7 @@ import torch
 
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated, sigmoid
-from kvasir.kernels.moe import moe_row_triton, moe_triton
+from kvasir.kernels.moe import Experts, moe_row_triton, moe_triton
 from kvasir.kernels.moe_routing import choose_reference, choose_sigmoid_triton
 from kvasir.layers.ffn.dense import FFN as Dense
 from kvasir.layers.linear import Linear
@@ -98,8 +98,7 @@ class FFN:
             return moe_row_triton(
                 x_TE,
                 self.router.weight.tensor,
-                self.gate_up.format.grouped(self.gate_up),
-                self.down.format.grouped(self.down),
+                *self._experts(len(x_TE)),
                 spec.top_k,
                 spec.renormalize,
                 self.arrived,
@@ -122,8 +121,7 @@ class FFN:
             return moe_triton(
                 x_TE,
                 logits_TX,
-                self.gate_up.format.grouped(self.gate_up),
-                self.down.format.grouped(self.down),
+                *self._experts(len(x_TE)),
                 spec.top_k,
                 spec.renormalize,
                 spec.activation,
@@ -134,6 +132,11 @@ class FFN:
             )
         out_TE = self._forward_plain(x_TE, *(self.route(x_TE) if routed is None else routed))
         return out_TE if residual_TE is None else out_TE.add_(residual_TE)
+
+    def _experts(self, rows: int) -> tuple[Experts, Experts]:
+        """The experts' matrices as the kernels take them for so many rows."""
+        pairs = rows * self.spec.top_k / self.spec.num_experts
+        return self.gate_up.format.grouped(self.gate_up, pairs), self.down.format.grouped(self.down, pairs)
 
     def _choose(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route as ``route`` does, with ids int32: by a kernel where one group of experts is scored by sigmoids."""

@@ -156,7 +156,7 @@ class Eight(WeightFormat):
         scale = None if norm is None else norm.parameters
         return f8_gemv(x_TK, w, choose(rows, *w.codes.shape, w.block, True), norm=scale, bias_N=bias_N, out_TO=y_TN)
 
-    def grouped(self, weight: Weight) -> torch.Tensor | F8:
+    def grouped(self, weight: Weight, pairs: float) -> torch.Tensor | F8:
         # The kernels of experts take whole blocks, and steps of up to 128 inputs within one.
         sizes = weight.num_outputs, weight.num_inputs
         whole = not self.block or self.block >= 128 and not any(size % self.block for size in sizes)

@@ -1,5 +1,6 @@
-"""gpt-oss, from 16-bit weights. Quirks: every second layer slides; a learned sink for every head; all projections have
-biases; experts lie in one tensor, transposed, with gate and up interleaved; a clamped activation."""
+"""gpt-oss, from MXFP4 as published or from 16-bit weights. Quirks: every second layer slides; a learned sink for every
+head; all projections have biases; experts lie in one tensor, in 16 bits transposed, with gate and up interleaved; a
+clamped activation."""
 
 from __future__ import annotations
 
