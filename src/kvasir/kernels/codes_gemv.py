@@ -213,8 +213,8 @@ def _inputs(x_ptr, norm_ptr, k, squares, K, NORM: tl.constexpr):
 def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_ptr, residual_ptr, eps,
                    OUT, K, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                    GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                   WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
-                   PDL: tl.constexpr):
+                   WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+                   RESIDUAL: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.arange(0, BYTES)
@@ -298,8 +298,8 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
                     bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share, OUT, K, B, G,
                     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                     GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                    STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-                    KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+                    STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
+                    BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` bytes of a row of W, ``part`` [splits, T, N] fp32 and
     ``squares`` [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
