@@ -1,4 +1,4 @@
-"""Formats that a converter writes: the file, loaded again, holds the codes that ``--weights`` makes of the plain one."""
+"""Formats that a converter writes: the file, loaded again, holds the codes that ``--weights`` makes."""
 
 import json
 

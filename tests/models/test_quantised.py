@@ -289,15 +289,21 @@ def test_a_format_that_is_only_read_is_not_converted_to(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_product_of_several_formats_is_refused(folders, tmp_path):
-    folder = folders("llama", "compressed-channel")
-    tensors = load_file(folder / "made" / "model.safetensors")
-    del tensors["model.layers.0.self_attn.k_proj.weight_scale"]
-    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(16, 32)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+@pytest.mark.parametrize("module", ["self_attn.k_proj", "mlp.up_proj"])
+def test_parts_of_a_product_may_have_formats_of_their_own(module, folders, tmp_path):
+    folder, module = folders("llama", "compressed-channel"), f"model.layers.0.{module}"
+    made, plain = (load_file(folder / name / "model.safetensors") for name in ("made", "plain"))
+    del made[module + ".weight_scale"]
+    made[module + ".weight"] = plain[module + ".weight"]
+    save_file(made, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "made" / "config.json").read_text())
-    with pytest.raises(ConfigError, match="q_proj' is stored as f8 and .*k_proj' as plain"):
-        load(tmp_path)
+    want = logits(folder / "plain")
+    for got, reference in zip(logits(tmp_path), want):
+        torch.testing.assert_close(got, reference, atol=2e-5, rtol=1e-4)
+    block = load(tmp_path).blocks[0]
+    weight = (block.mixer.qkv if "attn" in module else block.ffn.gate_up).weight
+    assert weight.format.name == "mixed" and weight.num_bytes < 4 * weight.num_outputs * weight.num_inputs * 0.8
+    assert digest(load(tmp_path)) == digest(load(tmp_path))
 
 
 def test_a_missing_scale_is_named(folders, tmp_path):

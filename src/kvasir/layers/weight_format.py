@@ -139,6 +139,26 @@ class WeightFormat(Technique):
         the same bits."""
         return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
 
+    def slots(self, weight: Weight) -> dict[str, Slot]:
+        """The places that stored tensors fill: ``part.weight``, and ``part.weight/plane`` for other planes."""
+        rows_of = {plane.name: plane for plane in self.planes_of(weight)}
+        found, first = {}, 0
+        for part, width in weight.widths.items():
+            for name, tensor in weight.planes.items():
+                plane = rows_of[name]
+                rows = tensor[plane.of(first, width)]
+                slot = Slot(rows, types=plane.types, random=plane.random)
+                if name == MATRIX and plane.random is not None:  # a quantised one
+                    put = functools.partial(weight.put, first)
+                    slot = replace(slot, whole=Whole((width, weight.num_inputs), put))
+                found[f"{part}.weight" if name == MATRIX else f"{part}.weight/{name}"] = slot
+            first += width
+        return found
+
+    def planes_of(self, weight: Weight) -> tuple[Plane, ...]:
+        """The planes of a weight."""
+        return self.planes(tuple(weight.widths.values()), weight.num_inputs, weight.place.dtype)
+
     def codes(self, weight: Weight) -> Codes | None:
         """The codes of a matrix, for the C kernels; None: they take what ``dequantise`` returns."""
         return None
@@ -181,7 +201,6 @@ class Weight:
         self.made: object | None = None  # by the format, for faster products
         sizes = tuple(widths.values())
         self.planes = self.format.allocate(count, sizes, num_inputs, place) if planes is None else planes
-        self._rows = {plane.name: plane for plane in self.format.planes(sizes, num_inputs, place.dtype)}
 
     def __call__(self, x_TK: torch.Tensor, **options: object) -> torch.Tensor:
         """The product; see ``WeightFormat.product``."""
@@ -208,28 +227,20 @@ class Weight:
         """The matrix [..., N, K] in the model's dtype; a plain one is not copied."""
         return self.format.dequantise(self)
 
-    def _put(self, first: int, w_NK: torch.Tensor) -> None:
+    def put(self, first: int, w_NK: torch.Tensor) -> None:
         """Quantise the outputs from the ``first`` on, some at a time: it takes memory of several times their size."""
+        rows_of = {plane.name: plane for plane in self.format.planes_of(self)}
         for start in range(0, len(w_NK), QUANTISED_ROWS):
             rows = w_NK[start : start + QUANTISED_ROWS]
             for name, part in self.format.quantise(rows).items():
-                self.planes[name][self._rows[name].of(first + start, len(rows))].copy_(part)
+                self.planes[name][rows_of[name].of(first + start, len(rows))].copy_(part)
 
     def forget(self) -> None:
         """Drop what was made of the planes, since they have changed."""
         self.made = None
 
     def slots(self, expert: int | None = None) -> dict[str, Slot]:
-        """The places that stored tensors fill: ``part.weight``, and ``part.weight/plane`` for other planes."""
-        found, first = {}, 0
+        """The places that stored tensors fill, of one expert or of all that the weight is; see
+        ``WeightFormat.slots``."""
         own = self if expert is None else self[expert]
-        for part, width in self.widths.items():
-            for name, tensor in own.planes.items():
-                plane = self._rows[name]
-                rows = tensor[plane.of(first, width)]
-                slot = Slot(rows, types=plane.types, random=plane.random)
-                if name == MATRIX and plane.random is not None:  # a quantised one
-                    slot = replace(slot, whole=Whole((width, self.num_inputs), functools.partial(own._put, first)))
-                found[f"{part}.weight" if name == MATRIX else f"{part}.weight/{name}"] = slot
-            first += width
-        return found
+        return own.format.slots(own)

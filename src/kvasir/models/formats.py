@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from kvasir.errors import ConfigError
+from kvasir.layers.mixed_format import MixedFormat
 from kvasir.layers.weight_format import MATRIX, PLAIN, WeightFormat, load_format
 from kvasir.layers.weights import NUMBERS, Slot
 from kvasir.models.fill import Stored
@@ -32,21 +33,21 @@ class Formats:
         self.quantised: set[str] = set()
 
     def __call__(self, slots: tuple[str, ...]) -> WeightFormat:
-        """Raises ConfigError where one product would need several formats."""
+        """Raises ConfigError where experts would need several formats."""
         found: dict[str, str] = {}  # a module of each format
+        formats = []
         for slot in slots:
             module = self._view(slot).name.removesuffix(SUFFIX)
-            found.setdefault(self._format(slot, module), module)
-        if len(found) > 1:
+            formats.append(self._format(slot, module))
+            found.setdefault(formats[-1], module)
+        if len(found) > 1 and ".experts." in slots[0]:
             (one, first), (other, second), *_ = found.items()
             raise ConfigError(
-                f"'{first}' is stored as {one} and '{second}' as {other}, but one product computes both. Use a "
-                "checkpoint that quantises both alike."
+                f"'{first}' is stored as {one} and '{second}' as {other}, but one product computes all experts. Use a "
+                "checkpoint that quantises them alike."
             )
-        name = next(iter(found))
-        if name != PLAIN:
-            self.quantised.update(slots)
-        return load_format(name)
+        self.quantised.update(slot for slot, name in zip(slots, formats) if name != PLAIN)
+        return load_format(formats[0]) if len(found) == 1 else MixedFormat([load_format(name) for name in formats])
 
     def _format(self, slot: str, module: str) -> str:
         tensor = self._tensors.get(module + SUFFIX)
@@ -87,7 +88,9 @@ class Formats:
     def fit(self, name: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
         """A stored tensor and its slot, so that their shapes are the same."""
         base, _, plane = name.partition("/")
-        return self.reader.fit(plane or MATRIX, tensor, slot) if base in self.quantised else (tensor, slot)
+        if base in self.quantised:
+            return self.reader.fit(plane or MATRIX, tensor, slot)
+        return self.reader.fit_plain(tensor, slot)
 
 
 class Quantising:

@@ -59,6 +59,10 @@ class Reader(Technique):
         """A stored tensor and the slot of the plane that it fills, so that their shapes are the same."""
         return tensor, slot
 
+    def fit_plain(self, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+        """The same for a slot of plain weights."""
+        return tensor, slot
+
     def check(self, tensor: Stored) -> None:
         """Look into a tensor that is not read. Raises ConfigError where its content changes the result."""
 

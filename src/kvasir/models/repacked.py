@@ -23,7 +23,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class Repacked(Slot):
     """A slot filled by ``convert`` of some rows of the stored tensor. A stored row becomes ``share`` = (count, of)
     rows, or with ``across`` columns, of the target: ``count`` of them for every ``of`` stored rows. ``given``: the
-    shape of the stored tensor."""
+    shape of the stored tensor, or of the part of it that ``index`` names: bytes of every block, of all rows."""
 
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
     given: tuple[int, ...] = ()
@@ -42,11 +42,12 @@ class Repacked(Slot):
         return replace(self, target=target, given=(count, *self.given[1:]))
 
     def through(self, index: tuple[int | slice, ...], transposed: bool) -> Slot:
-        assert not index and not transposed, "a repacked tensor is read as a whole"
-        return self
+        whole = all(isinstance(pick, slice) and pick == slice(None) for pick in index[:1])
+        assert whole and not transposed, "all rows of a repacked tensor are read"
+        return replace(self, index=index)
 
     def fill(self, stored: torch.Tensor) -> None:
-        self.target.copy_(self.convert(stored))
+        self.target.copy_(self.convert(stored[self.index] if self.index else stored))
 
 
 def nibbles(words: torch.Tensor, places: tuple[int, ...] = tuple(range(WORD))) -> torch.Tensor:
