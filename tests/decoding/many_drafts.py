@@ -91,6 +91,33 @@ def optimum(p: np.ndarray, q: np.ndarray, k: int) -> float:
     )
 
 
+def programme(p: np.ndarray, q: np.ndarray, k: int) -> float:
+    """The same optimum as a linear programme, solved by the simplex method: for small V and k.
+
+    A variable is the mass of a tuple of drafts that becomes a token of it. Their sum is largest where no tuple gives
+    more than its chance and no token gets more than p."""
+    tuples = list(product(range(len(p)), repeat=k))
+    pairs = [(t, y) for t in range(len(tuples)) for y in sorted(set(tuples[t]))]
+    rows = len(tuples) + len(p)
+    table = np.zeros((rows + 1, len(pairs) + rows + 1))
+    for column, (t, y) in enumerate(pairs):
+        table[t, column] = table[len(tuples) + y, column] = 1.0
+    table[:rows, len(pairs) : -1] = np.eye(rows)
+    table[:rows, -1] = [*(np.prod(q[list(drafts)]) for drafts in tuples), *p]
+    table[-1, : len(pairs)] = -1.0
+    basis = list(range(len(pairs), len(pairs) + rows))
+    while (enters := np.flatnonzero(table[-1, :-1] < -1e-12)).size:
+        column = enters[0]  # Bland's rule: the first of all, which never goes round in circles
+        up = np.flatnonzero(table[:rows, column] > 1e-12)
+        steps = table[up, -1] / table[up, column]
+        row = min(up[steps <= steps.min() + 1e-15], key=lambda r: basis[r])
+        basis[row] = column
+        table[row] /= table[row, column]
+        others = np.arange(rows + 1) != row
+        table[others] -= np.outer(table[others, column], table[row])
+    return float(table[-1, -1])
+
+
 def coupled(p: np.ndarray, q: np.ndarray, k: int, draws: int, rng: np.random.Generator) -> float:
     """How often the token, drawn with the same Gumbel noise, is one of the drafter's k likeliest: our own rule.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.decoding.many_drafts import coupled, kseq, kseq_factor, multi_round, optimum
+from tests.decoding.many_drafts import coupled, kseq, kseq_factor, multi_round, optimum, programme
 
 P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.35, 0.4, 0.05, 0.2])
 RULES = {
@@ -63,6 +63,16 @@ def test_no_rule_beats_the_optimum_and_k_seq_keeps_its_promise():
             independent = [multi_round(p, q, k)[1], kseq(p, q, k)[1]]
             assert max(independent) <= best + 1e-12
             assert kseq(p, q, k)[1] >= (1 - np.exp(-1)) * best - 1e-9
+
+
+@pytest.mark.parametrize("size,k", [(3, 3), (4, 2), (8, 2)])
+def test_the_optimum_is_that_of_the_linear_programme(size, k):
+    rng = np.random.default_rng(size)
+    for _ in range(3):
+        p, q = rng.dirichlet(np.ones(size)), rng.dirichlet(np.ones(size))
+        assert programme(p, q, k) == pytest.approx(optimum(p, q, k), abs=1e-9)
+        assert programme(p, q, k) > optimum(p, q, k - 1) + 1e-6
+    assert programme(P, Q, 2) == pytest.approx(0.9475)
 
 
 @pytest.mark.parametrize("k", [2, 3])

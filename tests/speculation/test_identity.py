@@ -23,6 +23,7 @@ FACTORS = {
         "ngram:min_match=1",
         "suffix:min_match=1",
         "draft_model:model=embedded",
+        "draft_model:model=embedded,tree=dyspec,max_depth=5",
         "token_recycling",
         "token_recycling:tree=published",
         "layer_skip:exits=1+2",

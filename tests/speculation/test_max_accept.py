@@ -18,6 +18,7 @@ from tests.speculation.test_distribution import PROMPT, RARE, joint, limit
 
 SAMPLES = 600
 DRAFTER = "draft_model:model=nano,max_depth=3"
+TREE = f"{DRAFTER},tree=dyspec,threshold=0.05"
 
 
 def bent(d) -> None:
@@ -30,10 +31,10 @@ def bent(d) -> None:
     d.engine._drafting.drafter._model._runner.weights_changed()
 
 
-def counts(max_accepted: bool, **options) -> tuple[dict[tuple[int, ...], int], float]:
+def counts(max_accepted: bool, drafter: str = DRAFTER, **options) -> tuple[dict[tuple[int, ...], int], float]:
     """Return tokens 2 to 4 of many answers, and the accepted drafts of a verification."""
     d = driver(
-        DRAFTER + (",max_accept=true" if max_accepted else ""),
+        drafter + (",max_accept=true" if max_accepted else ""),
         max_num_seqs=64,
         batch_invariant=False,
         check=False,
@@ -79,6 +80,15 @@ def test_the_joint_distribution_is_the_models_and_more_drafts_are_right(expected
     found, most = chi_square(expected, seen)
     assert found < most
     assert rate > 1.02 * counts(False)[1]
+
+
+@pytest.mark.slow
+def test_so_it_is_with_drawn_trees(expected):
+    """DySpec as published: drawn without replacement, level by level, and verified by multi-round rejection."""
+    seen, rate = counts(True, TREE)
+    found, most = chi_square(expected, seen)
+    assert found < most
+    assert rate > 0.5, "answers of 5 tokens allow trees of 3 nodes"
 
 
 def test_a_rest_that_is_not_the_rest_is_seen(expected, monkeypatch):
@@ -144,5 +154,7 @@ def test_what_would_bend_it_is_refused():
         load_drafter(DRAFTER + ",max_accept=true+suffix")
     with pytest.raises(ConfigError, match="not the tokens, which --batch-invariant promises"):
         Engine(EngineConfig.of(model="nano", drafter=DRAFTER + ",max_accept=true", batch_invariant=True))
+    with pytest.raises(ConfigError, match="tree=fixed takes the likeliest tokens.*choose tree=dyspec"):
+        load_drafter(DRAFTER + ",tree=fixed,max_accept=true")
     with pytest.raises(ConfigError, match="no option 'max_accept'"):
         load_drafter("suffix:max_accept=true")

@@ -86,16 +86,29 @@ class Spread:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnTree:
+    """A tree of drawn nodes, siblings in the order of their draws (`kvasir.decoding.multi_round`).
+
+    ``weights``: log-weights [.., V] that the children of the anchor and of each expanded node were drawn from."""
+
+    tokens: list[int]
+    parents: list[int]
+    weights: torch.Tensor
+
+
 @dataclass(slots=True)
 class Block:
     """The drafts of one span. ``first``: logit row that the first draft follows; ``weights``: log-weights of q
-    [len(drafts), V], or of its few tokens."""
+    [len(drafts), V], or of its few tokens. For trees ``parents`` holds each draft's parent among the rows from the
+    first on; None: a chain."""
 
     seq: Sequence
     first: int
     position: int
     drafts: list[int]
-    weights: torch.Tensor | Spread
+    weights: torch.Tensor | Spread | DrawnTree
+    parents: list[int] | None = None
 
     def log_weights(self, size: int, device: torch.device) -> torch.Tensor:
         """Log-weights [len(drafts), V = ``size``] on the device."""
@@ -103,11 +116,13 @@ class Block:
         return self.weights.dense(count, size, device) if isinstance(self.weights, Spread) else self.weights[:count]
 
 
-def drawn(span: Span) -> torch.Tensor | Spread | None:
+def drawn(span: Span) -> torch.Tensor | Spread | DrawnTree | None:
     """Return the log-weights that this span's drafts were drawn from; None when the walk verifies them."""
     at, weights = span.seq.state.get(DRAWN, (-1, None))
     sample = span.want.get("sample", range(0))
-    fits = len(sample) > 1 and span.parents is None and at == span.start + sample.start
+    fits = len(sample) > 1 and at == span.start + sample.start
+    if span.parents is not None and not isinstance(weights, DrawnTree):
+        return None
     return weights if fits and span.seq.request.params.temperature >= GREEDY_BELOW else None
 
 
@@ -124,6 +139,7 @@ def blocks(batch: SampleBatch) -> list[Block]:
                     span.start + sample.start,
                     row_tokens[sample.start + 1 :],
                     weights,
+                    span.parents and [parent - sample.start for parent in span.parents[sample.start + 1 :]],
                 )
             )
     return found

@@ -30,7 +30,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from kvasir.decoding import max_accept
+from kvasir.decoding import max_accept, multi_round
 from kvasir.decoding.filters import keep_top, largest
 from kvasir.decoding.guesses import deal, guess, listed, within
 from kvasir.decoding.penalties import penalise, replace
@@ -270,7 +270,7 @@ class Sampler:
         if blocks:
             place = np.cumsum(rows.sampled) - 1  # index among the sampled rows
             drawn_S = tokens if whole else tokens[at]
-            max_accept.accept([b for b, _ in blocks], place[[first for _, first in blocks]], final_SV, drawn_S)
+            multi_round.accept([b for b, _ in blocks], place[[first for _, first in blocks]], final_SV, drawn_S)
             if not whole:
                 tokens[at] = drawn_S
         # Where all tokens are allowed, the two maxima are the same. Both propagate NaN.

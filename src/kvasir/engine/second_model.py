@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
 from kvasir.speculation.drafter import Ask
+from kvasir.speculation.tree import DraftTree
 from kvasir.types import ModelInfo, PageCopy, Plan, Sequence, Span, Status
 
 
@@ -135,6 +136,47 @@ class SecondModel:
                     weights and torch.stack(weights),
                 )
         return [drawn.get(self._shadows.get(ask.seq), []) for ask in asks]
+
+    def expand(self, asks: Many[Ask], trees: Many[DraftTree], first: Many[int]) -> list[torch.Tensor | None]:
+        """Compute the whole tree so far as one span, since its rows are next to nothing for a small model: no state
+        remains between levels but the anchor's row."""
+        busy = {ask.seq for ask in asks}
+        spans: dict[Sequence, Span] = {}
+        left = self._max_rows
+        for ask, tree, node in zip(asks, trees, first):
+            known = len(ask.seq.tokens)
+            if known + ask.max_depth > self.info.max_model_len:
+                continue
+            shadow = self._shadow(ask.seq, busy) if node < 0 else self._shadows[ask.seq]
+            if shadow is None or not self._room(shadow, known + max(len(tree), ask.max_nodes if node < 0 else 0), busy):
+                continue
+            if node < 0:
+                span = next_span(shadow, min(known - shadow.num_computed, left))
+            else:
+                shadow.draft, count = tree.tokens, 1 + len(tree)
+                parents = [-1, *(1 + parent for parent in tree.parents)]
+                span = Span(
+                    shadow, known - 1, count, {"sample": range(1 + node, count)}, "walk", parents, seat=shadow.seat
+                )
+            if 0 < span.length <= left:
+                spans[ask.seq] = span
+                left -= span.length
+        rows = self._rows(list(spans.values()))
+        return [next(rows) if ask.seq in spans and spans[ask.seq].want else None for ask in asks]
+
+    def _rows(self, spans: list[Span]) -> Iterator[torch.Tensor]:
+        """Run a step; yields the log-weights of the sampled rows of each span that has any."""
+        if not spans:
+            return
+        kept = self._runner.sampler.kept = []
+        self._runner.launch(Plan(0, spans)).read()
+        for span in spans:
+            span.seq.draft, span.seq.num_computed = [], min(span.start + span.length, len(span.seq.tokens))
+        whole_RV, at = torch.cat(kept) if kept else None, 0
+        for span in spans:
+            if count := len(span.want.get("sample", ())):
+                yield whole_RV[at : at + count]
+                at += count
 
     def close(self, seq: Sequence) -> None:
         shadow = self._shadows.pop(seq, None)

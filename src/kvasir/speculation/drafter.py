@@ -42,6 +42,14 @@ class ChainModel(Protocol):
         A list is empty where the model is still computing the prompt or has no free page. ``keep``: draw with fresh
         noise and leave the distributions for the verification (`kvasir.decoding.max_accept`)."""
 
+    def expand(self, asks: Many[Ask], trees: Many[DraftTree], first: Many[int]) -> list[Any]:
+        """Return the log-weights [rows, V] of what follows the nodes of each tree from ``first`` on, with the
+        sequence's own parameters.
+
+        ``first`` is -1 with an empty tree: the row of the last known token. A tree then grows by levels, whose nodes
+        stand behind those of the levels before. None where the model is still computing the prompt or has no free
+        page."""
+
     def close(self, seq: Sequence) -> None: ...
 
     def load(self, weights: Mapping[str, Any]) -> None:
