@@ -7,6 +7,7 @@ Legend: M guesses, D depths, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,3 +49,21 @@ def weighted_mean(nats_M: torch.Tensor, weight_M: torch.Tensor) -> torch.Tensor:
 def discounted(nats_D: torch.Tensor) -> torch.Tensor:
     """The sum of mean losses by depth, each weighted by its depth."""
     return (nats_D * weights(len(nats_D), nats_D.device)).sum()
+
+
+def pulled(
+    logits: Callable[[torch.Tensor], torch.Tensor], guesses_ME: torch.Tensor, wanted_ME: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(p || q) [M] of guesses without a gradient, and the gradient [M, E] of its sum.
+
+    ``logits`` makes them of normed states: of the guesses, and of those of the served model. At most ``num_rows`` rows
+    have logits at a time, so that memory does not grow with guesses times vocabulary.
+    """
+    nats, gradients = [], []
+    for guess, wanted in zip(guesses_ME.detach().split(num_rows), wanted_ME.split(num_rows)):
+        guess.requires_grad_()
+        with torch.enable_grad():
+            found = Target.of(logits(wanted)).divergence(logits(guess))
+        gradients.append(torch.autograd.grad(found.sum(), guess)[0])
+        nats.append(found.detach())
+    return torch.cat(nats), torch.cat(gradients)

@@ -82,7 +82,7 @@ class ModelSpec:
     @property
     def layer_embedding(self) -> LayerEmbeddingSpec | None:
         """The embeddings of a token for each layer; all layers have them or none."""
-        return self.layers[0].embedding
+        return self.layers[0].embedding if self.layers else None
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers that share a page pool, in order of appearance: all layers with full attention, and all

@@ -3,17 +3,34 @@
 A kind is a file in ``head_kinds`` with one subclass of `Head` and the frozen dataclass of its shape. Every kind guesses
 from the row *before* the anchor, the last one computed: its hidden states, with the token after it known.
 
-Legend: B texts, T tokens, L tapped layers, E model dim, V vocabulary.
+Legend: B texts, T tokens, R rows, M guesses, K keys, L tapped layers, E model dim, V vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Guesses of many drafts, each made the same number of tokens after its root.
+
+    ``root_M``: the committed row that the draft starts from; ``above_M``: place one level up of the guess that this one
+    continues; ``embedded_ME``: embeddings of the tokens between the two; ``sees_MK``: which keys a guess sees (bool):
+    those of the R committed rows, then those of levels 1, 2, ... up to its own. Level 0 holds the committed rows
+    themselves, in their order.
+    """
+
+    root_M: torch.Tensor
+    above_M: torch.Tensor
+    embedded_ME: torch.Tensor
+    sees_MK: torch.Tensor
 
 
 class Head(nn.Module):
@@ -50,4 +67,16 @@ class Head(nn.Module):
         """Yield for k = 0, 1, ... a tensor [B, T, E] whose row p predicts token p + 2 + k, from the tapped layers'
         outputs, the final norm's, and the embeddings of the tokens that follow. Never called where the weights are
         embeddings, which the model itself reads as rows."""
+        raise NotImplementedError
+
+    def unroll_paths(
+        self,
+        features_RLE: torch.Tensor,
+        normed_RE: torch.Tensor,
+        positions_R: torch.Tensor,
+        num_positions: int,
+        levels: Sequence[Level],
+    ) -> Iterator[torch.Tensor]:
+        """Yield for each level a tensor [M, E] whose rows predict the token after their own, as ``unroll`` does along
+        one text; here paths may branch. ``num_positions``: a number that no position of a guess reaches."""
         raise NotImplementedError

@@ -4,13 +4,13 @@ token.
 The layer's own output stands for the fused states at the next step; training unrolls these steps ("training-time
 test").
 
-Legend: B texts, T tokens, N = leading dimensions, L tapped layers, E model dim, H query heads, G KV heads, D head dim,
-V vocabulary.
+Legend: B texts, T tokens, R rows, M guesses of a level, N = leading dimensions, L tapped layers, E model dim, H query
+heads, G KV heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kvasir.kernels.norm import rms_norm
-from kvasir.speculation.head import Head
+from kvasir.speculation.head import Head, Level
 
 NEG_INF = -float("inf")
 
@@ -163,3 +163,29 @@ class Eagle(Head):
             yield self.norm(state)
             # Token p + 2 + j comes next in row p; the last rows have none, and predict nothing that exists.
             embedded = torch.cat([embedded[:, 1:], embedded[:, -1:]], 1)
+
+    def unroll_paths(
+        self,
+        features_RLE: torch.Tensor,
+        normed_RE: torch.Tensor,
+        positions_R: torch.Tensor,
+        num_positions: int,
+        levels: Sequence[Level],
+    ) -> Iterator[torch.Tensor]:
+        state = self.fuse(features_RLE)
+        group = self.shape.heads // self.shape.kv_heads
+        self.reserve(num_positions)
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for j, level in enumerate(levels):
+            if j:
+                state = state[level.above_M]
+            q, k, v = self.attention(self.mix(state, level.embedded_ME), positions_R[level.root_M] + j)
+            keys.append(k.repeat_interleave(group, -2))
+            values.append(v.repeat_interleave(group, -2))
+            attended = F.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in (q, torch.cat(keys), torch.cat(values))),
+                attn_mask=level.sees_MK[None, None],
+            )
+            state = self.finish(state, attended[0].transpose(0, 1))
+            yield self.norm(state)

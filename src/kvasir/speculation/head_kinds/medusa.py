@@ -2,19 +2,19 @@
 
 A head is one residual block over the final normed state, x + SiLU(W_k x + b_k), read by the model's own output matrix.
 
-Legend: B texts, T tokens, N = leading dimensions, E model dim, V vocabulary, K heads.
+Legend: B texts, T tokens, R rows, M guesses of a level, N = leading dimensions, E model dim, V vocabulary, K heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kvasir.speculation.head import Head
+from kvasir.speculation.head import Head, Level
 
 
 @dataclass(frozen=True)
@@ -50,3 +50,16 @@ class Medusa(Head):
         self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
     ) -> Iterator[torch.Tensor]:
         yield from self(normed_BTE).unbind(2)
+
+    def unroll_paths(
+        self,
+        features_RLE: torch.Tensor,
+        normed_RE: torch.Tensor,
+        positions_R: torch.Tensor,
+        num_positions: int,
+        levels: Sequence[Level],
+    ) -> Iterator[torch.Tensor]:
+        """Guess without looking at paths: all guesses of a level and root are alike."""
+        guesses_RKE = self(normed_RE)
+        for j, level in enumerate(levels):
+            yield guesses_RKE[:, j][level.root_M]

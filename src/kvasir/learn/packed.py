@@ -1,0 +1,174 @@
+"""Verified trees packed for one pass: all guesses that can be judged, along committed text and rejected branches.
+
+A draft starts from a *root*, a committed row, and knows the token after it. Guess j of a draft predicts the token that
+follows j further ones. It is judged by the distribution of the served model in the row of the last token known to it,
+its *judge*:
+
+- along committed text, from every root, and with the row that lies j + 1 places on as judge;
+- along a rejected branch, from the root that this branch was drafted from, and with the rejected row itself as judge.
+  What the model wants after a wrong token is known, since the verification has just computed it.
+
+Branches that begin alike share their guesses. Context rows see the rows of their text up to their own. A guess sees the
+context up to its root, the guesses of its own path, and nothing of other branches (`branch_mask`).
+
+Legend: R committed rows, A all rows, M guesses of a level, K keys, L tapped layers, E model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvasir.learn.base import Base
+from kvasir.learn.trace import PLAIN, REJECTED, Trace
+from kvasir.speculation.head import Level
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """The guesses of one level, by index: ``root`` [M] among committed rows, ``above`` [M] one level up, ``token`` [M]
+    that is known last, ``judge`` [M] among all rows (-1: none), ``rejected`` [M]: whether that row was rejected."""
+
+    root: np.ndarray
+    above: np.ndarray
+    token: np.ndarray
+    judge: np.ndarray
+    rejected: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Rows and guesses of some traces.
+
+    ``states`` [A, L, E] of all rows, in the order of the traces; ``committed`` [R]: which of them are committed;
+    ``positions`` and ``text`` [R]: their positions, and the number of their trace.
+    """
+
+    states: torch.Tensor
+    committed: np.ndarray
+    positions: np.ndarray
+    text: np.ndarray
+    levels: tuple[Guesses, ...]
+
+    def to_levels(self, base: Base) -> list[Level]:
+        """What `Head.unroll_paths` takes, on the device of ``base``."""
+        on, masks = base.device, branch_mask(self, base.device)
+        return [
+            Level(_on(level.root, on), _on(level.above, on), base.embed(_on(level.token, on)), mask)
+            for level, mask in zip(self.levels, masks)
+        ]
+
+
+def pack(traces: Sequence[Trace], depth: int, rejected: bool = True) -> Packed:
+    """Lay out the guesses of all drafts of at most ``depth`` tokens. ``rejected``: also along rejected branches."""
+    all_rows = np.cumsum([0, *(trace.num_rows for trace in traces)])
+    committed = [np.flatnonzero(trace.kinds != REJECTED) for trace in traces]
+    roots = np.cumsum([0, *map(len, committed)])
+    judged = [
+        [_along_text(trace, rows, depth), _along_branches(trace, rows, depth) if rejected else []]
+        for trace, rows in zip(traces, committed)
+    ]
+    levels: list[Guesses] = []
+    places: dict[tuple[int, int], int] = {}  # (root, judge) of a guess one level up -> its place
+    for j in range(depth):
+        here = [
+            (guess.root + roots[n], guess.known + all_rows[n], guess.token, guess.judge + all_rows[n])
+            for part in range(2)
+            for n, both in enumerate(judged)
+            for guess in both[part]
+            if guess.level == j
+        ]
+        if j == 0:  # the context: all committed rows, judged or not
+            judge_of = {root: judge for root, _, _, judge in here}
+            here = [
+                (root, root, _token_after(trace, int(row)), judge_of.get(root, -1))
+                for n, (trace, rows) in enumerate(zip(traces, committed))
+                for root, row in enumerate(rows, roots[n])
+            ]
+        if not here:
+            break
+        root, known, token, judge = np.array(here, np.int64).T
+        above = root if j == 0 else np.array([places[pair] for pair in zip(root.tolist(), known.tolist())], np.int64)
+        kinds = np.concatenate([trace.kinds for trace in traces])
+        levels.append(Guesses(root, above, token, judge, (judge >= 0) & (kinds[judge] == REJECTED)))
+        places = {pair: i for i, pair in enumerate(zip(root.tolist(), judge.tolist()))}
+    return Packed(
+        torch.cat([trace.tensor() for trace in traces]),
+        np.concatenate([rows + all_rows[n] for n, rows in enumerate(committed)]),
+        np.concatenate([trace.positions[rows] for trace, rows in zip(traces, committed)]).astype(np.int64),
+        np.repeat(np.arange(len(traces)), [len(rows) for rows in committed]),
+        tuple(levels),
+    )
+
+
+def branch_mask(packed: Packed, device: torch.device) -> list[torch.Tensor]:
+    """What the guesses of each level see [M, K]: the committed rows of their text up to their root, then of each level
+    from 1 on the guess on their own path."""
+    position, text = _on(packed.positions, device), _on(packed.text, device)
+    seen_RR = (text[:, None] == text) & (position[:, None] >= position)
+    found, trails = [], []
+    for j, level in enumerate(packed.levels):
+        if j:
+            above, count = _on(level.above, device), len(level.root)
+            trails = [(trail[above], size) for trail, size in trails]
+            trails.append((torch.arange(count, device=device), count))
+        own = [trail[:, None] == torch.arange(size, device=device) for trail, size in trails]
+        found.append(torch.cat([seen_RR[_on(level.root, device)], *own], 1))
+    return found
+
+
+class _Guess(NamedTuple):
+    """A guess in one trace. ``root``: among its committed rows; ``known``: the judge of the guess that it continues."""
+
+    level: int
+    root: int
+    known: int
+    token: int
+    judge: int
+
+
+def _along_text(trace: Trace, committed: np.ndarray, depth: int) -> list[_Guess]:
+    """Guesses of a reply's tokens from every committed row that others follow without a gap."""
+    positions = trace.positions[committed].tolist()
+    found = []
+    for root, position in enumerate(positions):
+        if position < trace.prompt - 1:  # the first token of a reply is drawn before any draft
+            continue
+        for j in range(min(depth, len(positions) - root - 1)):
+            judge = root + 1 + j
+            if positions[judge] != position + 1 + j:
+                break
+            row = int(committed[judge])
+            found.append(_Guess(j, root, int(committed[judge - 1]), int(trace.row_tokens[row]), row))
+    return found
+
+
+def _along_branches(trace: Trace, committed: np.ndarray, depth: int) -> list[_Guess]:
+    """Guesses behind rejected rows whose draft can be followed back to the root that it was made from."""
+    place = {int(row): i for i, row in enumerate(committed)}
+    kinds, parents, positions = trace.kinds.tolist(), trace.parents.tolist(), trace.positions.tolist()
+    found = []
+    for row in np.flatnonzero(trace.kinds == REJECTED).tolist():
+        anchor = parents[row]
+        while anchor >= 0 and kinds[anchor] != PLAIN:
+            anchor = parents[anchor]
+        before = parents[anchor] if anchor >= 0 else -1
+        if before < 0 or positions[before] < trace.prompt - 1:
+            continue
+        level, root = positions[row] - positions[anchor], place[before]
+        if level < depth:
+            found.append(_Guess(level, root, parents[row], int(trace.row_tokens[row]), row))
+    return found
+
+
+def _token_after(trace: Trace, row: int) -> int:
+    """The committed token after a committed row's."""
+    return int(trace.tokens[trace.positions[row] + 1 - trace.start])
+
+
+def _on(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
