@@ -137,7 +137,7 @@ def _accept_trees(found: list[Block], rows: np.ndarray, final_SV: torch.Tensor, 
 
 
 def rest(p_BV: torch.Tensor, q_BV: torch.Tensor) -> torch.Tensor:
-    """What p has in excess of q, as distributions; p where that is nothing up to rounding."""
+    """The excess of p over q, as distributions; p where that is nothing up to rounding."""
     over_BV = (p_BV - q_BV).clamp(min=0.0)
     sum_B1 = over_BV.sum(-1, keepdim=True)
     return torch.where(sum_B1 > 0, over_BV / sum_B1, p_BV)
