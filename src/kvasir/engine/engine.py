@@ -308,7 +308,7 @@ class Engine:
         elif not self._plans:
             compiling = [live.compiling for live in self._live.values() if live.compiling is not None]
             (wait_for_one if self.adapters is None else self.adapters.rest)(compiling)
-        depth = 1 if plan.spans and self._overlap else 0
+        depth = 1 if plan.spans and self._overlap and not self.steps.careful else 0
         while len(self._plans) > depth or self.steps.stalled:
             self._resolve(events)
         if late:
