@@ -1,21 +1,17 @@
-"""Invariants of the scheduler and of its pages. Slow: for tests and debugging (``--check``)."""
+"""Invariants of the scheduler and of its pages (`Scheduler.check`, `PageManager.check`). Slow: for tests and debugging."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvasir.engine.page_pool import PagePool
 from kvasir.types import Sequence, Status
 
-if TYPE_CHECKING:
-    from kvasir.engine.pages import PageManager
-    from kvasir.engine.scheduler import Scheduler
 
-
-def check_scheduler(scheduler: Scheduler) -> None:
+def check_scheduler(scheduler: Any) -> None:
     """Assert every invariant of a scheduler, those of its pages included."""
     for status, seqs in (
         (Status.WAITING, scheduler.backlog.waiting),
@@ -38,7 +34,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_pages(scheduler.pages, chain(scheduler.running, scheduler.room.leased()))
 
 
-def check_pages(pages: PageManager, sequences: Iterable[Sequence]) -> None:
+def check_pages(pages: Any, sequences: Iterable[Sequence]) -> None:
     """Assert the invariants of pages, given all sequences that have some."""
     sequences = [seq for seq in sequences if seq.tables]
     for pool in pages.all_pools:
@@ -51,7 +47,7 @@ def check_pages(pages: PageManager, sequences: Iterable[Sequence]) -> None:
         _check_index(pages, sequences)
 
 
-def _check_pool(pages: PageManager, pool: PagePool, sequences: list[Sequence]) -> None:
+def _check_pool(pages: Any, pool: PagePool, sequences: list[Sequence]) -> None:
     in_use = Counter(page for seq in sequences for page in seq.tables[pool.group] if page)
     assert all(pool.refs[page] == in_use[page] for page in range(pool.num_pages)), (
         f"group {pool.group}: references and tables differ"
@@ -66,7 +62,7 @@ def _check_pool(pages: PageManager, pool: PagePool, sequences: list[Sequence]) -
     assert all(pool.nodes[page] for page in pool.cached), "a cached page is not in the prefix index"
 
 
-def _check_sequence(pages: PageManager, seq: Sequence) -> None:
+def _check_sequence(pages: Any, seq: Sequence) -> None:
     size = pages.page_slots
     needed = -(-seq.num_computed // size)
     for pool, table in zip(pages.pools, seq.tables):
@@ -90,7 +86,7 @@ def _check_sequence(pages: PageManager, seq: Sequence) -> None:
             )
 
 
-def _check_index(pages: PageManager, sequences: list[Sequence]) -> None:
+def _check_index(pages: Any, sequences: list[Sequence]) -> None:
     users = Counter(node.parent for node in pages.index.nodes.values() if node.parent)
     users.update(tail for _, tail in pages.tails.values() if tail is not None)
     assert set(pages.tails) == set(sequences), "a sequence that is gone is still being indexed"

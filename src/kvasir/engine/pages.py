@@ -36,9 +36,9 @@ class PageManager:
         num_pages: abc.Sequence[int],
         page_slots: int,
         prefix_root: bytes | None,
+        state_interval: int = 0,
         *,
         on_free: OnFree | None = None,
-        state_interval: int = 0,
     ) -> None:
         assert len(groups) == len(num_pages) and all(n > 1 for n in num_pages), "every group needs page 0 and one more"
         self.groups = tuple(groups)

@@ -89,7 +89,7 @@ class StatePages:
         if not self.interval:
             return float("inf")
         regular = (start // self.interval + 1) * self.interval
-        return min((stop for stop in self._held[seq].stops if start < stop), default=regular)
+        return min([regular, *(stop for stop in self._held[seq].stops if start < stop)])
 
     def _last_stop(self, seq: Sequence, end: int) -> int:
         """The last position up to ``end`` where a snapshot is wanted; 0: there is none."""
@@ -98,8 +98,8 @@ class StatePages:
         return max(end // self.interval * self.interval, *(s for s in self._held[seq].stops if s <= end), 0)
 
     def begin(self, step: int, nodes: dict[Sequence, Node | None]) -> list[PageCopy]:
-        """Take the snapshots that are due, before step number ``step`` is planned. ``nodes``: by sequence, the node whose end its
-        snapshot (``due``) belongs to; None: it is not indexed."""
+        """Take the snapshots that are due, before step number ``step`` is planned. ``nodes``: by sequence, the node
+        whose end its snapshot (``due``) belongs to; None: it is not indexed."""
         self._step, copies = step, []
         for seq, node in nodes.items():
             if self.pool.num_available and node is not None and not node.pages[self.group]:
@@ -110,7 +110,7 @@ class StatePages:
         return copies
 
     def due(self) -> dict[Sequence, int]:
-        """By sequence, the committed position at which a snapshot can be copied from its live page now."""
+        """The committed position of each sequence at which a snapshot can be copied from its live page now."""
         due, self._due = self._due, {}
         return {seq: at for seq, at in due.items() if self._held[seq].bases[-1] <= at <= seq.num_computed}
 
