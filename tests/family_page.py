@@ -19,8 +19,8 @@ random configs with its fields on and off (`tests/models/test_parity.py`). A fie
 not served is refused by name at start-up, and so is a stored tensor that nobody reads.
 
 Of a multimodal checkpoint the text model is served: the tensors under "left out" are not read, and start-up logs their
-bytes. A request with an image gets status 400. A hybrid (Qwen 3.5 and later, Qwen3-Next) is read, but not served yet:
-the engine refuses layers that keep states.
+bytes. A request with an image gets status 400. Most layers of a hybrid (Qwen 3.5 and
+later, Qwen3-Next) keep [a state](methods/recurrent.md) instead of keys.
 
 `python -m tests.family_page` writes this page. [How to add a family](adding-a-technique.md#a-model-family).
 

@@ -87,6 +87,7 @@ class CacheConfig:
         None, "Pages in the pool; default: as many as fit the memory.", "num-gpu-blocks-override", low=1
     )
     enable_prefix_caching: bool = opt(True, "Share the KV of prompts that begin alike.")
+    state_interval: int = opt(2048, "Tokens between two snapshots of a recurrent model's state in the cache.", low=1)
     fit: bool = opt(False, "Shorten the context to the length that fits instead of refusing to start.")
 
 

@@ -19,6 +19,7 @@ from kvasir.types import CacheGroup, CacheRow, Plan, Request, SamplingParams, Se
 
 VOCAB = 7
 FULL = CacheGroup("full", (0,), (CacheRow(1, 8, 8),))
+STATE = CacheGroup("state", (2,), kind="state", states=((),))
 
 
 def window_group(window: int) -> CacheGroup:
@@ -43,9 +44,11 @@ def sequence(prompt, branch=0, **options) -> Sequence:
     return Sequence(request(prompt, **options), branch)
 
 
-def manager(num_pages=20, page_slots=4, groups=(FULL,), prefix_root=b"root", on_free=None) -> PageManager:
+def manager(
+    num_pages=20, page_slots=4, groups=(FULL,), prefix_root=b"root", on_free=None, state_interval=0
+) -> PageManager:
     pages = [num_pages] * len(groups) if isinstance(num_pages, int) else num_pages
-    return PageManager(groups, pages, page_slots, prefix_root, on_free=on_free)
+    return PageManager(groups, pages, page_slots, prefix_root, on_free=on_free, state_interval=state_interval)
 
 
 def scheduler(pages: PageManager | None = None, policy=None, *, max_rows=64, max_model_len=1000, **config) -> Scheduler:
@@ -79,7 +82,7 @@ class FakeModel:
 
     def __init__(self, pages: PageManager) -> None:
         self.pages = pages
-        self.content = [[[None] * pages.page_slots for _ in range(pool.num_pages)] for pool in pages.pools]
+        self.content = [[[None] * pages.page_slots for _ in range(pool.num_pages)] for pool in pages.all_pools]
         self._states: dict[Sequence, list[int]] = {}
         self.drawn: dict[int, int] = {}  # seat -> the token drawn last, as the device keeps it
 
@@ -91,13 +94,17 @@ class FakeModel:
     def pack(self, plan: Plan) -> list:
         """Spans with their tokens and a copy of their tables, which the scheduler may change while the step runs."""
         self._copy(plan)
-        return [(span, span.tokens(), [list(table) for table in span.seq.tables]) for span in plan.spans]
+        return [
+            (span, span.tokens(), [list(table) for _, table in zip(self.pages.pools, span.seq.tables)])
+            for span in plan.spans
+        ]
 
     def _copy(self, plan: Plan) -> None:
         targets = [(c.group, c.target) for c in plan.copies]
-        assert len(set(targets)) == len(targets) and not set(targets) & {(c.group, c.source) for c in plan.copies}
-        for copy in plan.copies:
-            self.content[copy.group][copy.target] = list(self.content[copy.group][copy.source])
+        assert len(set(targets)) == len(targets), "a page is copied to twice"
+        found = [list(self.content[copy.group][copy.source]) for copy in plan.copies]
+        for copy, content in zip(plan.copies, found):
+            self.content[copy.group][copy.target] = content
 
     def run(self, packed: list) -> list[list[int]]:
         """Run one forward and return the emitted tokens of every span (the walk along its draft)."""
@@ -105,6 +112,9 @@ class FakeModel:
         rows = [self._states_of(span, tokens) for span, tokens, _ in packed]
         for (span, _, tables), states in zip(packed, rows):
             self._write(span.start, states[span.start :], tables)
+        if self.pages.states is not None:
+            for (span, tokens, _), states in zip(packed, rows):
+                self._recur(span, tokens, states)
         results = [self._read(span, tokens, states, tables) for (span, tokens, tables), states in zip(packed, rows)]
         self.drawn |= {span.seat: emitted[-1] for (span, *_), emitted in zip(packed, results) if emitted}
         return results
@@ -125,6 +135,23 @@ class FakeModel:
             for position, state in enumerate(states, start):
                 assert table[position // size] > 0, "a row is written to the dummy page"
                 content[table[position // size]][position % size] = state
+
+    def _recur(self, span, tokens: list[int], states: list[int]) -> None:
+        """Do what recurrent layers do: a page is a base, the prefix hash there, and the tokens put behind it."""
+        pool, rows = self.content[self.pages.states.group], self.pages.states.rows
+        (read, write), start, base, value = span.states, span.start, 0, 0
+        if start:
+            base, value, *ahead = pool[read]
+            assert 0 <= start - base <= min(rows, len(ahead)), f"a state at {base} cannot reach {start}"
+            for token in ahead[: start - base]:
+                value = extend(value, token)
+            assert value == states[start - 1], f"{span.seq} reads a wrong state"
+        if span.length <= rows:
+            assert read == write > 0
+            pool[read] = [start, value, *tokens]
+        else:
+            assert read != write > 0
+            pool[write] = [start + span.length, states[-1]]
 
     def _read(self, span, tokens, states: list[int], tables: list[list[int]]) -> list[int]:
         size = self.pages.page_slots

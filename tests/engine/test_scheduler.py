@@ -342,7 +342,7 @@ def test_rounding_leaves_the_oldest_prompt_its_claim():
 
 
 def lose_a_seat(s, seq):
-    s._free_seats.pop()
+    s.free_seats.pop()
 
 
 def wrong_status(s, seq):

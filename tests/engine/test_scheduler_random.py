@@ -12,13 +12,20 @@ from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.engine.schedulers.shortest import Shortest
 from kvasir.types import Request, SamplingParams, Sequence, Status
-from tests.engine.fake import FULL, Driver, FakeModel, manager, scheduler, window_group
+from tests.engine.fake import FULL, STATE, Driver, FakeModel, manager, scheduler, window_group
 
 EPISODES = 20  # per seed
 STEPS = 250  # per episode, then until all is done
 SEEDS, SHORT = 20, 8  # seeds in all, and those of `make test`
 
-GROUPS = [(FULL,), (FULL, window_group(6)), (window_group(5),), (window_group(3), FULL, window_group(9))]
+GROUPS = [
+    (FULL,),
+    (FULL, window_group(6)),
+    (window_group(5),),
+    (window_group(3), FULL, window_group(9)),
+    (FULL, STATE),
+    (window_group(6), FULL, STATE),
+]
 
 
 class World:
@@ -36,7 +43,10 @@ class World:
             self.page_slots,
             groups,
             None if rng.random() < 0.2 else b"root",
+            state_interval=self.page_slots * rng.choice([1, 2, 4]),
         )
+        if pages.states is not None:
+            pages.states.rows = rng.choice([2, 5, 16])
         policy = rng.choice(
             [Fcfs(), Affinity(), Shortest(), Priority(Config(threshold=1)), Priority(Config(threshold=10))]
         )
@@ -51,7 +61,7 @@ class World:
         self.scheduler.prompts_first = rng.random() < 0.4
         self.scheduler.pace.mixed = rng.choice([None, None, MixedRows(1, 1), MixedRows(6, 3)])
         model = FakeModel(pages)
-        for pool in pages.pools:
+        for pool in pages.all_pools:
             pool._on_free = model.poison
         self.resumed, resume = 0, pages.resume
 

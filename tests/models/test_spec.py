@@ -11,7 +11,6 @@ import pytest
 from kvasir import technique
 from kvasir.config import EngineConfig
 from kvasir.engine.build import _info
-from kvasir.engine.sizing import refuse_states
 from kvasir.errors import ConfigError
 from kvasir.layers.spec import DenseSpec, MoESpec, RopeSpec
 from kvasir.models import cost
@@ -517,10 +516,3 @@ def test_hybrids_refuse_what_they_do_not_compute():
     ):
         with pytest.raises(ConfigError, match=message):
             build_spec(config("qwen3_5_text", **changes))
-
-
-def test_the_engine_refuses_states_with_a_reason():
-    spec = build_spec(config("qwen3_5_text"))
-    with pytest.raises(ConfigError, match="3 layers of this model are recurrent.*does not schedule states"):
-        refuse_states(spec.cache_groups())
-    refuse_states(build_spec(config("qwen3")).cache_groups())

@@ -126,7 +126,7 @@ class Packer:
                 )
             for g, table, slot in groups:
                 if g in self.states:
-                    table[i, :2], table[i, 2:], slot[at:end] = span.seq.tables[g], 0, 0
+                    table[i, :2], table[i, 2:], slot[at:end] = span.states, 0, 0
                 else:
                     self._pages(span, span.seq.tables[g], table[i], slot[at:end])
             if span.parents:

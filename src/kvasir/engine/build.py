@@ -15,7 +15,6 @@ from kvasir import technique
 from kvasir.attention.backend import Site
 from kvasir.config import CacheConfig, EngineConfig
 from kvasir.decoding.sampler import Sampler
-from kvasir.engine import sizing
 from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.capture import Capture, CudaCapture, PieceCapture
 from kvasir.engine.chain_graphs import ChainGraphs
@@ -28,10 +27,10 @@ from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, available_memory, gib, own_bytes, pages_for, plan_pool, resolve_length
-from kvasir.engine.spans import next_span
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
 from kvasir.engine.variants import VariantSlots, make_slots
+from kvasir.engine.worst_case import worst_case_step
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kernels.compile_ahead import compiling
@@ -41,13 +40,13 @@ from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
 from kvasir.models.decoder import Decoder
-from kvasir.models.families import build_spec, find_family
+from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
 from kvasir.models.sidecar import read_sidecar
-from kvasir.types import CacheRow, ModelInfo, PageCopy, Plan, PoolingParams, Request, SamplingParams, Sequence
+from kvasir.types import CacheGroup, CacheRow, ModelInfo
 
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
@@ -142,7 +141,6 @@ def build(
         torch.set_num_threads(config.runner.num_threads)
     path = checkpoint.resolve(config.model.model, config.model.revision)
     hf = checkpoint.read_config(path)
-    sizing.refuse_states(build_spec(hf).cache_groups())
     pooling = read_pooling(path, hf, config.model.task, config.model.model)
     if pooling is not None and config.speculation.drafter:
         raise ConfigError(
@@ -211,6 +209,9 @@ def build(
     max_num_seqs = config.scheduler.max_num_seqs
     page_bytes = [KVPool.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
     sizes = dict(page_slots=page_slots, max_rows=max_rows, max_num_seqs=max_num_seqs, max_model_len=info.max_model_len)
+    prefix_root = _prefix_root(config, hf, model, used)
+    interval = 0 if prefix_root is None else pages_for(config.cache.state_interval, page_slots) * page_slots
+    pool_sizes = {**sizes, "state_interval": interval}
 
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
@@ -225,16 +226,16 @@ def build(
 
     step_bytes = 0
     if config.cache.num_pages:
-        plan = plan_pool(groups, page_bytes, config.cache.num_pages * sum(page_bytes), **sizes)
+        plan = plan_pool(groups, page_bytes, config.cache.num_pages * sum(page_bytes), **pool_sizes)
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
         budget, explain, step_bytes = _gpu_budget(
-            config, device, free_before, make_runner, sizes, len(groups), loading, drafter_bytes(model)
+            config, device, free_before, make_runner, sizes, groups, loading, drafter_bytes(model)
         )
-        plan = plan_pool(groups, page_bytes, budget, **sizes)
+        plan = plan_pool(groups, page_bytes, budget, **pool_sizes)
     else:
         budget = min(config.cache.cpu_cache_bytes, max(0, available_memory() - drafter_bytes(model)) // 2)
-        plan = plan_pool(groups, page_bytes, budget, **sizes)
+        plan = plan_pool(groups, page_bytes, budget, **pool_sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
     loading.wait()
@@ -251,7 +252,7 @@ def build(
             way.step_bytes = step_bytes
     clock.lap("pool")
     log.info(
-        "%s: %s on %s, %s attention (%s), %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step",
+        "%s: %s on %s, %s attention (%s), %s for %s tokens of KV (%s%s); context %d, %d sequences, %d rows a step",
         info.name,
         str(dtype).removeprefix("torch."),
         device.type,
@@ -260,13 +261,14 @@ def build(
         gib(plan.total_bytes),
         f"{plan.capacity:,}",
         explain,
+        f"; {plan.states}" if plan.states else "",
         info.max_model_len,
         max_num_seqs,
         max_rows,
     )
-    token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
+    full = [size for group, size in zip(groups, page_bytes) if group.window is None and group.kind == "pages"]
+    token_bytes = sum(full) / page_slots
     roofline = _roofline(model, device, dtype, token_bytes)
-    prefix_root = _prefix_root(config, hf, model, used)
     return Built(
         runner,
         device,
@@ -296,6 +298,8 @@ def ways_to_run(
     ``capture`` captures decode steps, with up to ``max_drafts`` drafts for each sequence, and with forced chains;
     ``pieces`` captures steps of up to ``max_rows`` rows that mix prompts with decodes. None: such steps are not
     captured. A model that pools has prompts alone, and needs the hidden states of steps, not their logits."""
+    if parts.packer.states:  # their page tables and kernels are in no graph, tape or native program yet
+        return [EagerSteps(parts)]
     if parts.pooler is not None:
         return [*([MixedSteps(parts, pieces, max_rows)] if pieces is not None else []), EagerSteps(parts)]
     native = None
@@ -419,7 +423,7 @@ def _gpu_budget(
     free_before: int,
     make_runner,
     sizes: dict,
-    num_groups: int,
+    groups: tuple[CacheGroup, ...],
     loading: Filling,
     drafter_bytes: int,
 ) -> tuple[int, str, int]:
@@ -432,7 +436,7 @@ def _gpu_budget(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with compiling():
-        runner = worst_case_step(make_runner, sizes, num_groups)
+        runner = worst_case_step(make_runner, sizes, groups)
     loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
@@ -460,36 +464,3 @@ def _gpu_budget(
             "--max-num-batched-tokens."
         )
     return budget, explain, step_bytes
-
-
-def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
-    """Run one full prompt chunk and one full batch of decodes, with every sampling feature on, on a pool that is just
-    big enough. Returns the runner, with all seats closed."""
-    slots, rows = sizes["page_slots"], min(sizes["max_rows"], sizes["max_model_len"])
-    pages = pages_for(rows, slots) + 1
-    runner = make_runner((pages + 1,) * num_groups)
-    params = SamplingParams(
-        temperature=0.8, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5
-    )
-
-    pooler = runner.parts.pooler
-    pooling = None if pooler is None else PoolingParams(rows=pooler.pooling.rows)
-
-    def sequence(seat: int, length: int) -> Sequence:
-        request = Request(id=f"profile-{seat}", prompt_ids=[1] * length, params=params, seed=seat, max_tokens=1)
-        request.pooling = pooling
-        seq = Sequence(request)
-        seq.tables = [list(range(1, pages_for(length, slots) + 1)) for _ in range(num_groups)]
-        seq.seat = seat
-        runner.open(seq)
-        return seq
-
-    def run(seqs: list[Sequence], length: int) -> None:
-        runner.pool.copy([PageCopy(0, 1, pages)])
-        runner.launch(Plan(0, [next_span(s, length) for s in seqs])).read()
-        for seq in seqs:
-            runner.close(seq.seat)
-
-    run([sequence(0, rows)], rows)
-    run([sequence(seat, 1) for seat in range(min(sizes["max_num_seqs"], sizes["max_rows"]))], 1)
-    return runner

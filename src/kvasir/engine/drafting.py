@@ -23,6 +23,8 @@ from kvasir.engine.runner import Runner
 from kvasir.engine.spans import NO_TAIL, ONE_SAMPLE, Tail, rows_left
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.taps import Listener
+from kvasir.errors import ConfigError
+from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
@@ -38,8 +40,24 @@ PLAIN_SAMPLES, FIRST_PLAIN = 8, 16
 HIDDEN_LEAD = 16
 # Failures in a row after which a drafter is switched off.
 MAX_FAILURES = 8
+# Most drafts of a sequence in a model with recurrent layers: these and the last token wait in look-ahead slots.
+STATE_DRAFTS = LOOK_AHEAD - 1
 # Bytes and operations a second, by kind of device, that no current device exceeds by much.
 BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}
+
+
+def check_states(drafter: Drafter, max_draft_tokens: int) -> None:
+    """Say how drafts of a model with recurrent layers differ. Raises ConfigError for a drafter that does not fit."""
+    if drafter.guests is not None:
+        raise ConfigError(
+            f"--drafter {drafter.name} adds rows of its own to a step, which would go into the states of this model's "
+            "recurrent layers. Choose a drafter of chains, such as --drafter suffix or ngram."
+        )
+    log.info(
+        "recurrent layers: drafts are chains of at most %d tokens; %s's trees are cut to their likeliest path",
+        min(max_draft_tokens, STATE_DRAFTS),
+        drafter.name,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,7 @@ class Drafting:
         self._times = DraftTimes(_roofline(runner), runner.graphs, runner.device.type == "cuda")
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
         self._savings = Savings(self._times.measured_plain)
+        self._chains = bool(runner.parts.packer.states)
         self._lengths = Lengths() if config.draft_control == "length" else None
         self._pending: dict[Sequence, tuple[Many[DraftTree], int]] = {}  # a step's trees, and which of them
         # Outcomes that the controller has not seen yet: the trees of a step, which of them were verified, and their
@@ -93,6 +112,8 @@ class Drafting:
         self._ended = 0.0  # when the last step ended
         drafter.attach(runner.model, runner.capture())
         self.listen()
+        if self._chains:
+            check_states(drafter, config.max_draft_tokens)
         runner.parts.guest_inputs, runner.sampler.guessing = drafter.guests, drafter.guessing
         runner.sampler.by_blocks = not drafter.exact
 
@@ -135,6 +156,8 @@ class Drafting:
             self._lengths,
             self._config.max_draft_tokens,
         )
+        if self._chains:
+            most = min(most, STATE_DRAFTS)
         if self.controller.most_nodes is not None:
             most = min(most, self.controller.most_nodes)
         for seq in running:  # once a sequence and step: no call that is not needed
@@ -184,6 +207,8 @@ class Drafting:
             # Only chains are captured here, and a graph is worth more than branches. A tree with guests keeps them: it
             # runs in no graph.
             trees = [tree if tree.guests else tree.trunk() for tree in trees]
+        if self._chains:
+            trees = [tree.trunk() for tree in trees]
         # Prompts need rows, too. Drafts get the rows that prompts and decodes leave, and at least a quarter of the step
         # less the decodes.
         budget = max(self._max_rows // 4, self._max_rows - rows) - decodes

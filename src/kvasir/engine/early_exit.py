@@ -35,6 +35,11 @@ class EarlyExit:
     def bind(self, built: Built, pages: PageManager) -> None:
         """Take the served model and its pages. Raises ConfigError for an exit that the model does not have."""
         served = built.runner
+        if served.parts.packer.states:
+            raise ConfigError(
+                "this model has recurrent layers, whose states the first layers alone cannot move on. Choose another "
+                "drafter, such as --drafter suffix."
+            )
         self._model, self._pages, self._max_rows = served.model, pages, built.max_rows
         self._max_model_len = built.info.max_model_len
         self.num_layers = len(served.model.spec.layers)

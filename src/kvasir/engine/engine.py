@@ -96,9 +96,9 @@ class Engine:
         self._overlap = built.device.type == "cuda" if config.runner.overlap is None else config.runner.overlap
         self._plans: deque[tuple[Plan, float, int]] = deque()  # in flight: when they were launched, and their rows
         self._resolved = 0.0  # when the last step was
-        pool = built.runner.pool
-        poison = pool.poison if config.runner.poison else None
-        self.pages = PageManager(pool.groups, built.plan.num_pages, pool.page_slots, built.prefix_root, on_free=poison)
+        kv, plan, root = built.runner.pool, built.plan, built.prefix_root
+        poison = kv.poison if config.runner.poison else None
+        self.pages = PageManager(kv.groups, plan.num_pages, kv.page_slots, root, plan.state_interval, on_free=poison)
         host.bind(built, self.pages)
         self.info.priorities = policy.priorities
         self.adapters, self.hooks = built.variants.residents(config, self.info, self._names)
@@ -308,7 +308,7 @@ class Engine:
         elif not self._plans:
             compiling = [live.compiling for live in self._live.values() if live.compiling is not None]
             (wait_for_one if self.adapters is None else self.adapters.rest)(compiling)
-        depth = 1 if plan.spans and self._overlap else 0
+        depth = 1 if plan.spans and self._overlap and not self.steps.careful else 0
         while len(self._plans) > depth or self.steps.stalled:
             self._resolve(events)
         if late:

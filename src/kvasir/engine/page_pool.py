@@ -81,6 +81,11 @@ class PagePool:
             del self.limbo[page]
         self._rest(idle)
 
+    def enlist(self, page: int, node: Node) -> None:
+        """Make the prefix index know a page as the content of ``node``."""
+        self._index.put(node, self.group, page)
+        self.nodes[page] = node
+
     def unlist(self, page: int) -> None:
         """Make the prefix index forget a page."""
         node = self.nodes[page]

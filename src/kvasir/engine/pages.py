@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter, abc
 from collections.abc import Iterable
 
+from kvasir.engine.checks import check_pages
 from kvasir.engine.page_pool import OnFree, PagePool
 from kvasir.engine.prefix import Node, PrefixIndex
-from kvasir.types import CacheGroup, PageCopy, Sequence
+from kvasir.engine.states import StatePages
+from kvasir.types import CacheGroup, PageCopy, Sequence, Span
 
 
 class PageManager:
@@ -20,6 +22,9 @@ class PageManager:
     ``num_pages``: per group, the dummy included. ``prefix_root``: bytes that all keys start from; None: no prefix
     caching.
     ``on_free(group, pages)``: called with pages whose content is gone (freed, or taken from the cache).
+    ``state_interval``: tokens from one snapshot of a state to the next, a multiple of ``page_slots``.
+
+    ``pools`` are those of groups whose pages hold tokens. A group of states, if there is one, comes last: ``states``.
 
     Methods that give back pages take ``after_step``, the last launched step that may still use them. The pages return
     to the pool at ``retire`` of that step. None: no step is in flight.
@@ -31,6 +36,7 @@ class PageManager:
         num_pages: abc.Sequence[int],
         page_slots: int,
         prefix_root: bytes | None,
+        state_interval: int = 0,
         *,
         on_free: OnFree | None = None,
     ) -> None:
@@ -38,39 +44,45 @@ class PageManager:
         self.groups = tuple(groups)
         self.page_slots = page_slots
         self.index = None if prefix_root is None else PrefixIndex(prefix_root, page_slots, len(groups))
-        self.pools = [
+        self.all_pools = [
             PagePool(g, group.window, n, self.index, on_free) for g, (group, n) in enumerate(zip(groups, num_pages))
         ]
+        self.pools = [pool for pool, group in zip(self.all_pools, groups) if group.kind == "pages"]
+        self.states: StatePages | None = None
+        if len(self.pools) < len(groups):
+            assert [group.kind for group in groups[len(self.pools) :]] == ["state"], "one group of states, the last"
+            self.states = StatePages(self.all_pools[-1], page_slots, 0 if self.index is None else state_interval)
         self.queried_tokens = 0  # prompt tokens looked up in the prefix index at first admissions
         self.cached_tokens = 0  # those of them that were found
         self._windows = [pool for pool in self.pools if pool.window is not None]
         # By sequence: the number of its pages in the index, and the node of the last (None: stop indexing it).
-        self._tails: dict[Sequence, tuple[int, Node | None]] = {}
+        self.tails: dict[Sequence, tuple[int, Node | None]] = {}
 
     # ------------------------------------------------------------------------------------------------------- numbers
 
     @property
     def num_total(self) -> int:
-        return sum(pool.num_pages - 1 for pool in self.pools)
+        return sum(pool.num_pages - 1 for pool in self.all_pools)
 
     @property
     def num_free(self) -> int:
         """Number of pages that can be handed out now: free and cached ones."""
-        return sum(pool.num_available for pool in self.pools)
+        return sum(pool.num_available for pool in self.all_pools)
 
     @property
     def num_cached(self) -> int:
         """Number of pages that only the prefix index keeps."""
-        return sum(len(pool.cached) for pool in self.pools)
+        return sum(len(pool.cached) for pool in self.all_pools)
 
     @property
     def num_limbo(self) -> int:
-        return sum(len(pool.limbo) for pool in self.pools)
+        return sum(len(pool.limbo) for pool in self.all_pools)
 
     def fits(self, num_tokens: int, max_span: int) -> bool:
         """Whether a sequence of ``num_tokens`` could run alone, in spans of at most ``max_span`` rows."""
         pages = -(-num_tokens // self.page_slots)
-        return all(min(pages, self._peak(pool, max_span)) < pool.num_pages for pool in self.pools)
+        room = self.states is None or self.states.pool.num_pages > 2  # a page to read, and one to write
+        return room and all(min(pages, self._peak(pool, max_span)) < pool.num_pages for pool in self.pools)
 
     def missing(self, seq: Sequence, num_tokens: int, max_span: int) -> list[int]:
         """Number of pages by group that ``seq``, which has tables, still needs until ``num_tokens`` are computed."""
@@ -79,6 +91,8 @@ class PageManager:
         for pool, table in zip(self.pools, seq.tables):
             in_use = len(table) - table.count(0) if pool.window else 0
             missing.append(max(0, min(pages - len(table), self._peak(pool, max_span) - in_use)))
+        if self.states is not None:
+            missing.append(self.states.missing(seq, num_tokens - seq.num_computed - seq.num_ahead))
         return missing
 
     # ------------------------------------------------------------------------------------------------ prefix and fork
@@ -86,24 +100,32 @@ class PageManager:
     def match(self, seq: Sequence, limit: int | None = None) -> int:
         """Length in tokens of the longest cached prefix of ``seq``, in whole pages. Changes nothing.
 
-        At most ``num_tokens - 1`` and ``limit`` tokens. Every group must still have all pages that the next row sees.
+        At most ``num_tokens - 1`` and ``limit`` tokens. Every group must still have all pages that the next row sees,
+        and one of states a snapshot there.
         """
+        return self._match(seq, limit)[1]
+
+    def _match(self, seq: Sequence, limit: int | None = None) -> tuple[int, int]:
+        """Lengths of the longest cached prefix of ``seq`` without regard to states, and of that with them."""
         if self.index is None:
-            return 0
-        size = self.page_slots
+            return 0, 0
+        size, states = self.page_slots, self.states
         limit = len(seq.tokens) - 1 if limit is None else min(limit, len(seq.tokens) - 1)
-        runs, best = [0] * len(self.pools), 0  # by group, number of pages in a row that it has up to here
+        held = best = 0
+        runs = [0] * len(self.pools)  # by group, number of pages in a row that it has up to here
         for i, node in enumerate(self.index.walk(seq, limit // size)):
             enough = True
             for g, pool in enumerate(self.pools):
                 runs[g] = runs[g] + 1 if node.pages[g] else 0
-                if runs[g] < i + 1 - self._first(pool, (i + 1) * size):
+                if runs[g] < i + 1 - self.first(pool, (i + 1) * size):
                     enough = False
                     if pool.window is None:
-                        return best
+                        return held, best
             if enough:
-                best = (i + 1) * size
-        return best
+                held = (i + 1) * size
+                if states is None or node.pages[states.group]:
+                    best = held
+        return held, best
 
     def page_key(self, seq: Sequence, page: int) -> bytes | None:
         """The prefix key of page ``page`` of ``seq.tokens``; None when it is not full or caching is off."""
@@ -121,7 +143,8 @@ class PageManager:
         return (
             bool(parent.tables)
             and parent.num_computed >= num_tokens
-            and all(all(table[self._first(pool, num_tokens) : end]) for pool, table in zip(self.pools, parent.tables))
+            and all(all(table[self.first(pool, num_tokens) : end]) for pool, table in zip(self.pools, parent.tables))
+            and (self.states is None or self.states.can_fork(parent, num_tokens))
         )
 
     def lacking(
@@ -149,11 +172,21 @@ class PageManager:
                 need = min(need, max(0, self._peak(pool, max_span or num_tokens) - kept))
             reserved = promised[g] if promised else 0
             short.append(max(0, need + revived + reserved - pool.num_available))
+        if self.states is not None:
+            pool, reserved = self.states.pool, promised[-1] if promised else 0
+            revived = num_hit > 0 and parent is None and self._snapshot(seq, num_hit) in pool.cached
+            short.append(max(0, 1 + revived + reserved - pool.num_available))
         return short
 
     def admit(self, seq: Sequence, num_hit: int) -> None:
         """Give ``seq`` its tables, with the pages of a prefix of ``num_hit`` tokens that ``match`` found."""
-        self._adopt(seq, self._hit_pages(seq, num_hit, None), num_hit)
+        tables = self._hit_pages(seq, num_hit, None)
+        if self.states is not None:
+            tables.append([self._snapshot(seq, num_hit)] if num_hit else [])
+            # Where the prompt leaves one that is cached others may leave it, too.
+            stops = {self._match(seq)[0], (len(seq.tokens) - 1) // self.page_slots * self.page_slots}
+            self.states.adopt(seq, tables[-1], num_hit, (stop for stop in stops if stop > num_hit))
+        self._adopt(seq, tables, num_hit)
         self._count_hit(seq, num_hit)
         if self.index is not None:
             nodes = list(self.index.walk(seq, num_hit // self.page_slots))
@@ -162,18 +195,29 @@ class PageManager:
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Start ``child`` with the first ``num_tokens`` positions of ``parent``, in its pages (see ``can_fork``)."""
         assert self.can_fork(parent, num_tokens), f"{parent} no longer has the pages of {num_tokens} positions"
-        self._adopt(child, self._hit_pages(child, num_tokens, parent), num_tokens)
+        tables = self._hit_pages(child, num_tokens, parent)
+        if self.states is not None:
+            tables.append(self.states.fork(parent, child, num_tokens))
+        self._adopt(child, tables, num_tokens)
         if self.index is not None:
-            count, tail = self._tails[parent]
-            shared = num_tokens // self.page_slots
-            for _ in range(count - shared if tail else 0):
-                tail = tail.parent
-            self._tail(child, shared, tail)
+            self._tail(child, num_tokens // self.page_slots, self._node_at(parent, num_tokens))
 
     def resume(self, holder: Sequence, seq: Sequence, num_tokens: int) -> None:
         """Fork from a lease. It counts as a prefix hit, like those of ``admit``, once for all branches of a request."""
         self.fork(holder, seq, num_tokens)
         self._count_hit(seq, num_tokens)
+
+    def _node_at(self, seq: Sequence, num_tokens: int) -> Node | None:
+        """The node of the last full page before committed position ``num_tokens`` of ``seq``, which has tables."""
+        count, node = self.tails[seq]
+        for _ in range(count - num_tokens // self.page_slots if node else 0):
+            node = node.parent
+        return node
+
+    def _snapshot(self, seq: Sequence, num_tokens: int) -> int:
+        """The snapshot of a cached prefix of so many tokens."""
+        *_, node = self.index.walk(seq, num_tokens // self.page_slots)
+        return node.pages[self.states.group]
 
     def forget_prefixes(self) -> None:
         """Hide all that is indexed so far from later lookups, because weights have changed."""
@@ -197,6 +241,11 @@ class PageManager:
             if fresh + len(shared) > pool.num_available:
                 return False
             wanted.append((pool, table, shared, fresh))
+        if self.states is not None:
+            length = num_tokens - seq.num_computed - seq.num_ahead
+            if not self.states.has(seq, length):
+                return False
+            self.states.grow(seq, length)
         for pool, table, shared, fresh in wanted:
             for i in range(first, min(end, len(table))):
                 if pool.nodes[table[i]] is not None and pool.refs[table[i]] == 1:
@@ -217,6 +266,9 @@ class PageManager:
             shared, fresh = pool.wanted(table, first, end)
             if fresh + len(shared) > pool.num_available + len(pool.limbo):
                 return False
+        if self.states is not None:
+            needed = self.states.needs(seq, num_tokens - seq.num_computed - seq.num_ahead)
+            return needed <= self.states.pool.num_available + self.states.returning()
         return True
 
     def commits_between(self, before: int, num_computed: int) -> bool:
@@ -226,12 +278,12 @@ class PageManager:
     def commit(self, seq: Sequence, after_step: int | None = None) -> None:
         """Index the pages that are full now that ``num_computed`` advanced, and give back those that left a window."""
         if self.index is not None:
-            count, node = self._tails[seq]
+            count, node = self.tails[seq]
             if node is not None and seq.num_computed // self.page_slots > count:
                 self._enlist(seq, count, node)
         for pool in self._windows:
             table = seq.tables[pool.group]
-            i = end = min(self._first(pool, seq.num_computed), len(table))
+            i = end = min(self.first(pool, seq.num_computed), len(table))
             while i and table[i - 1]:
                 i -= 1
             if i < end:
@@ -253,30 +305,69 @@ class PageManager:
         head."""
         for pool, table in zip(self.pools, seq.tables):
             pool.drop((page for page in reversed(table) if page), after_step)
+        if self.states is not None:
+            last = seq.num_computed // self.page_slots * self.page_slots
+            self.states.release(seq, self._node_at(seq, last) if last and self.index else None, after_step)
         seq.tables = []
         seq.num_sent = 0
-        _, node = self._tails.pop(seq, (0, None))
+        _, node = self.tails.pop(seq, (0, None))
         if node is not None:
             self.index.drop(node)
 
     def retire(self, step: int) -> None:
         """Return to the pool the pages that were given back with ``after_step`` up to ``step``, which has ended."""
-        for pool in self.pools:
+        for pool in self.all_pools:
             if pool.limbo:
                 pool.retire(step)
 
-    def freed_by(self, seqs: Iterable[Sequence]) -> list[int]:
+    def freed_by(self, seqs: abc.Collection[Sequence]) -> list[int]:
         """Number of pages by group that would become available if all of ``seqs`` were released."""
         uses: list[Counter] = [Counter() for _ in self.pools]
         for seq in seqs:
             for counter, table in zip(uses, seq.tables):
                 counter.update(table)
         pairs = zip(self.pools, uses)
-        return [sum(1 for page, n in counter.items() if page and pool.refs[page] == n) for pool, counter in pairs]
+        freed = [sum(1 for page, n in counter.items() if page and pool.refs[page] == n) for pool, counter in pairs]
+        return freed if self.states is None else [*freed, self.states.freed_by(seqs)]
+
+    # ----------------------------------------------------------------------------------------- states, around a plan
+
+    def begin(self, step: int) -> list[PageCopy]:
+        """Begin the plan of a step: take the snapshots that are due. The copies run before the forward."""
+        if self.states is None:
+            return []
+        return self.states.begin(step, {seq: self._node_at(seq, at) for seq, at in self.states.due().items()})
+
+    def place(self, spans: Iterable[Span], copies: list[PageCopy]) -> None:
+        """End a plan: decide which states its spans read and write."""
+        if self.states is not None:
+            for span in spans:
+                self.states.place(span, copies)
+            self.states.end()
+
+    def advance(self, span: Span, after_step: int | None = None) -> None:
+        """Commit the state that a span has written, once its sequence has advanced."""
+        if self.states is not None:
+            node = None if span.start % self.page_slots or not self.index else self._node_at(span.seq, span.start)
+            self.states.advance(span, node, after_step)
+
+    def undo(self, span: Span, after_step: int | None = None) -> None:
+        """Take back the state of a span that will be planned again."""
+        if self.states is not None:
+            self.states.undo(span, after_step)
+
+    def lost(self, copies: Iterable[PageCopy]) -> None:
+        """Forget the snapshots that were not written because these copies failed."""
+        if self.states is not None:
+            self.states.forget(copy.target for copy in copies if copy.group == self.states.group)
+
+    def most_rows(self, seq: Sequence, start: int) -> float:
+        """Most rows of a span of a prompt from ``start`` on: it ends where a snapshot is wanted."""
+        return float("inf") if self.states is None else self.states.next_stop(seq, start) - start
 
     # -------------------------------------------------------------------------------------------------------- private
 
-    def _first(self, pool: PagePool, num_tokens: int) -> int:
+    def first(self, pool: PagePool, num_tokens: int) -> int:
         """The first page that the row at position ``num_tokens`` sees. It sees ``window`` positions with itself."""
         if pool.window is None:
             return 0
@@ -292,13 +383,13 @@ class PageManager:
         """Table of the first ``num_hit`` positions by group, with 0 for pages that the next row does not see."""
         end = -(-num_hit // self.page_slots)
         if parent is not None:
-            tables = [table[:end] for table in parent.tables]
+            tables = [table[:end] for _, table in zip(self.pools, parent.tables)]
         else:
             nodes = list(self.index.walk(seq, end)) if end else []
             assert len(nodes) == end, "the hit is longer than the cached prefix"
             tables = [[node.pages[pool.group] for node in nodes] for pool in self.pools]
         for pool, table in zip(self.pools, tables):
-            first = self._first(pool, num_hit)
+            first = self.first(pool, num_hit)
             table[:first] = [0] * first
             assert all(table[first:]), "the hit names a page that is gone"
         return tables
@@ -313,7 +404,7 @@ class PageManager:
 
     def _adopt(self, seq: Sequence, tables: list[list[int]], num_tokens: int) -> None:
         assert not seq.tables, f"{seq} has pages already"
-        for pool, table in zip(self.pools, tables):
+        for pool, table in zip(self.all_pools, tables):
             for page in table:
                 if page:
                     pool.share(page)
@@ -323,7 +414,7 @@ class PageManager:
     def _tail(self, seq: Sequence, count: int, node: Node | None) -> None:
         if node is not None:
             node.users += 1
-        self._tails[seq] = (count, node)
+        self.tails[seq] = (count, node)
 
     def _enlist(self, seq: Sequence, count: int, node: Node) -> None:
         """Index the full pages from page ``count`` on. Pages whose content is indexed already stay private."""
@@ -336,74 +427,13 @@ class PageManager:
                     self.index.prune(last)
                 last = None
                 break
-            for pool, table in zip(self.pools, seq.tables):
+            for pool, table in zip(self.pools, seq.tables):  # snapshots of states are hung in by ``StatePages``
                 if table[i] and not child.pages[pool.group]:
-                    self.index.put(child, pool.group, table[i])
-                    pool.nodes[table[i]] = child
+                    pool.enlist(table[i], child)
             last = child
         self._tail(seq, full, last)
         self.index.drop(node)
 
-    # --------------------------------------------------------------------------------------------------------- checks
-
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert every invariant, given all sequences that have pages. Slow: for tests and debugging."""
-        sequences = [seq for seq in sequences if seq.tables]
-        for pool in self.pools:
-            self._check_pool(pool, sequences)
-        for seq in sequences:
-            self._check_sequence(seq)
-        if self.index is not None:
-            self._check_index(sequences)
-
-    def _check_pool(self, pool: PagePool, sequences: list[Sequence]) -> None:
-        in_use = Counter(page for seq in sequences for page in seq.tables[pool.group] if page)
-        assert all(pool.refs[page] == in_use[page] for page in range(pool.num_pages)), (
-            f"group {pool.group}: references and tables differ"
-        )
-        places = Counter([*pool.free, *pool.cached, *pool.limbo, *in_use])
-        assert places == Counter(range(1, pool.num_pages)), f"group {pool.group}: a page is in no place or in two"
-        for page, node in enumerate(pool.nodes):
-            assert node is None or (node.pages[pool.group] == page and self.index.nodes.get(node.key) is node), (
-                f"page {page}: stale node"
-            )
-        assert not any(pool.nodes[page] for page in pool.free), "a free page is in the prefix index"
-        assert all(pool.nodes[page] for page in pool.cached), "a cached page is not in the prefix index"
-
-    def _check_sequence(self, seq: Sequence) -> None:
-        size = self.page_slots
-        needed = -(-seq.num_computed // size)
-        for pool, table in zip(self.pools, seq.tables):
-            first = self._first(pool, seq.num_computed)
-            assert len(table) >= needed and all(table[first:]), f"{seq} misses a page of group {pool.group}"
-            for i, page in enumerate(table):
-                node = pool.nodes[page] if page else None
-                depth = i
-                while node is not None and node.parent is not None:
-                    # A fork that starts inside a page has computed only a part of it.
-                    known = min(seq.num_computed - depth * size, size)
-                    assert known > 0, f"{seq}: page {i} is indexed before it is committed"
-                    assert node.tokens[:known] == seq.tokens[depth * size : depth * size + known], (
-                        f"{seq}: page {i} is indexed under other tokens"
-                    )
-                    same = known < size or node.variant == seq.kv_variant((depth + 1) * size)
-                    assert same, f"{seq}: page {i} is another variant's"
-                    node, depth = node.parent, depth - 1
-                assert node is None or (depth == -1 and node.tokens == [seq.request.tenant]), (
-                    f"{seq}: page {i} is indexed elsewhere"
-                )
-
-    def _check_index(self, sequences: list[Sequence]) -> None:
-        users = Counter(node.parent for node in self.index.nodes.values() if node.parent)
-        users.update(tail for _, tail in self._tails.values() if tail is not None)
-        assert set(self._tails) == set(sequences), "a sequence that is gone is still being indexed"
-        for key, node in self.index.nodes.items():
-            assert node.key == key and node.users == users[node], "a prefix node's users are miscounted"
-            assert node.users or any(node.pages), "a prefix node that nothing uses"
-            assert node.parent is None or self.index.nodes.get(node.parent.key) is node.parent, (
-                "a prefix node hangs in the air"
-            )
-            for pool in self.pools:
-                assert not node.pages[pool.group] or pool.nodes[node.pages[pool.group]] is node, (
-                    "a prefix node names a page that is gone"
-                )
+        check_pages(self, sequences)

@@ -151,6 +151,10 @@ class Room:
         assert not step.copies, "forks are admitted last, so no copy is planned yet whose page could go"
         step.remove(seq)
         step.preempted.append(seq)
+        self.restart(seq)
+
+    def restart(self, seq: Sequence) -> None:
+        """Take everything from a running sequence, and queue it."""
         self._give_up(seq)
         seq.num_preempted += 1
         self.preemptions += 1
@@ -177,7 +181,11 @@ class Room:
         self._leased_pages.update(holder.tables[0])
         for place in places:
             self._by_place.setdefault(place, []).append(holder)
-        while len(self._leased_pages) > LEASED_SHARE * self.pages.pools[0].num_pages and self._revoke():
+        states = self.pages.states
+        while (
+            len(self._leased_pages) > LEASED_SHARE * self.pages.pools[0].num_pages
+            or (states is not None and len(self._leases) > LEASED_SHARE * states.pool.num_pages)
+        ) and self._revoke():
             pass
 
     def resumed(self, seq: Sequence) -> Sequence | None:

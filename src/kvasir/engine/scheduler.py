@@ -18,10 +18,11 @@ Who waits is in ``backlog.py``; when pages run out somebody gives way: see ``roo
 from __future__ import annotations
 
 import math
-from itertools import chain, islice
+from itertools import islice
 
 from kvasir.config import SchedulerConfig
 from kvasir.engine.backlog import Backlog
+from kvasir.engine.checks import check_scheduler
 from kvasir.engine.pace import Pace
 from kvasir.engine.pages import PageManager
 from kvasir.engine.pages_ahead import PagesAhead
@@ -84,11 +85,14 @@ class Scheduler:
         self._step = 0  # number of the last plan; the last with spans; the last that ended
         self._launched = 0
         self._completed = 0
-        self._free_seats = list(range(config.max_num_seqs - 1, -1, -1))
-        self._limbo_seats: list[tuple[int, int]] = []  # (step that may still use it, seat)
+        self.free_seats = list(range(config.max_num_seqs - 1, -1, -1))
+        self.limbo_seats: list[tuple[int, int]] = []  # (step that may still use it, seat)
+        # A state keeps the inputs of so many rows until they are accepted: the last known token's, and drafts'.
+        self._most_drafts = math.inf if pages.states is None else pages.states.rows - 1
         self._deferred: list[Sequence] = []  # decodes for which no row was left; they come first next time
+        self._stale: list[Sequence] = []  # must start again, because their states have moved on
         self.room = Room(
-            pages, policy, self.running, config.max_num_seqs, give_up=self._give_up, in_flight=self._in_flight
+            pages, policy, self.running, config.max_num_seqs, give_up=self._give_up, in_flight=self.in_flight
         )
 
     # --------------------------------------------------------------------------------------------------------- states
@@ -143,18 +147,26 @@ class Scheduler:
     def plan(self, now: float, max_rows: int | None = None, tail: Tail | None = None) -> Plan:
         """The next step. ``now``: monotonic seconds; ``max_rows``: a smaller budget, for this step; ``tail``: guests
         that prompts may end with."""
-        self._now, self._tail = now, tail or NO_TAIL
+        self._now = now
+        self._tail = NO_TAIL if tail is None or self.pages.states is not None else tail  # guests may not fold a state
         self._step += 1
+        stale, self._stale = [seq for seq in self._stale if seq.status is Status.RUNNING], []
+        for seq in stale:
+            self.room.restart(seq)
+        snapshots = self.pages.begin(self._step)
         self.room.begin(now)
         step = Step(now, left=min(self.max_rows, max_rows or self.max_rows))
         self._fill(step)
+        self.pages.place(step.spans.values(), step.copies)
         if step.spans:
             self._launched = self._step
+        else:  # nothing is launched, copies neither
+            self.pages.lost(snapshots)
         for seq, span in step.spans.items():
             seq.num_ahead += span.length
             if span.ends_draw:
                 seq.num_drawn += 1
-        return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
+        return Plan(self._step, list(step.spans.values()), snapshots + step.copies, stale + step.preempted)
 
     def _fill(self, step: Step) -> None:
         """Distribute the row budget: to decodes, less the claim of the oldest prompt; to running prompts; to the queue,
@@ -201,9 +213,10 @@ class Scheduler:
         if seq.draft or seq.guests:
             seq.drop_draft()
         if self.pages.commits_between(start, seq.num_computed):
-            self.pages.commit(seq, self._in_flight())
+            self.pages.commit(seq, self.in_flight())
+        self.pages.advance(span, self.in_flight())
         if span.length > 1 and (end > num_known or span.guests):
-            self.pages.truncate(seq, len(seq.tokens), self._in_flight())
+            self.pages.truncate(seq, len(seq.tokens), self.in_flight())
 
     def _land(self, span: Span) -> None:
         span.landed = True
@@ -216,11 +229,15 @@ class Scheduler:
         for span in plan.spans:
             if not span.landed and span.valid:
                 self._land(span)
+                self.pages.undo(span, self.in_flight())
+                if span.stale:
+                    self._stale.append(span.seq)
+        self.pages.lost(plan.lost)
         self._completed = max(self._completed, plan.step)
         self.pages.retire(plan.step)
-        if self._limbo_seats:
-            self._free_seats += [seat for step, seat in self._limbo_seats if step <= plan.step]
-            self._limbo_seats = [entry for entry in self._limbo_seats if entry[0] > plan.step]
+        if self.limbo_seats:
+            self.free_seats += [seat for step, seat in self.limbo_seats if step <= plan.step]
+            self.limbo_seats = [entry for entry in self.limbo_seats if entry[0] > plan.step]
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -280,7 +297,7 @@ class Scheduler:
                 return decodes[i:]
             num_tokens = len(seq.tokens) + seq.num_drawn
             if seq.draft or seq.guests:
-                trim_draft(seq, spare, self.max_model_len)
+                trim_draft(seq, min(spare, self._most_drafts), self.max_model_len)
                 spare -= seq.num_look_ahead
                 if grow(seq, num_tokens + seq.num_look_ahead, copies) or self.room.make(step, seq, num_tokens):
                     step.add(seq, 1 + len(seq.draft))
@@ -327,6 +344,8 @@ class Scheduler:
         """Number of rows of its prompt that a sequence gets; it ends at the end of a page when more follows."""
         needed = rows_left(seq)
         length = min(needed, left, self.config.long_prefill_token_threshold or left)
+        if length > (most := self.pages.most_rows(seq, seq.num_computed + seq.num_ahead)):
+            return most
         if length < needed:
             length = page_aligned(seq.num_computed + seq.num_ahead, length, self.pages.page_slots) or length
         return max(0, length)
@@ -348,7 +367,7 @@ class Scheduler:
 
     def _seats(self) -> int:
         """Number of further sequences that may run."""
-        return min(self.room.max_running - len(self.running), len(self._free_seats))
+        return min(self.room.max_running - len(self.running), len(self.free_seats))
 
     def _admit(self, step: Step, claimant: Sequence | None, claim: int) -> None:
         """Fill the step from the queue. Requests that do not fit are looked past, LOOK_AHEAD of them."""
@@ -419,6 +438,7 @@ class Scheduler:
             and seq.parent.status is Status.RUNNING
             and needed is None
             and prompt > hit
+            and self.pages.states is None  # the parent goes on in its page, and has left a snapshot in the index
             and self.pages.can_fork(seq.parent, prompt)
         ):
             return seq.parent, prompt
@@ -440,7 +460,7 @@ class Scheduler:
             promised[g] += pages
         self.backlog.remove(seq)
         self.residents.enter(seq)
-        seq.status, seq.seat, seq.num_skipped = Status.RUNNING, self._free_seats.pop(), 0
+        seq.status, seq.seat, seq.num_skipped = Status.RUNNING, self.free_seats.pop(), 0
         if seq.first_scheduled is None:
             seq.first_scheduled = step.now
         self.running.add(seq, step.now)
@@ -448,20 +468,20 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------- private
 
-    def _in_flight(self) -> int | None:
+    def in_flight(self) -> int | None:
         """The last launched step, if it has not ended."""
         return self._launched if self._launched > self._completed else None
 
     def _stop(self, seq: Sequence) -> None:
         """Stop a running sequence. Its pages and seat become free as soon as no launched step uses them."""
-        after_step = self._in_flight()
+        after_step = self.in_flight()
         self.running.discard(seq)
         self.residents.leave(seq)
         self.pages.release(seq, after_step)
         if after_step is None:
-            self._free_seats.append(seq.seat)
+            self.free_seats.append(seq.seat)
         else:
-            self._limbo_seats.append((after_step, seq.seat))
+            self.limbo_seats.append((after_step, seq.seat))
         seq.seat, seq.num_computed, seq.num_ahead, seq.num_drawn = -1, 0, 0, 0
         seq.drop_draft()
 
@@ -477,24 +497,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant, those of the pages included. Slow: for tests and debugging."""
-        for status, seqs in (
-            (Status.WAITING, self.backlog.waiting),
-            (Status.RUNNING, self.running),
-            (Status.BLOCKED, self.backlog.blocked),
-        ):
-            for seq in seqs:
-                assert seq.status is status, f"{seq} is listed as {status}"
-                assert (seq.seat >= 0) == bool(seq.tables) == (status is Status.RUNNING), (
-                    f"{seq} holds what it should not"
-                )
-                assert seq.num_computed < seq.num_tokens, f"{seq} has nothing left to compute"
-                assert status is Status.RUNNING or not (seq.num_ahead or seq.num_drawn), f"{seq} has rows in flight"
-                assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), (
-                    f"{seq} counts on a step that has ended"
-                )
-        seats = [seq.seat for seq in self.running] + self._free_seats + [seat for _, seat in self._limbo_seats]
-        assert sorted(seats) == list(range(self.config.max_num_seqs)), "a seat is in no place or in two"
-        self.backlog.check()
-        self.room.check()
-        self.residents.check()
-        self.pages.check(chain(self.running, self.room.leased()))
+        check_scheduler(self)

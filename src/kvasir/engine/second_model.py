@@ -75,7 +75,13 @@ class EngineHost:
             batch_invariant=False,
             num_pages=pages_for(kv_tokens, 16),
         )
-        self._models.append(SecondModel(build(own)))
+        built = build(own)
+        if any(group.kind == "state" for group in built.runner.pool.groups):
+            raise ConfigError(
+                f"the draft model {model} has recurrent layers, whose states cannot take back what was drafted. Choose "
+                "one whose layers all attend, or --drafter suffix, which needs no model."
+            )
+        self._models.append(SecondModel(built))
         return self._models[-1]
 
     def check(self, served: ModelInfo) -> None:

@@ -11,6 +11,8 @@ from kvasir.logs import log
 from kvasir.types import CacheGroup
 
 GIB = 1 << 30
+# States of a sequence that computes a prompt: the one that a span reads, and the one that it writes.
+STATES = 2
 # The most bytes that code and workspaces of one engine take outside torch's allocator, by experience.
 OUTSIDE_ALLOCATOR = GIB
 
@@ -34,11 +36,15 @@ def own_bytes(free_before: int, free_now: int, reserved: int) -> tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Pages of each cache group, and what they allow. ``capacity`` is the longest single sequence, in tokens."""
+    """Pages of each cache group, and what they allow. ``capacity`` is the longest single sequence, in tokens.
+    ``state_interval``: tokens from one snapshot of a state to the next. ``states``: what the log says of a group of
+    states; "": there is none."""
 
     num_pages: tuple[int, ...]
     capacity: int
     total_bytes: int
+    state_interval: int = 0
+    states: str = ""
 
 
 def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[str, float]:
@@ -56,17 +62,6 @@ def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[st
         return KVPool.page_bytes_of(group, loaded, loaded.page_slots, dtype) / loaded.page_slots
 
     return {g.name: of_token(g) if g.kind == "pages" else 0.0 for g in groups}
-
-
-def refuse_states(groups: Sequence[CacheGroup]) -> None:
-    """Raise ConfigError for a model with recurrent layers: the scheduler has no state pages yet."""
-    recurrent = sum(len(g.layers) for g in groups if g.kind == "state")
-    if recurrent:
-        raise ConfigError(
-            f"{recurrent} layers of this model are recurrent: they keep a state instead of keys, and the engine does "
-            "not schedule states yet. `kvasir show` describes the model. Serve one whose layers all attend, such as "
-            "Qwen3."
-        )
 
 
 def available_memory() -> int:
@@ -97,25 +92,31 @@ def plan_pool(
     max_rows: int,
     max_num_seqs: int,
     max_model_len: int,
+    state_interval: int = 0,
 ) -> PoolPlan:
     """Divide ``budget`` bytes among the groups.
 
     Full groups all get the same number of pages; a window group never needs more than its share for ``max_num_seqs``
-    sequences at once, so what it leaves goes to the full groups. Page 0 of each group is the dummy page.
+    sequences at once, so what it leaves goes to the full groups. States get as many bytes as the pages of tokens and
+    what these leave, but no more than ``max_num_seqs`` sequences and a snapshot every ``state_interval`` tokens can use
+    (0: no snapshots), and no fewer than a sequence needs. Page 0 of each group is the dummy page.
     """
     most_pages = max_num_seqs * pages_for(max_model_len, page_slots)
+    token_bytes = sum(b for b, g in zip(page_bytes, groups) if g.kind == "pages")
+
+    def useful_states(full: int) -> int:
+        snapshots = max_num_seqs + full * page_slots // state_interval if state_interval else 0
+        return max_num_seqs * STATES + snapshots
+
+    def most_at(group: CacheGroup, size: int, full: int) -> int:
+        if group.kind == "state":
+            return max(STATES, min(useful_states(full), full * token_bytes // size))
+        if group.window is None:
+            return min(full, most_pages)
+        return min(full, most_pages, max_num_seqs * window_pages(group.window, page_slots, max_rows))
 
     def pages_at(full: int) -> list[int]:
-        return [
-            1
-            + min(
-                full,
-                most_pages
-                if g.window is None
-                else min(most_pages, max_num_seqs * window_pages(g.window, page_slots, max_rows)),
-            )
-            for g in groups
-        ]
+        return [1 + most_at(g, b, full) for g, b in zip(groups, page_bytes)]
 
     def bytes_at(full: int) -> int:
         return sum(n * b for n, b in zip(pages_at(full), page_bytes))
@@ -125,13 +126,25 @@ def plan_pool(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if bytes_at(middle) <= budget else (low, middle - 1)
     pages = pages_at(low)
-    capacity = min(((n - 1) * page_slots for n, g in zip(pages, groups) if g.window is None), default=max_model_len)
-    for n, g in zip(pages, groups):  # a window group bounds a sequence only when not even one window fits
+    for g, (size, group) in enumerate(zip(page_bytes, groups)):
+        if group.kind == "state" and (left := budget - bytes_at(low)) > 0:
+            pages[g] += max(0, min(left // size, 1 + useful_states(low) - pages[g]))
+    tokens = [(n, g) for n, g in zip(pages, groups) if g.kind == "pages"]
+    capacity = min(((n - 1) * page_slots for n, g in tokens if g.window is None), default=max_model_len)
+    total = sum(n * b for n, b in zip(pages, page_bytes))
+    if total > budget:  # not even the states of one sequence fit
+        capacity = 0
+    for n, g in tokens:  # a window group bounds a sequence only when not even one window fits
         if g.window is not None and n - 1 < min(
             pages_for(max_model_len, page_slots), window_pages(g.window, page_slots, max_rows)
         ):
             capacity = min(capacity, max(0, (n - 1) * page_slots))
-    return PoolPlan(tuple(pages), capacity, bytes_at(low))
+    said = "".join(
+        f"{n - 1} states, live or snapshots, of {gib(b)}, as {b * page_slots // max(1, token_bytes)} tokens take"
+        for n, b, g in zip(pages, page_bytes, groups)
+        if g.kind == "state"
+    )
+    return PoolPlan(tuple(pages), capacity, total, state_interval, said)
 
 
 def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: str) -> int:

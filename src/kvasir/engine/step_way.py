@@ -108,7 +108,8 @@ class StepParts:
         self.sampler = sampler
         self.device = device
         self.caches = [pool.layer(model.spec.cache_layer(i)) for i in range(len(model.spec.layers))]
-        self.packer = Packer(pool.page_slots, len(pool.groups), device)
+        states = [g for g, group in enumerate(pool.groups) if group.kind == "state"]
+        self.packer = Packer(pool.page_slots, len(pool.groups), device, states)
         self.seats = DeviceSeats(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
         sampler.in_flight = self.seats.token
         self.taps: Taps | None = None

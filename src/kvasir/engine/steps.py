@@ -17,7 +17,7 @@ import torch
 from kvasir.engine.pace import Lap, StepClock
 from kvasir.engine.runner import Runner
 from kvasir.logs import log
-from kvasir.types import Handle, PageCopy, Plan, Span, SpanResult
+from kvasir.types import Handle, PageCopy, Plan, Sequence, Span, SpanResult
 
 RECOVERY_STEPS = 32  # number of steps with a halved row budget after memory ran out
 Outcome = tuple[list[Span], list[SpanResult | None]]
@@ -50,12 +50,18 @@ class StepRunner:
         self.full_rows = max_rows
         self.max_rows = max_rows
         self._recover_in = 0
+        self._careful = 0
         self._flying: deque[_Flight] = deque()
 
     @property
     def stalled(self) -> bool:
         """Whether the oldest plan in flight does not run, so that nothing should be launched before it is resolved."""
         return bool(self._flying) and self._flying[0].handle is None
+
+    @property
+    def careful(self) -> bool:
+        """Whether nothing should be launched behind a step, because what was has cost sequences their states."""
+        return self._careful > 0
 
     def launch(self, plan: Plan, timed: bool = False, late: bool = False) -> None:
         """Copy pages and launch. It raises only if the device is lost. ``timed``: let the model of step times learn
@@ -64,7 +70,8 @@ class StepRunner:
             self._recover_in -= 1
             if not self._recover_in:
                 self.max_rows = self.full_rows
-        lost = self._copy(plan.copies) if plan.copies else []
+        self._careful = max(0, self._careful - 1)
+        lost = plan.lost = self._copy(plan.copies) if plan.copies else []
         handle = error = lap = None
         if not lost:
             try:
@@ -112,20 +119,29 @@ class StepRunner:
                     self.clock.learn(flight.lap, plan.spans)
                 yield plan.spans, results
                 return
+        behind = {s.seq for later in self._flying if later.handle is not None for s in later.plan.spans}
         for later in self._flying:  # its rows read tokens that were never drawn
             later.handle = None
         self.runner.forget()
-        yield from self._again(flight, error)
+        yield from self._again(flight, error, behind)
 
-    def _again(self, flight: _Flight, error: Exception | None) -> Iterator[Outcome]:
+    def _again(self, flight: _Flight, error: Exception | None, behind: set[Sequence]) -> Iterator[Outcome]:
+        """Run a plan again. ``behind``: sequences whose later rows were launched, too. Their states hold its rows, so
+        that only their start can be run again."""
         plan, spans = flight.plan, flight.plan.spans
+        if stale := [s for s in spans if s.states[1] and s.seq in behind and s.states[0] == s.states[1]]:
+            self._careful = RECOVERY_STEPS
+            for span in stale:
+                span.stale = True
+            yield stale, [None] * len(stale)
+            spans = [s for s in spans if not s.stale]
         if flight.lost:
             failed = [s for s in spans if _reads(s, flight.lost)]
             spans = [s for s in spans if not _reads(s, flight.lost)]
             error_text = "out_of_memory: a page of this request could not be copied"
             yield failed, [SpanResult(error=error_text) for _ in failed]
         pending = [Plan(plan.step, spans)]
-        if error is not None:
+        if error is not None and not stale:
             yield from self._failed(pending.pop(), error, pending)
         while pending:
             part = pending.pop()

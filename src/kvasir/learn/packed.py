@@ -106,8 +106,8 @@ def pack(traces: Sequence[Trace], depth: int, rejected: bool = True) -> Packed:
 
 
 def branch_mask(packed: Packed, device: torch.device) -> list[torch.Tensor]:
-    """Keys that the guesses of each level see [M, K]: the committed rows of their text up to their root, then of each level
-    from 1 on the guess on their own path."""
+    """Keys that the guesses of each level see [M, K]: the committed rows of their text up to their root, then of each
+    level from 1 on the guess on their own path."""
     position, text = _on(packed.positions, device), _on(packed.text, device)
     seen_RR = (text[:, None] == text) & (position[:, None] >= position)
     found, trails = [], []

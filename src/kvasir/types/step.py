@@ -108,6 +108,8 @@ class Span:
     tokens. A guest row sees its ancestors by ``parents``, or without them all rows before it, and no other row sees it.
     It is never committed, and what it draws (``guess``) goes to the drafter alone. One chain of guests behind the last
     row of a prompt or of a chain needs no ``parents``. ``commit`` is ``walk``.
+    ``states``: in a model with recurrent layers, the pages of states that the span reads and writes.
+    ``stale``: a later step was launched on its state before it failed, so its sequence must start again.
 
     A span that starts after every known token has one row. An earlier step is still drawing its token, which stays on
     the device, so ``tokens()`` is empty.
@@ -122,6 +124,8 @@ class Span:
     seat: int = -1
     landed: bool = False
     guests: Collection[int] = ()
+    states: tuple[int, int] = (0, 0)
+    stale: bool = False
 
     @property
     def varied(self) -> bool:
@@ -151,12 +155,14 @@ class Span:
 
 @dataclass(slots=True)
 class Plan:
-    """One step as the scheduler decided it. ``copies`` run before the forward; commits wait until it is resolved."""
+    """One step as the scheduler decided it. ``copies`` run before the forward; commits wait until it is resolved.
+    ``lost``: the copies for which there was no memory."""
 
     step: int
     spans: list[Span]
     copies: list[PageCopy] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    lost: list[PageCopy] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
