@@ -128,7 +128,7 @@ def convert(
             config = converter.edit_config(about)
             _write_json(part / "config.json", config)
             check_weights(part, config)
-            _copy_rest(source, part)
+            copy_rest(source, part)
             if converter.sidecar is not None:
                 _write_json(part / checkpoint.SIDECAR, converter.sidecar)
         record = {
@@ -181,7 +181,7 @@ def _counted(tensors: Tensors, progress: Callable[[int], None]) -> Iterator[tupl
         yield name, tensor
 
 
-def _copy_rest(source: Path, target: Path) -> None:
+def copy_rest(source: Path, target: Path) -> None:
     """Copy tokenizer, chat template, generation defaults and the configs of sentence-transformers' modules, but not the
     model card: its figures are the source's."""
     patterns = [p for p in checkpoint.WANTED if p != "config.json" and "safetensors" not in p]
