@@ -205,16 +205,17 @@ def metrics(jobs: list[Job]) -> dict[str, float]:
 
 
 def run(
-    *, trace: Path, routers: list[str], replicas: int, requests: int, speeds: list[float], output: Path | None
+    *, trace: Path, routers: list[str] | None, replicas: int, requests: int, speeds: list[float], output: Path | None
 ) -> None:
-    """Simulate every router at every speed, print and write. Raises ConfigError for a trace without blocks."""
+    """Simulate every router (None: all of ours) at every speed, print and write. Raises ConfigError for a trace without
+    blocks."""
     recorded = read(trace)[:requests]
     if not all(one.blocks for one in recorded):
         raise ConfigError(f"{trace.name} does not tell which prompts share a prefix. Use Mooncake's trace")
     arms = []
     for speed in speeds:
         faster = [Recorded(r.at / speed, r.prompt, r.output, r.blocks) for r in recorded]
-        for name in routers:
+        for name in routers or technique.names(ROUTERS):
             jobs = simulate(faster, technique.load(ROUTERS, name, Router), replicas)
             config = {"router": name, "replicas": replicas, "speed": speed, "cache_tokens": CACHE_TOKENS}
             arms.append(arm(f"{name} at {speed:g}x", config, metrics(jobs)))

@@ -10,7 +10,7 @@ import typer
 from kvasir.cli.bench import JSONFile
 from kvasir.cli.bench_steps import app
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
-from kvasir.config import Settings
+from kvasir.config import ServerConfig, Settings
 
 __all__ = ["app"]
 
@@ -48,7 +48,7 @@ def front(
     requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 2000,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 100,
     at_once: Annotated[int, typer.Option(min=1, help="Requests that run at once on each replica.")] = 32,
-    router: Annotated[str, typer.Option(help="Rule by which replicas get requests.")] = "cost",
+    router: Annotated[str, typer.Option(help="Rule by which replicas get requests.")] = ServerConfig().router,
     output: JSONFile = None,
 ) -> None:
     """Measure what the front of many replicas costs: processor time a token, and requests a second."""
@@ -76,5 +76,4 @@ def routing(
     from kvasir.bench import routing as command
 
     check_output(output, make=True)
-    names = router or ["cost", "affinity", "round_robin"]
-    command.run(trace=trace, routers=names, replicas=replicas, requests=requests, speeds=speed or [1.0], output=output)
+    command.run(trace=trace, routers=router, replicas=replicas, requests=requests, speeds=speed or [1.0], output=output)
