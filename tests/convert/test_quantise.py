@@ -85,7 +85,7 @@ def test_what_is_loaded_is_what_quantising_made(given, source, converted):
         if searched:
             usual = quantised(spec.replace("scale=search", "scale=max"), plain[name].tensor)
             most = float((usual - plain[name].tensor).norm() / plain[name].tensor.norm())
-            assert error <= most * (1 if given.startswith("i8") else 0.98)  # 8 bits have little to gain
+            assert error <= most * (1.001 if given.startswith("i8") else 0.98)  # 8 bits have little to gain
         assert got.num_bytes < 0.6 * 2 * plain[name].tensor.numel()
 
 
