@@ -23,7 +23,8 @@ SUFFIX = ".weight"
 
 @dataclass(frozen=True)
 class Config:
-    """``format``: the weight format; ``scale``: its option of that name (empty: its default)."""
+    """``format``: the weight format, whose options follow with colons: ``u4:group=32:zeros=true``. ``scale``: its
+    option of that name (empty: its default)."""
 
     format: str = "f8"
     scale: str = ""
@@ -44,7 +45,9 @@ class Quantise(Converter):
         from kvasir.models.decoder import Decoder
         from kvasir.models.formats import Quantising
 
-        spec = f"{self.config.format}:scale={self.config.scale}" if self.config.scale else self.config.format
+        name, *options = self.config.format.split(":")
+        options += [f"scale={self.config.scale}"] if self.config.scale else []
+        spec = ":".join([name, ",".join(options)] if options else [name])
         self.format: WeightFormat = load_format(spec)
         if self.format.name == PLAIN:
             raise ConfigError("quantise:format=plain changes nothing: name a format such as f8")
