@@ -148,6 +148,8 @@ NAMED = {
     "kernels/codes_gemv.py": {"i8", "u4", "mxfp4", "nvfp4", "fp6", "q4_k", "q6_k"},  # layouts of codes
     "kernels/codes_moe.py": {"i8", "u4", "mxfp4", "nvfp4"},  # likewise
     "kernels/weight_codes.py": {"i8", "u4", "fp6"},  # likewise
+    "models/gguf_folder.py": {"gguf", "llama", "qwen2", "qwen3"},  # its reader, and its architectures
+    "models/gguf_tokenizer.py": {"llama", "qwen2"},  # kinds of its tokenizers
     "api/json_scan.py": {"u4"},  # the fourth digit of an escape
     "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "models/quantisation.py": {"fp8"},  # a type of activations
@@ -184,7 +186,7 @@ NAMED = {
     "client/crash_dump.py": {"priority"},  # likewise
     "api/responses_journal.py": {"record"},  # a field of a line
     "api/routes_responses.py": {"record"},  # likewise
-    "models/advice.py": {"merge_lora"},  # the command that helps with an adapter's folder
+    "models/advice.py": {"merge_lora", "gguf"},  # the command that helps with an adapter's folder, and a package
 }
 MEASURE = ("bench/", "lab/", "cli/solve_ablation.py")
 

@@ -110,7 +110,7 @@ def test_a_config_that_is_not_text(tmp_path):
             {"adapter_config__json": '{"base_model_name_or_path": "owner/base model"}'},
             ["kvasir serve 'owner/base model' --enable-lora", "'owner/base model' merged"],
         ),
-        ({"w__gguf": "x"}, ["GGUF", "gguf_file=f", "kvasir serve ./converted"]),
+        ({"w__gguf": "x"}, ["Name the GGUF file", "kvasir serve", "w.gguf"]),
         ({"params__json": "{}"}, ["params.json", "HF format"]),
     ],
     ids=str,
@@ -159,7 +159,7 @@ def test_a_folder_is_itself(tmp_path):
 
 def test_files_and_bad_paths(tmp_path):
     (tmp_path / "model.gguf").write_text("x")
-    with pytest.raises(ConfigError, match="is a file.*GGUF"):
+    with pytest.raises(ConfigError, match="cannot be read as a GGUF file|pip install 'kvasir.gguf.'"):
         checkpoint.resolve(str(tmp_path / "model.gguf"))
     folder(tmp_path, {}, model__safetensors="x")
     with pytest.raises(ConfigError, match=f"is a file. Give its folder: kvasir serve {tmp_path}$"):

@@ -18,6 +18,7 @@ from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
 from kvasir.models import advice
 from kvasir.models.families import find_family, text_of
+from kvasir.models.gguf_folder import as_folder, is_gguf
 from kvasir.models.quantisation import reader_of
 
 # Files to download: no pickles, no code, and no second copy of the weights in another layout.
@@ -50,13 +51,16 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def resolve(model: str, revision: str | None = None) -> Path:
     """Find the model's folder. Raises ConfigError.
 
-    ``model``: a path, the name of a model in the package, a hub id (downloaded, or from the hub's cache), or "" or
-    "embedded" for the package's default model. If a bare name fits both a model in the package and a folder here, the
-    folder is taken if it holds a config.json, with a warning; ``./name`` always means the folder.
+    ``model``: a path, a GGUF file or a folder with one (``gguf_folder``), the name of a model in the package, a hub id
+    (downloaded, or from the hub's cache), or "" or "embedded" for the package's default model. If a bare name fits both
+    a model in the package and a folder here, the folder is taken if it holds a config.json, with a warning; ``./name``
+    always means the folder.
     """
     if not model:
         return embedded()
     path = Path(model).expanduser()
+    if is_gguf(path):
+        return as_folder(path)
     if model == "embedded" or model in shipped():
         ours = embedded() if model == "embedded" else _assets() / model
         if not (path / "config.json").is_file():
@@ -73,10 +77,6 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 def _instead(file: Path) -> str:
     """Say what to give instead of a file."""
-    if file.suffix == ".gguf":
-        return "GGUF is not served. Name the checkpoint that it was made from, or convert it back: " + advice.from_gguf(
-            file
-        )
     if (file.parent / "config.json").is_file():
         return f"Give its folder: kvasir serve {file.parent}"
     return "Give the folder that holds config.json and *.safetensors"
@@ -177,7 +177,7 @@ def read_config(
 def _other_layout(path: Path) -> str:
     """Say what to do about a folder that is not in HF format."""
     if files := sorted(path.glob("*.gguf")):
-        return "GGUF is not served. Name the checkpoint it was made from, or convert it: " + advice.from_gguf(files[0])
+        return f"Name the GGUF file itself: kvasir serve {files[0]}"
     if (path / "params.json").is_file():
         return "params.json is the layout of the model's makers: download the folder in HF format, named for that."
     if folders := sorted(file.parent.name for file in path.glob("*/config.json")):

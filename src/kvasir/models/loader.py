@@ -27,6 +27,8 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.fill import DTYPES, Filling, Stored, list_names, read_tensor
 from kvasir.models.formats import Formats, Quantising
+from kvasir.models.gguf_file import headers
+from kvasir.models.gguf_folder import LINK
 from kvasir.models.packed import chunks_of, is_packed, stored_as
 from kvasir.models.quantisation import Reader, reader_of
 from kvasir.models.spec import ModelSpec
@@ -118,7 +120,9 @@ def load_again(decoder: Decoder, path: Path) -> None:
 
 
 def read_headers(path: Path) -> list[Stored]:
-    """Headers of all tensors of a checkpoint folder: one file or the shards of its index, plain or packed."""
+    """Headers of all tensors of a checkpoint folder: one file or the shards of its index, plain or packed, or GGUF."""
+    if (path / LINK).is_file():
+        return headers((path / LINK).resolve(), read_json(path / "config.json")["quantization_config"]["paired"])
     single, shards = stored_as(path / SINGLE), _weight_map(path) if (path / INDEX).is_file() else {}
     # transformers leaves an old index when it saves one file over shards, and an old file when it saves shards over it.
     if shards and (not single or any(stored_as(path / shard) for shard in shards.values())):
