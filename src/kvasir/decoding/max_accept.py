@@ -33,8 +33,8 @@ from kvasir.kernels.noise import gumbel
 from kvasir.kernels.sample import GREEDY_BELOW
 from kvasir.types import Guess, Sequence, Span
 
-# Key in ``Sequence.state``: position of the last known token, and the log-weights that each draft was drawn from, as
-# [G, V] or a `Spread`.
+# Key in ``Sequence.state``: position of the last known token, and what its drafts are verified by: the log-weights that
+# each was drawn from, as [G, V], a `Spread` or a `DrawnTree`; or `Typical`.
 DRAWN = "drawn_from"
 
 
@@ -97,6 +97,13 @@ class DrawnTree:
     weights: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """Asks for typical acceptance with this ``eps`` (`kvasir.decoding.typical`), whatever the drafts were made of."""
+
+    eps: float
+
+
 @dataclass(slots=True)
 class Block:
     """The drafts of one span. ``first``: logit row that the first draft follows; ``weights``: log-weights of q
@@ -107,7 +114,7 @@ class Block:
     first: int
     position: int
     drafts: list[int]
-    weights: torch.Tensor | Spread | DrawnTree
+    weights: torch.Tensor | Spread | DrawnTree | Typical
     parents: list[int] | None = None
 
     def log_weights(self, size: int, device: torch.device) -> torch.Tensor:
@@ -116,12 +123,12 @@ class Block:
         return self.weights.dense(count, size, device) if isinstance(self.weights, Spread) else self.weights[:count]
 
 
-def drawn(span: Span) -> torch.Tensor | Spread | DrawnTree | None:
+def drawn(span: Span) -> torch.Tensor | Spread | DrawnTree | Typical | None:
     """Return the log-weights that this span's drafts were drawn from; None when the walk verifies them."""
     at, weights = span.seq.state.get(DRAWN, (-1, None))
     sample = span.want.get("sample", range(0))
     fits = len(sample) > 1 and at == span.start + sample.start
-    if span.parents is not None and not isinstance(weights, DrawnTree):
+    if span.parents is not None and not isinstance(weights, DrawnTree | Typical):
         return None
     return weights if fits and span.seq.request.params.temperature >= GREEDY_BELOW else None
 

@@ -17,13 +17,14 @@ Legend: B trees, R rows of a tree (the anchor's, then one a node), C children of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
 
-from kvasir.decoding import max_accept
-from kvasir.decoding.max_accept import DRAWN, Block, DrawnTree, coins, fresh_stream
+from kvasir.decoding import max_accept, typical
+from kvasir.decoding.max_accept import DRAWN, Block, DrawnTree, Typical, coins, fresh_stream
 from kvasir.kernels.noise import gumbel
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
@@ -44,15 +45,14 @@ def keep_drawn(seq: Sequence, tree: DraftTree, weights: Many[torch.Tensor]) -> N
 
 
 def accept(found: list[Block], rows: np.ndarray, final_SV: torch.Tensor, tokens_S: torch.Tensor) -> None:
-    """Replace the draws of drawn blocks and trees by what they emit; the walk then follows it. See
-    `max_accept.accept`."""
-    trees = [i for i, block in enumerate(found) if isinstance(block.weights, DrawnTree)]
-    chains = [i for i in range(len(found)) if i not in set(trees)]
-    rows = np.asarray(rows)
-    if chains:
-        max_accept.accept([found[i] for i in chains], rows[chains], final_SV, tokens_S)
-    if trees:
-        _accept_trees([found[i] for i in trees], rows[trees], final_SV, tokens_S)
+    """Replace the draws of blocks, drawn trees and what is accepted as typical by what they emit; the walk then follows
+    it. See `max_accept.accept`."""
+    rules: dict[type, Callable[..., None]] = {DrawnTree: accept_trees, Typical: typical.accept}
+    by_rule: dict[Callable[..., None], list[int]] = {}
+    for i, block in enumerate(found):
+        by_rule.setdefault(rules.get(type(block.weights), max_accept.accept), []).append(i)
+    for rule, chosen in by_rule.items():
+        rule([found[i] for i in chosen], np.asarray(rows)[chosen], final_SV, tokens_S)
 
 
 class _Tree:
@@ -84,8 +84,8 @@ class _Tree:
             self.below[row] = verified + [other for other in self.below[row] if other not in verified]
 
 
-def _accept_trees(found: list[Block], rows: np.ndarray, final_SV: torch.Tensor, tokens_S: torch.Tensor) -> None:
-    """Go down all trees together, level by level, without waiting for the device."""
+def accept_trees(found: list[Block], rows: np.ndarray, final_SV: torch.Tensor, tokens_S: torch.Tensor) -> None:
+    """Walk down all trees together, level by level, without waiting for the device."""
     device, size, trees = final_SV.device, final_SV.shape[1], [_Tree(block) for block in found]
     most_rows = max(len(tree.tokens) for tree in trees)
     width = max(len(below) for tree in trees for below in tree.below)
@@ -137,13 +137,13 @@ def _accept_trees(found: list[Block], rows: np.ndarray, final_SV: torch.Tensor, 
 
 
 def rest(p_BV: torch.Tensor, q_BV: torch.Tensor) -> torch.Tensor:
-    """The excess of p over q, as distributions; p where that is nothing up to rounding."""
+    """Return what p has in excess of q, as distributions; p where that is nothing up to rounding."""
     over_BV = (p_BV - q_BV).clamp(min=0.0)
     sum_B1 = over_BV.sum(-1, keepdim=True)
     return torch.where(sum_B1 > 0, over_BV / sum_B1, p_BV)
 
 
 def without(q_BV: torch.Tensor, x_B1: torch.Tensor) -> torch.Tensor:
-    """Distributions q without one token each."""
+    """Distributions q, each without one token."""
     left_BV = q_BV.scatter(1, x_B1, 0.0)
     return left_BV / left_BV.sum(-1, keepdim=True).clamp(min=1e-38)

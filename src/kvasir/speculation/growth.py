@@ -41,7 +41,7 @@ class Expands(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The growth of trees. ``width``: most children of a node; ``depth``: most levels; ``threshold``: chance of a path below
+    """Rules of growth. ``width``: most children of a node; ``depth``: most levels; ``threshold``: chance of a path below
     which it is not followed, where trees have no fixed shape."""
 
     kind: Literal["dyspec", "fixed"]

@@ -1,9 +1,11 @@
 """Heads on the last hidden state, each guessing one token further ahead; a tree of the most likely products. Exact.
 
-Medusa (arXiv 2401.10774) with a frozen model (Medusa-1), without its lossy "typical acceptance". The heads do not see
-each other's tokens, so the estimate of a node is the product of the weights along its path. The tree takes the largest
-products, best first: the paper's sparse tree, chosen again at every step. The weights include the noise of their
-positions, as draws do.
+Medusa (arXiv 2401.10774) with a frozen model (Medusa-1), or with one that was trained together with its heads
+(Medusa-2, ``kvasir train medusa2``). The heads do not see each other's tokens, so the estimate of a node is the product
+of the weights along its path. The tree takes the largest products, best first: the paper's sparse tree, chosen again at
+every step. The weights include the noise of their positions, as draws do.
+
+``typical=0.09`` accepts by the paper's other rule, which is lossy (`kvasir.decoding.typical`). It is off by default.
 
 Legend: B sequences, K heads, E model dim, V vocabulary.
 """
@@ -18,7 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvasir.decoding.max_accept import DRAWN, Typical
 from kvasir.errors import ConfigError
+from kvasir.logs import log
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
 from kvasir.speculation.tree import DraftTree, products
@@ -32,14 +36,17 @@ KEPT = (
 @dataclass(frozen=True, slots=True)
 class Config:
     """``model``: folder of trained heads (default: those in the package; new: random weights, for
-    --learn); ``width``: guesses of each head."""
+    --learn); ``width``: guesses of each head; ``typical``: epsilon of typical acceptance, 0: exact."""
 
     model: str = ""
     width: int = 4
+    typical: float = 0.0
 
     def __post_init__(self) -> None:
         if self.width < 1:
             raise ConfigError(f"medusa:width={self.width}: at least 1")
+        if not 0.0 <= self.typical < 1.0:
+            raise ConfigError(f"medusa:typical={self.typical}: from 0, which is exact, to below 1; published: 0.09")
 
 
 class MedusaDrafter(Drafter):
@@ -47,7 +54,22 @@ class MedusaDrafter(Drafter):
     topology = "tree"
     learns = True
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.exact = not self.config.typical
+
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
+        if self.config.typical:
+            if model.place.exact:
+                raise ConfigError(
+                    f"medusa:typical={self.config.typical} changes tokens and their distribution, and exact mode "
+                    "promises the tokens. Leave it out, or --batch-invariant."
+                )
+            log.warning(
+                "medusa:typical=%g is lossy: tokens at a temperature above 0 are not drawn from the model's "
+                "distribution",
+                self.config.typical,
+            )
         self._head, self._model = heads.load_for("medusa", self.config.model, model), model
         self.hidden_layers = self._head.shape.layers
 
@@ -88,6 +110,8 @@ class MedusaDrafter(Drafter):
         for (i, ask, _), est_KC, ids_KC in zip(ready, *found):
             tree = products(est_KC, [[int(token) for token in row] for row in ids_KC], ask.max_nodes, ask.max_depth)
             trees[i] = tree.keep(range(len(tree)))
+            if self.config.typical:
+                ask.seq.state[DRAWN] = len(ask.seq.tokens) - 1, Typical(self.config.typical)
         return trees
 
     def close(self, seq: Sequence) -> None:

@@ -1,0 +1,71 @@
+"""Compare trees of a draft model: dynamic ones (DySpec) with fixed ones of as many nodes, chains, and drawn ones.
+
+    python tools/tree_study.py RESULT.json [--model base] [--draft nano] [--count 3] [--nodes 8 24 64]
+
+Every proposal is verified, on problems of four tasks, one after another, on a CPU. Counted, not timed: tokens a
+verification, and shares of accepted nodes. ``drawn`` is DySpec as published, by multi-round rejection: it keeps the
+distribution, and its texts differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from kvasir import LLM  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.speculation import TASKS, task_loads  # noqa: E402
+
+DEPTH = 8
+
+
+def arms_of(nodes: list[int]) -> list[tuple[str, str, int, float]]:
+    """Name, options of the drafter, most nodes and temperature of each arm."""
+    found = []
+    for temperature in (0.0, 1.0):
+        found.append((f"chain-T{temperature:g}", "", DEPTH, temperature))
+        for most in nodes:
+            threshold = f",threshold={0.3 / most:.4f}"  # low enough that the trees are full
+            found.append((f"dyspec-{most}-T{temperature:g}", f",tree=dyspec{threshold}", most, temperature))
+            found.append((f"fixed-{most}-T{temperature:g}", ",tree=fixed", most, temperature))
+            if temperature:
+                found.append((f"drawn-{most}-T1", f",tree=dyspec,max_accept=true{threshold}", most, temperature))
+    found.append(("blocks-T1", ",max_accept=true", DEPTH, 1.0))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", default="base")
+    parser.add_argument("--draft", default="nano")
+    parser.add_argument("--count", type=int, default=3)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 24, 64])
+    options = parser.parse_args()
+    arms = []
+    for name, extra, most, temperature in arms_of(options.nodes):
+        load = task_loads(options.model, TASKS, options.count, 1, 160, temperature)[0]
+        drafter = f"draft_model:model={options.draft},max_depth={DEPTH},width=8{extra}"
+        with LLM(
+            options.model, device="cpu", drafter=drafter, draft_control="fixed", max_draft_tokens=most, max_num_seqs=4
+        ) as llm:
+            outs = llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)
+            stats = llm.engine.stats()
+        metrics = {
+            "tokens": sum(len(out.outputs[0].token_ids) for out in outs),
+            "verifications": stats.drafts,
+            "nodes": round(stats.drafted_tokens / max(1, stats.drafts), 2),
+            "tokens_per_verification": round(1 + stats.accepted_tokens / max(1, stats.drafts), 4),
+        }
+        arms.append(arm(name, {"drafter": drafter, "nodes": most, "temperature": temperature}, metrics))
+        print(name, metrics, flush=True)
+        options.output.write_text(as_json(result(f"trees-{options.model}", arms)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
