@@ -18,8 +18,6 @@ from tests.engine.stepwise import Stepwise
 def use_ways(runner: Runner, *how: Any) -> None:
     """Run steps in other ways from now on. ``how``: what ``ways_to_run`` captures, and how."""
     runner.use(ways_to_run(runner.parts, *how))
-    if runner.parts.taps is not None:
-        runner.use_taps(runner.parts.taps.layers)
 
 
 @dataclass

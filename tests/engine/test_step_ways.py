@@ -77,7 +77,7 @@ def test_every_way_hears_of_taps_and_new_weights():
     runner = d.engine.runner
     ways = [Watching(runner.ways[-1]), Watching(runner.ways[-1]), *runner.ways]
     runner.use(ways)
-    runner.use_taps((0,))
+    runner.listen((0,))
     runner.weights_changed()
     assert all(way.heard == [runner.parts.taps, "weights"] for way in ways[:2])
     d.close()

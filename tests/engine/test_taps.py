@@ -14,7 +14,8 @@ from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Grammar
 from tests.engine.driver import use_ways
-from tests.speculation.helpers import Hostile, driver, install, outputs, plain, requests
+from tests.engine.test_mixed_steps import forced
+from tests.speculation.helpers import LENGTHS, Hostile, driver, install, outputs, plain, requests
 
 LAYERS = (0, 2, 3)
 
@@ -72,8 +73,9 @@ def truth(ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
         (dict(batch_invariant=False, enable_prefix_caching=False), False),  # decode steps from tapes
         (dict(batch_invariant=False, enable_prefix_caching=False, native=True), True),
         (dict(static=True, overlap=True), False),
+        (dict(pieces=True, max_num_seqs=8, max_num_batched_tokens=64), True),
     ],
-    ids=["eager", "trees", "static", "chunks", "tapes", "native", "overlap"],
+    ids=["eager", "trees", "static", "chunks", "tapes", "native", "overlap", "pieces"],
 )
 def test_every_committed_row_is_handed_over(options, drafts, expected):
     native = options.get("native")
@@ -83,12 +85,13 @@ def test_every_committed_row_is_handed_over(options, drafts, expected):
     d = driver("replay", **{k: v for k, v in options.items() if k != "native"})
     recorder = Recorder(expected if drafts else None, layers)
     install(d, recorder)
-    d.engine.runner.use_taps(layers)
+    sizes = forced(d) if options.get("pieces") else [()]
     if native and d.engine.runner.native is None:
         pytest.skip("no native kernels here")
     d.run(requests(d, 1.0))
     if not options.get("max_num_batched_tokens") and options.get("batch_invariant", True):
         assert outputs(d) == expected, "who looks on changes a token"
+    assert sizes
     if native:
         tapes = d.engine.runner.way(DecodeTapes)
         assert not tapes._steps and not tapes._seen, "what is native needs no tape"
@@ -112,7 +115,6 @@ def test_rows_of_forced_chains_are_handed_over(static):
     d = driver("replay", static=static)
     recorder = Recorder()
     install(d, recorder)
-    d.engine.runner.use_taps(LAYERS)
     grammar = Grammar("regex", "[ab]{2} the whole tail is fixed text, and long [0-9] end")
     d.run(requests(d, 1.0, grammar=grammar, ignore_eos=False, allowed_token_ids=None))
     assert d.engine.stats().forced_tokens > 20 and d.engine.stats().accepted_tokens == 0
@@ -137,7 +139,6 @@ def test_drafts_over_static_buffers_larger_than_they_need(expected):
     d = driver("replay", overlap=True, max_num_seqs=6)
     recorder, runner = Chains(expected), d.engine.runner
     install(d, recorder)
-    runner.use_taps(LAYERS)
     use_ways(runner, call_through, 8)
     large = {(54, True, True), (24, False, True), (8, True, False), (6, False, False)}
     assert all(runner.graphs._try_capture(*key) for key in large)
@@ -157,13 +158,40 @@ def test_drafts_over_static_buffers_larger_than_they_need(expected):
 def test_taps_that_are_off_cost_nothing(expected):
     d = driver("replay", static=True)
     install(d, Recorder())
-    d.engine.runner.use_taps(LAYERS)
     taps, taken = d.engine.runner.parts.taps, []
     real = taps.taken
     taps.taken = lambda *args: taken.append(taps.on) or real(*args)
     d.engine._drafting.controller._fixed, d.engine._drafting.controller._rest = False, 1000
     d.run(requests(d, 1.0))
     assert taken and not any(taken) and outputs(d) == expected
+    d.close()
+
+
+def test_two_listeners_get_their_own_layers_and_rest_by_themselves(expected):
+    """What one of them wants is handed out while the other rests, and reaches it alone."""
+    d = driver("replay", static=True)
+    install(d, recorder := Recorder())
+    second = d.engine.runner.listen((1, 2))
+    taps, drafting, heard = d.engine.runner.parts.taps, d.engine._drafting, []
+    assert taps.layers == (0, 1, 2, 3) and second.columns == [1, 2]
+    drafting.controller._fixed, drafting.controller._rest = False, 1000
+    commit = d.engine._commit
+
+    def heard_at(span, result):
+        heard.append((span.start, span.length, span.seq, second.of(result.hidden)))
+        return commit(span, result)
+
+    d.engine._commit = heard_at
+    d.run(requests(d, 1.0))
+    assert outputs(d) == expected and not drafting._failures
+    right = {seq: truth(seq.tokens, (1, 2)) for *_, seq, _ in heard}
+    for start, length, seq, hidden in heard:
+        torch.testing.assert_close(hidden, right[seq][start : start + length], rtol=2e-3, atol=2e-3)
+    assert sum(length == 1 for _, length, *_ in heard) > 20, "decodes while drafting rests"
+    prompts = {(f"r{k}", 0): length for k, length in enumerate(LENGTHS)}
+    assert all(max(rows) < prompts[key] for key, rows in recorder.rows.items()), "a resting drafter reads prompts alone"
+    second.on = False
+    assert not taps.on, "nobody asks"
     d.close()
 
 

@@ -22,6 +22,7 @@ from kvasir.engine.draft_times import DraftTimes
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import NO_TAIL, ONE_SAMPLE, Tail, rows_left
 from kvasir.engine.step_time import Roofline
+from kvasir.engine.taps import Listener
 from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
@@ -91,10 +92,14 @@ class Drafting:
         self._after_drafted = -1  # the plain step after the last drafted one, which waited for that one's end
         self._ended = 0.0  # when the last step ended
         drafter.attach(runner.model, runner.capture())
-        if drafter.hidden_layers:
-            runner.use_taps(drafter.hidden_layers)
+        self.listen()
         runner.parts.guest_inputs, runner.sampler.guessing = drafter.guests, drafter.guessing
         runner.sampler.by_blocks = not drafter.exact
+
+    def listen(self) -> None:
+        """Ask for the hidden states that the drafter reads. Called before any step is captured or recorded."""
+        layers = self.drafter.hidden_layers
+        self._listener: Listener | None = self._runner.listen(layers) if layers else None
 
     # ---------------------------------------------------------------------------------------------------- before a step
 
@@ -102,8 +107,9 @@ class Drafting:
         """Whether to draft in the next step. Called once a step, before anything is resolved."""
         self._drafting = self._failures < MAX_FAILURES and not self.controller.resting() and self._worth_it(running)
         self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
-        if (taps := self._runner.parts.taps) is not None:
-            taps.on = self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
+        if self._listener is not None:
+            near = self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
+            self._listener.on = self._drafting or near
         return self._drafting
 
     def _worth_it(self, running: Iterable[Sequence]) -> bool:
@@ -311,7 +317,7 @@ class Drafting:
         ``forced``: the draft was a forced chain, which is nobody's merit."""
         found = self._pending.pop(span.seq, None)
         if forced or found is None:
-            self.ingest(span, _committed(span, result))
+            self.ingest(span, self._committed(span, result))
             if not forced and result.guesses is not None:  # a prompt with the drafter's tail
                 self._open(span.seq)
                 self._answer(span, DraftTree(guests={-1: (tuple(span.guests),)}, source=self.drafter.name), result)
@@ -328,7 +334,7 @@ class Drafting:
         path = tree.path(result.tokens)
         if tree.tokens:
             self.controller.observe(tree, path)
-        self._guarded(self.drafter.observe, span.seq, tree, path, _committed(span, result))
+        self._guarded(self.drafter.observe, span.seq, tree, path, self._committed(span, result))
         self._answer(span, tree, result)
 
     def _answer(self, span: Span, tree: DraftTree, result: SpanResult) -> None:
@@ -344,6 +350,13 @@ class Drafting:
         if self._verified is not None:
             self.controller.observe_all(self._verified, self._which, self._paths)
             self._verified, self._which, self._paths = None, [], []
+
+    def plain(self, span: Span, result: SpanResult) -> None:
+        """Hand the drafter the hidden states of a committed span without a draft. Others may have asked for those of a
+        decode: while drafting rests, the drafter does not read them."""
+        listener = self._listener
+        if listener is not None and result.hidden is not None and (listener.on or span.length > 1):
+            self.ingest(span, listener.of(result.hidden))
 
     def ingest(self, span: Span, hidden: Any) -> None:
         """Hand the drafter the hidden states [K, layers, E] of a committed span's first rows; None: there are none. The
@@ -394,13 +407,18 @@ class Drafting:
         stats.accepted_by_depth, stats.drafted_by, stats.drafted_by_depth = s.by_depth, s.by_source, s.by_source_depth
         stats.draft_saved_seconds = self._savings.seconds
 
+    def _committed(self, span: Span, result: SpanResult) -> Any:
+        """Hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""
+        if result.hidden is None or self._listener is None:
+            return None
+        hidden, rows = self._listener.of(result.hidden), committed_rows(span, result)
+        return hidden[: len(rows)] if rows[-1:] == [len(rows) - 1] else hidden[rows]
 
-def _committed(span: Span, result: SpanResult) -> Any:
-    """Hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""
-    if result.hidden is None:
-        return None
-    rows = [*range(result.path[0] + 1), *result.path[1:]][: span.seq.num_computed - span.start]
-    return result.hidden[: len(rows)] if rows[-1:] == [len(rows) - 1] else result.hidden[rows]
+
+def committed_rows(span: Span, result: SpanResult) -> list[int]:
+    """Rows of a committed span that verified a draft and that stay, by index in the span: up to the anchor, then along
+    the path."""
+    return [*range(result.path[0] + 1), *result.path[1:]][: span.seq.num_computed - span.start]
 
 
 def holds_draft(plan: Plan) -> bool:

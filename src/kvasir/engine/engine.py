@@ -355,8 +355,8 @@ class Engine:
                 if span.seq.seat != span.seat or result is None:
                     continue
                 event = self._commit(span, result)
-                if result.hidden is not None and not result.path:
-                    self._drafting.ingest(span, result.hidden)
+                if self._drafting is not None and not result.path:
+                    self._drafting.plain(span, result)
                 if event is not None:
                     events.append(event)
         for request_id in self._groups.decided():

@@ -30,6 +30,7 @@ from kvasir.attention.latent import UpProjection
 from kvasir.engine.batch import ALIGNED, Frame
 from kvasir.engine.capture import EAGER_STEPS, GRAPH_BYTES, PieceCapture, Work, check_memory, peak_bytes
 from kvasir.engine.step_way import CapturingWay, StepParts
+from kvasir.engine.taps import Tapped, TappedHandle, Taps
 from kvasir.kernels.hardware import rates
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
@@ -176,21 +177,26 @@ class MixedSteps(CapturingWay):
         self._coarse = [*self.sizes[COARSE - 1 : -1 : COARSE], most]
         self._uses: Counter[int] = Counter()  # steps that an uncaptured coarse size would have taken
         self._next: Frame | None = None
+        self._tapped: Tapped | None = None
         self._cuts = partial(_Cuts, backend.codec_kernels, self._outs)
         self.captures = 0
 
+    def use_taps(self, taps: Taps) -> None:
+        self._tapped = taps.memory(self.sizes[-1])
+
     def takes(self, spans: list[Span]) -> bool:
-        """Trees and tapped states are left to other ways."""
-        parts = self._parts
-        mine = parts.taps is None and parts.varied(spans) == self._varied
-        self._next = self.frame(spans) if mine else None
+        """Trees are left to other ways."""
+        self._next = self.frame(spans) if self._parts.varied(spans) == self._varied else None
         return self._next is not None
 
     @torch.inference_mode()
     def run(self, spans: list[Span]) -> Handle:
         batch = self._parts.pack(spans, self._next)
         self._parts.backend.plan(batch)
-        return self._parts.sample_from(spans, self.forward(self._next, batch))
+        handle = self._parts.sample_from(spans, self.forward(self._next, batch))
+        if self._tapped is None:
+            return handle
+        return TappedHandle(handle, spans, self._tapped.hidden_TLE[: sum(batch.lengths)].clone())
 
     def frame(self, spans: list[Span]) -> Frame | None:
         """The frame in which the batch of these spans runs here; None: it cannot.
@@ -250,7 +256,8 @@ class MixedSteps(CapturingWay):
         )
         if guests is not None:
             batch.guests, batch.inputs = (self._rows[:size], guests), parts.inputs(ids, guests)
-        self._hidden[: frame.wanted].copy_(parts.model.forward(batch, parts.caches, backend, wanted_M=wanted))
+        taps = None if self._tapped is None else self._tapped.by_layer
+        self._hidden[: frame.wanted].copy_(parts.model.forward(batch, parts.caches, backend, taps, wanted_M=wanted))
 
     @torch.inference_mode()
     def rehearse(self, size: int) -> None:

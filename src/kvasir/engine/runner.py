@@ -18,7 +18,7 @@ from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
 from kvasir.engine.tape import Arena, record
-from kvasir.engine.taps import Taps
+from kvasir.engine.taps import Listener, Taps
 from kvasir.types import Handle, Plan, Sequence
 
 W = TypeVar("W", bound=StepWay)
@@ -42,6 +42,8 @@ class Runner:
         self.graphs = self.way(DecodeGraphs)
         self.chains: DecodeGraphs | None = self.way(ChainGraphs) or self.graphs  # runs steps with forced chains
         self.native = self.way(NativeDecodes)
+        if self.parts.taps is not None:
+            self._use_taps(self.parts.taps)
 
     def way(self, kind: type[W]) -> W | None:
         """The way of this class; None: steps are not run so here."""
@@ -77,10 +79,15 @@ class Runner:
         in_turns = sorted(self._capturing, key=lambda way: way.captures)  # each way begins with what matters most
         return any(way.capture_next() for way in in_turns)
 
-    def use_taps(self, layers: tuple[int, ...]) -> None:
-        """Hand out the outputs of these layers with every span's result. Called before any step is captured or
+    def listen(self, layers: tuple[int, ...]) -> Listener:
+        """Hand out the outputs of these layers, too, with every span's result. Called before any step is captured or
         recorded."""
-        self.parts.taps = taps = Taps(layers, self.model)
+        listener, taps = Listener(layers), self.parts.taps
+        self._use_taps(Taps([*([] if taps is None else taps.listeners), listener], self.model))
+        return listener
+
+    def _use_taps(self, taps: Taps) -> None:
+        self.parts.taps = taps
         for way in self.ways:
             way.use_taps(taps)
 

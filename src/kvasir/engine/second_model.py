@@ -144,6 +144,9 @@ class SecondModel:
     @torch.inference_mode()
     def load(self, weights: Mapping[str, Any]) -> None:
         slots = self._runner.model.slots()
+        for name, tensor in weights.items():  # all of them before one is written
+            if name not in slots or not torch.isfinite(tensor).all():
+                raise ValueError(f"the draft model has no place for {name}, or it holds NaN or infinity")
         for name, tensor in weights.items():
             slots[name].fill(tensor)
         self._runner.weights_changed()

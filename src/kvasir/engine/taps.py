@@ -1,8 +1,9 @@
-"""Hidden states for drafters: the outputs of chosen layers for every row of a step, with the step's results.
+"""Hidden states for listeners: the outputs of chosen layers for every row of a step, with the step's results.
 
-The decoder writes them where a `Taps` says: into fresh memory in a step that is launched kernel by kernel, and into a
-static buffer in a step that is a CUDA graph or a CPU tape, from which the rows in use are copied once the step is
-launched. Without a drafter that asks there is no `Taps`, and none of this runs.
+A listener is a drafter that reads hidden states, or the recorder of traces that drafters learn from. The decoder writes
+the layers of all listeners where a `Taps` says: into fresh memory in a step that is launched kernel by kernel, and into
+a static buffer in a step that is a CUDA graph or a CPU tape, from which the rows in use are copied once the step is
+launched. Without a listener there is no `Taps`, and none of this runs.
 
 Legend: T rows, L tapped layers, E model dim.
 """
@@ -25,15 +26,37 @@ class Tapped:
     by_layer: dict[int, torch.Tensor]
 
 
-class Taps:
-    """Outputs of ``layers``. ``on`` says whether what steps over static buffers write is wanted. Steps launched kernel
-    by kernel always hand theirs out: they hold the prompts, which no later step shows again."""
+@dataclass(slots=True, eq=False)
+class Listener:
+    """A reader of the outputs of ``layers``. ``on``: whether it wants what steps over static buffers write.
+    ``columns``: its layers among all tapped ones; None: they are the same."""
 
-    def __init__(self, layers: tuple[int, ...], model: Decoder) -> None:
+    layers: tuple[int, ...]
+    on: bool = True
+    columns: list[int] | None = None
+
+    def of(self, hidden_TLE: torch.Tensor) -> torch.Tensor:
+        """The listener's part [T, own layers, E] of what was tapped."""
+        return hidden_TLE if self.columns is None else hidden_TLE[:, self.columns]
+
+
+class Taps:
+    """Outputs of all layers that ``listeners`` read. Steps with prompts always hand theirs out, because no later step
+    shows them again."""
+
+    def __init__(self, listeners: list[Listener], model: Decoder) -> None:
+        layers = tuple(sorted({layer for listener in listeners for layer in listener.layers}))
         assert layers and all(0 <= i < len(model.spec.layers) for i in layers), layers
-        self.layers = layers
-        self.on = True
+        self.layers, self.listeners = layers, listeners
+        for listener in listeners:
+            columns = [layers.index(layer) for layer in listener.layers]
+            listener.columns = None if columns == list(range(len(layers))) else columns
         self._size, self._place = model.spec.hidden_size, model.place
+
+    @property
+    def on(self) -> bool:
+        """Whether any listener wants what steps over static buffers write."""
+        return any(listener.on for listener in self.listeners)
 
     def memory(self, num_rows: int) -> Tapped:
         """Fresh memory for the outputs of ``num_rows`` rows."""

@@ -164,6 +164,7 @@ class Drafter(Technique):
     top_tokens: ClassVar[int] = 0
     place: ClassVar[Place] = "cpu"
     topology: ClassVar[Literal["chain", "tree"]] = "chain"
+    learns: ClassVar[bool] = False  # whether it can learn from what is served (`kvasir.learn`); then it has ``weights``
     version = 0  # counts the weights that ``load`` has brought
 
     @property
@@ -236,9 +237,24 @@ class Drafter(Technique):
     def close(self, seq: Sequence) -> None:
         """Forget a sequence that has ended; its tokens are final."""
 
-    def load(self, weights: Any, version: int) -> None:
-        """Take new weights between two steps. Running sequences go on."""
+    def weights(self) -> Mapping[str, Any]:
+        """The tensors that ``load`` overwrites in place, by name, so that captured work goes on with them; known after
+        ``attach``. {}: it has none."""
+        return {}
+
+    def load(self, weights: Mapping[str, Any], version: int) -> None:
+        """Take new weights between two steps, whole or not at all. Running sequences go on.
+
+        Raises ValueError, and has changed nothing, for names or shapes other than those of ``weights()``, and for
+        numbers that are not finite."""
+        from kvasir.speculation.versions import overwrite
+
+        overwrite(self.weights(), weights)
         self.version = version
+
+    def export(self, weights: Mapping[str, Any], folder: Any) -> None:
+        """Write weights like those of ``weights()`` as a folder that ``model=`` takes. Asked of drafters that learn."""
+        raise NotImplementedError
 
     def reference(self) -> Drafter | None:
         """Return a fresh copy that runs without native code, to compare with; None when the drafter has no native

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import importlib.resources
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from kvasir.speculation.head import Head
 FORMAT = "kvasir-drafter"
 WEIGHTS = "model.safetensors"
 KINDS = "kvasir.speculation.head_kinds"
+NEW = "new"  # in place of a folder: random weights, from which ``--learn`` starts
 
 
 def kinds() -> list[str]:
@@ -60,9 +61,14 @@ def fingerprint(norm_E: torch.Tensor) -> str:
 def write(head: Head, folder: Path, target: dict[str, Any]) -> None:
     """Write a head's folder. ``target`` is what `check_target` compares: hidden_size, vocab_size, num_layers, weights
     (`fingerprint`), and a name."""
+    write_tensors(head, dict(head.named_parameters()), folder, target)
+
+
+def write_tensors(head: Head, found: Mapping[str, torch.Tensor], folder: Path, target: dict[str, Any]) -> None:
+    """Write the folder of a head like ``head`` whose weights are ``found``."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"format": FORMAT, "kind": head.kind, "shape": dataclasses.asdict(head.shape), "target": target}
-    tensors = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in head.named_parameters()}
+    tensors = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in found.items()}
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
@@ -141,16 +147,28 @@ def folder_of(kind: str, given: str) -> Path:
     return folder
 
 
-def planned(kind: str, given: str) -> tuple[Any, int]:
+def planned(kind: str, given: str, model: ServedModel) -> tuple[Any, int]:
     """Shape and number of weights of a head that will be loaded, from its config alone. Raises ConfigError."""
     with torch.device("meta"):
-        head = made(kind, folder_of(kind, given))[0]
+        head = begun(kind, model) if given == NEW else made(kind, folder_of(kind, given))[0]
     return head.shape, sum(p.numel() for p in head.parameters())
+
+
+def begun(kind: str, model: ServedModel) -> Head:
+    """A head of the shape that training gives one for this model, before its first weights are set."""
+    cls = class_of(kind)
+    return cls(cls.shape_for(model.spec.hidden_size, len(model.spec.layers)))
 
 
 def load_for(kind: str, given: str, model: ServedModel) -> Head:
     """The head of folder ``given`` ("": the one in the package), ready to run with ``model``. Raises ConfigError where
     it cannot."""
+    if given == NEW:
+        head = begun(kind, model)
+        rows = torch.arange(min(model.spec.vocab_size, 4096), device=model.place.device)
+        norm, embedded = model.norm.weight.float().cpu(), model.embed(rows).float().cpu()
+        head.begin_with(norm, embedded, torch.Generator().manual_seed(0))
+        return head.to(model.place.device, model.place.dtype).eval().requires_grad_(False)
     folder = folder_of(kind, given)
     head, trained_for = read(kind, folder)
     if not check_target(folder, kind, trained_for, facts_of(model)):

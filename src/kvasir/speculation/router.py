@@ -221,10 +221,10 @@ class Router(Drafter):
             self.drafters[name].close(seq)
 
     def load(self, weights: Any, version: int) -> None:
-        """Hand new weights on. ``weights``: by name of the drafter."""
-        super().load(weights, version)
+        """Hand new weights on. ``weights``: by name of the drafter. Each drafter takes its own whole or not at all."""
         for name, own in weights.items():
             self.drafters[name].load(own, version)
+        self.version = version
 
     def state_bytes(self) -> int:
         return sum(drafter.state_bytes() for drafter in self.drafters.values())

@@ -51,5 +51,5 @@ class DraftModel(Drafter):
     def load(self, weights: Any, version: int) -> None:
         """Take new weights. The KV of running sequences stays, so their drafts are worse for a while, but never
         wrong."""
-        super().load(weights, version)
         self._model.load(weights)
+        self.version = version

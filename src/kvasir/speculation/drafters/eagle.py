@@ -20,8 +20,9 @@ head dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,8 @@ EAGER_STEPS = 2  # runs of a shape before it is captured, in which its kernels a
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``model``: folder of a trained head (default: the one in the package); ``max_depth``: deepest draft, 0: as
-    trained; ``width``: nodes expanded a level, and children of each; ``window``: positions of a lane; ``lanes``:
+    """``model``: folder of a trained head (default: the one in the package; new: random weights, for
+    --learn); ``max_depth``: deepest draft, 0: as trained; ``width``: nodes expanded a level, and children of each; ``window``: positions of a lane; ``lanes``:
     sequences at once."""
 
     model: str = ""
@@ -85,6 +86,7 @@ class _Piece:
 class EagleDrafter(Drafter):
     place = "same_device"
     topology = "tree"
+    learns = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -116,7 +118,7 @@ class EagleDrafter(Drafter):
 
     def device_bytes(self, model: ServedModel) -> int:
         """Number of bytes of weights and rotations, and of the keys, values, positions and state of each lane."""
-        shape, weights = heads.planned("eagle", self.config.model)
+        shape, weights = heads.planned("eagle", self.config.model, model)
         slot = 2 * shape.kv_heads * shape.head_dim * model.place.dtype.itemsize + 8
         rotations = (model.spec.max_position + (self.config.max_depth or shape.depth)) * (shape.head_dim // 2) * 8
         return (
@@ -292,11 +294,13 @@ class EagleDrafter(Drafter):
             total += count * fanout
         return torch.cat(found, 2)
 
-    @torch.inference_mode()
-    def load(self, weights: Any, version: int) -> None:
-        """Take new weights. Keys of running sequences stay, so their drafts are worse for a while, but never wrong."""
-        super().load(weights, version)
-        self._head.load_state_dict(weights)
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The head's parameters. When they change, keys of running sequences stay, so that their drafts are worse for a
+        while, but never wrong."""
+        return dict(self._head.named_parameters())
+
+    def export(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+        heads.write_tensors(self._head, weights, folder, heads.facts_of(self._model))
 
     def state_bytes(self) -> int:
         return sum(x.nbytes for x in (self._k, self._v, self._positions, self._states))

@@ -10,7 +10,9 @@ Legend: B sequences, K heads, E model dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,8 @@ KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``model``: folder of trained heads (default: those in the package); ``width``: guesses of each head."""
+    """``model``: folder of trained heads (default: those in the package; new: random weights, for
+    --learn); ``width``: guesses of each head."""
 
     model: str = ""
     width: int = 4
@@ -42,13 +45,14 @@ class Config:
 class MedusaDrafter(Drafter):
     place = "same_device"
     topology = "tree"
+    learns = True
 
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         self._head, self._model = heads.load_for("medusa", self.config.model, model), model
         self.hidden_layers = self._head.shape.layers
 
     def device_bytes(self, model: ServedModel) -> int:
-        return heads.planned("medusa", self.config.model)[1] * model.place.dtype.itemsize
+        return heads.planned("medusa", self.config.model, model)[1] * model.place.dtype.itemsize
 
     def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
         last = hidden[-1:, 0]
@@ -89,7 +93,8 @@ class MedusaDrafter(Drafter):
     def close(self, seq: Sequence) -> None:
         seq.state.pop("medusa", None)
 
-    @torch.inference_mode()
-    def load(self, weights: Any, version: int) -> None:
-        super().load(weights, version)
-        self._head.load_state_dict(weights)
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._head.named_parameters())
+
+    def export(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+        heads.write_tensors(self._head, weights, folder, heads.facts_of(self._model))

@@ -15,9 +15,9 @@ Legend: K prompt tokens, C members of an ensemble, E model dim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -87,12 +87,9 @@ class PromptDrafter(SelfDrafter):
         whole.promise = promise
         return whole.keep(range(nodes))
 
-    @torch.inference_mode()
-    def load(self, weights: Any, version: int) -> None:
-        if not torch.isfinite(weights["weight"]).all():
-            raise ValueError("the new prompt tokens hold NaN or infinity")
-        super().load(weights, version)
-        self._head.load_state_dict(weights)  # in place, since ``guests`` is a view of this memory
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The prompt tokens, of which ``guests`` is a view."""
+        return dict(self._head.named_parameters())
 
 
 def dynamic_tree(tree: DraftTree, gains: Many[float], rows: int, ensemble: int) -> tuple[int, dict[int, int]]:

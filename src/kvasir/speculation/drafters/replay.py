@@ -33,8 +33,7 @@ class Replay(Drafter):
         self._outputs: dict[tuple[int, ...], list[int]] = {}
 
     def load(self, weights: Any, version: int) -> None:
-        super().load(weights, version)
-        self._outputs = dict(weights)
+        self._outputs, self.version = dict(weights), version
 
     def open(self, seq: Sequence) -> None:
         # Drawn once a sequence: a spoiled token stays spoiled whenever it is proposed, and proposing costs nothing.
