@@ -34,7 +34,7 @@ from kvasir.learn.trace import ACCEPTED, PLAIN, REJECTED, Trace
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation.head import Head, Level
 
-TASKS = ("chain", "schema", "story")
+KIND, TASKS = "eagle", ("chain", "schema", "story")
 ARMS = {"static": None, "accepted only": 0.0, "rejected 0.25": 0.25, "rejected 1": 1.0}
 ORACLE = "oracle"
 ROWS = 512  # of an optimizer step
@@ -54,7 +54,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Counts:
-    """What one arm did: tokens and forwards of every request, and the versions that were served."""
+    """Tokens and forwards of every request of an arm, and when it got new weights."""
 
     tokens: list[int] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list)

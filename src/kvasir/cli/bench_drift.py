@@ -16,7 +16,7 @@ __all__ = ["app"]
 @app.command("drift", cls=Command)
 def drift(
     model: Model = "",
-    kind: Annotated[str, typer.Option(help="Drafter that learns: eagle or medusa.")] = "eagle",
+    kind: Annotated[str | None, typer.Option(help="Drafter that learns, eagle or medusa; default: eagle.")] = None,
     task: Annotated[
         list[str] | None, typer.Option(help="Task of the stream; repeatable; default: chain, schema, story.")
     ] = None,
@@ -36,7 +36,7 @@ def drift(
     check_output(output, make=True)
     command.run(
         model,
-        kind=kind,
+        kind=kind or command.KIND,
         tasks=task or list(command.TASKS),
         requests=requests,
         steps=steps,

@@ -35,7 +35,7 @@ RECENT = 0.98  # weight of the past in the shown means
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a drafter learns. ``every``: steps between candidates; ``lam``: weight of rejected branches; ``scratch_rate``
+    """Settings of learning. ``every``: steps between candidates; ``lam``: weight of rejected branches; ``scratch_rate``
     and ``rate``: learning rates from random and from trained weights; ``rows``: of a step; ``held_rows``: most rows
     held back; ``forwards``: fewest on which a candidate is judged; ``num_bytes``: of traces to learn from."""
 
