@@ -156,6 +156,9 @@ class SpeculationConfig:
         "Drafts to verify: goodput: as many as pay; length: the same, but only for sequences that will run long "
         "(rollouts); fixed: all (to measure).",
     )
+    learn: str = opt("off", "Train the drafter on what is served: off, or on:device=auto,share=0.1,every=200,lam=0.25.")
+    learn_tenants: tuple[str, ...] = opt((), "API key to learn from, and to draft for with that, or all (repeatable).")
+    learn_out: str | None = opt(None, "Folder for learned weights, as --drafter NAME:model= takes it; default: none.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,10 +425,7 @@ def compose(cls: type, options: Mapping[str, Any], base: Any = None) -> Any:
 
 def _by_our_names(options: Mapping[str, Any], owners: Mapping[str, tuple[str, dataclasses.Field]]) -> dict[str, Any]:
     """Translate vLLM's names to ours: ``kv_cache_dtype`` is ``kv_codec``, ``enforce_eager=True`` is
-    ``cuda_graphs=False``.
-
-    Raises ConfigError when one setting is given twice.
-    """
+    ``cuda_graphs=False``. Raises ConfigError when one setting is given twice."""
     ours = {
         alias.replace("-", "_"): name
         for name, (_, f) in owners.items()

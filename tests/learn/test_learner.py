@@ -17,7 +17,7 @@ from kvasir.learn.pace import LEAST_ROWS, SLICE_SECONDS, Pace
 from kvasir.learn.packed import pack
 from kvasir.learn.pieces import USES, Pieces, cut
 from kvasir.learn.trace import PLAIN, REJECTED
-from tests.learn.helpers import STEPS, nano, trace_of
+from tests.learn.handmade import STEPS, nano, trace_of
 
 TINY = Recipe(every=4, rows=64, forwards=1, scratch_rate=1e-2, rate=1e-2)
 
