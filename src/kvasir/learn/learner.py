@@ -178,7 +178,7 @@ class Learner:
             self._failed = 0
             for level in range(self._depth):
                 if sums[1, level]:
-                    new, old = sums[0, level] / sums[1, level], self.by_level[level]
+                    new, old = float(sums[0, level] / sums[1, level]), self.by_level[level]
                     self.by_level[level] = new if not old else RECENT * old + (1 - RECENT) * new
         else:
             self._give_up()

@@ -106,7 +106,7 @@ def pack(traces: Sequence[Trace], depth: int, rejected: bool = True) -> Packed:
 
 
 def branch_mask(packed: Packed, device: torch.device) -> list[torch.Tensor]:
-    """Visible keys of the guesses of each level [M, K]: the committed rows of their text up to their root, then of each level
+    """Visible keys of the guesses of each level [M, K]: rows of their text up to their root, and of each level
     from 1 on the guess on their own path."""
     position, text = _on(packed.positions, device), _on(packed.text, device)
     seen_RR = (text[:, None] == text) & (position[:, None] >= position)
