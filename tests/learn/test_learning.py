@@ -194,6 +194,14 @@ def test_the_gate_counts_time_and_not_acceptance():
         assert verdict == passes, str(gate)
 
 
+def test_where_drafts_do_not_pay_a_new_version_need_not_wait():
+    for paid_by, steps in ((None, 480), ("old", 4128)):
+        gate, count = SwapGate(turn=48, settling=0), 0
+        while gate.stepped(1.0, 4, 4, 0, paid_by == "old" and not gate.new) is None:
+            count += 1
+        assert abs(count + 1 - steps) <= 96, "neither at once nor never"
+
+
 BROKEN = {
     "NaN": lambda folder, weights: weights["bias"].fill_(torch.nan),
     "a missing tensor": lambda folder, weights: weights.pop("bias"),

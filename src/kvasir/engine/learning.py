@@ -32,7 +32,7 @@ from kvasir.learn.ring import TraceRing
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.speculation.drafter import DRAFTERS, Drafter
-from kvasir.speculation.heads import facts_of
+from kvasir.speculation.heads import NEW, facts_of
 from kvasir.speculation.router import load_drafter
 from kvasir.speculation.tenants import Tenants
 from kvasir.speculation.versions import Versions
@@ -137,8 +137,10 @@ class Learning:
         self._counted = (0, 0, 0)  # tokens, forwards and verified rows at the last step
         self._means: list[float] = []  # accepted tokens a draft: recent, long
         self._resting: bool | None = None
-        self._export(self._folder / "start", self._versions.kept)
-        self._start = self._folder / "start"
+        self._start = ""  # the folder that the trainer starts from; "": random weights
+        if not is_new(drafter):
+            self._export(self._folder / "start", self._versions.kept)
+            self._start = str(self._folder / "start")
         self._ring = TraceRing.create(self._folder, ring_bytes)
         agrees = options.agreed(config.speculation.learn_tenants)
         self.tracer = Tracer(
@@ -158,7 +160,7 @@ class Learning:
         return messages.Order(
             model=self._model,
             kind=self._drafter.name,
-            drafter=str(self._start),
+            drafter=self._start,
             layers=list(self._listener.layers),
             target=facts_of(model),
             device=self._device,
@@ -272,7 +274,8 @@ class Learning:
             self._look(plan)
         if self._gate is None or not _decodes_alone(plan) or forwards == counted[1]:
             return
-        verdict = self._gate.stepped(seconds, forwards - counted[1], tokens - counted[0], rows - counted[2])
+        pays = self._drafting.controller.pays
+        verdict = self._gate.stepped(seconds, forwards - counted[1], tokens - counted[0], rows - counted[2], pays)
         if verdict is None:
             self._serve(self._gate.new)
         else:
@@ -322,7 +325,7 @@ class Learning:
         try:
             with torch.inference_mode():
                 self._export(self._folder / "accepted", weights)
-                self._start = self._folder / "accepted"
+                self._start = str(self._folder / "accepted")
                 if self._config.speculation.learn_out:
                     out = Path(self._config.speculation.learn_out).expanduser()
                     out.parent.mkdir(parents=True, exist_ok=True)
@@ -377,6 +380,11 @@ class Learning:
         self._ring.close()
         with contextlib.suppress(OSError):
             shutil.rmtree(self._folder)
+
+
+def is_new(drafter: Drafter) -> bool:
+    """Whether the drafter begins with random weights."""
+    return getattr(drafter.parts[-1].config, "model", "") == NEW
 
 
 def device_of(wanted: str, engine: torch.device) -> str:

@@ -2,7 +2,8 @@
 
 The two versions take turns, some steps each, so that load and context drift alike for both. What counts is the time of
 steps without prompts, drafted or not, for each token of a sequence: drafts that are accepted more often but cost more
-than they save do not pass. The verdict comes once enough rows were verified with the new version.
+than they save do not pass. The verdict comes once enough rows were verified with the new version. Where drafts of the
+old one do not pay at all, there is little to compare and little to lose, and it comes sooner.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 # Rows verified with the new version before the verdict; and steps after which it comes all the same, because drafting
 # may not pay with it at all.
 ROWS, STEPS = 2000, 2048
+# Steps of each version after which the new one passes if drafts never paid with the old one, and the part by which a
+# token may then take longer: few steps tell less, and a drafter that learns from nothing must not wait.
+EARLY_STEPS, EARLY_TOLERANCE = 200, 0.05
 # Steps of a turn, of which the first do not count: the controller has to find out what drafts are worth now.
 TURN, SETTLING = 48, 8
 # Part by which a token may take longer.
@@ -27,6 +31,7 @@ class _Side:
     tokens: int = 0
     rows: int = 0
     steps: int = 0
+    paid: int = 0  # steps in which drafts paid
 
     @property
     def token_seconds(self) -> float:
@@ -42,8 +47,9 @@ class SwapGate:
         self._sides = {True: _Side(), False: _Side()}
         self._steps = 0  # of this turn
 
-    def stepped(self, seconds: float, num_seqs: int, tokens: int, rows: int) -> bool | None:
-        """Take a step without prompts of ``num_seqs`` sequences, which gave ``tokens`` and verified ``rows``.
+    def stepped(self, seconds: float, num_seqs: int, tokens: int, rows: int, pays: bool = True) -> bool | None:
+        """Take a step without prompts of ``num_seqs`` sequences, which gave ``tokens`` and verified ``rows``. ``pays``:
+        whether drafts are found to.
 
         Returns the verdict: whether the new version passes; None: not known yet. It comes at the end of a turn of the
         old one, so that both have run as long."""
@@ -54,13 +60,17 @@ class SwapGate:
             side.tokens += tokens
             side.rows += rows
             side.steps += 1
+            side.paid += pays
         if self._steps < self._turn:
             return None
         self._steps, ended = 0, self.new
         self.new = not self.new
         new, old = self._sides[True], self._sides[False]
-        if ended or new.rows < self._rows and new.steps < STEPS:
+        if ended:
             return None
+        if new.rows < self._rows and new.steps < STEPS:
+            early = not old.paid and new.steps >= EARLY_STEPS
+            return True if early and new.token_seconds <= (1 + EARLY_TOLERANCE) * old.token_seconds else None
         return new.token_seconds <= (1 + TOLERANCE) * old.token_seconds
 
     @property
