@@ -16,6 +16,7 @@ from kvasir.engine.swap_gate import SwapGate
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.learn import link, messages
+from kvasir.learn.packed import pack
 from kvasir.learn.trace import ACCEPTED, PLAIN, REJECTED
 from kvasir.models.checkpoint import resolve
 from tests.engine.test_taps import truth
@@ -380,3 +381,22 @@ def test_both_ends_of_the_line(tmp_path):
     while not gone and time.monotonic() < until:
         time.sleep(0.01)
     assert gone
+
+
+def test_what_the_engine_records_can_be_packed(d):
+    """Every rejected row within the head's depth becomes a guess, prompts are told, and all guesses have a judge."""
+    traces(d)
+    every = requests(d, 1.0)
+    d.run(every)
+    found = traces(d)
+    assert {t.prompt for t in found} == {len(r.prompt_ids) for r in every}
+    packed = pack(found, 4)
+    wanted = 0
+    for trace in found:
+        for row in np.flatnonzero(trace.kinds == REJECTED):
+            anchor = row
+            while trace.kinds[anchor] != PLAIN:
+                anchor = trace.parents[anchor]
+            wanted += trace.positions[row] - trace.positions[anchor] < 4
+    assert sum(int(level.rejected.sum()) for level in packed.levels) == wanted > 0
+    assert all((level.judge >= 0).all() for level in packed.levels[1:])

@@ -7,7 +7,7 @@ included, becomes a trace as the engine writes it, and the trainer (`kvasir.lear
 candidate that passes the first gate is served from the next request on; the second gate, time, needs an engine.
 
 Arms: *static* (as trained on the first task), *accepted only*, rejected branches with a weight of 0.25 and of 1, and
-the *oracle*, which was trained on each task's own stream before it comes.
+the *oracle*, which was trained on other problems of each task before it comes.
 
 Legend: T tokens, R rows, D guesses of a draft, L tapped layers, E model dim.
 """
@@ -50,6 +50,10 @@ class Stream:
     texts: list[np.ndarray]
     prompts: list[int]
     tasks: list[int]
+
+    def of(self, task: int) -> list[int]:
+        """Numbers of the requests of a task."""
+        return [i for i, t in enumerate(self.tasks) if t == task]
 
 
 @dataclass(slots=True)
@@ -222,12 +226,14 @@ def trained(replay: Replay, start: Head, numbers: Sequence[int], steps: int, rec
     return head
 
 
-def run_oracle(replay: Replay, start: Head, steps: int, recipe: dict[str, Any]) -> Counts:
-    """Replay the stream, each task with a head that was trained on its own requests."""
+def run_oracle(replay: Replay, others: Replay, start: Head, steps: int, recipe: dict[str, Any]) -> Counts:
+    """Replay the stream, each task with a head that was trained on ``others``' requests of it."""
     counts = Counts()
     for task in sorted(set(replay.stream.tasks)):
-        numbers = [i for i, t in enumerate(replay.stream.tasks) if t == task]
-        head = replay.served(trained(replay, start, numbers, ORACLE_STEPS * steps * len(numbers), recipe))
+        numbers = replay.stream.of(task)
+        head = replay.served(
+            trained(others, start, others.stream.of(task), ORACLE_STEPS * steps * len(numbers), recipe)
+        )
         for number in numbers:
             tokens, forwards, _ = replay.request(number, head)
             counts.tokens.append(tokens)
@@ -254,7 +260,7 @@ def metrics_of(stream: Stream, tasks: Sequence[str], counts: Counts, oracle: Cou
         "swaps": len(counts.swaps),
     }
     for n, task in enumerate(tasks):
-        numbers = [i for i, t in enumerate(stream.tasks) if t == n]
+        numbers = stream.of(n)
         first, last = numbers[0], numbers[-1] + 1
         name = task.partition(":")[0]
         found[f"{name}_per_forward"] = round(counts.per_forward(slice(first, last)), 4)
@@ -301,12 +307,12 @@ def run(
     target, tokenizer = load_target(model, device)
     base = Base.read(Path(resolve(model)), target.device, target.dtype)
     replay = Replay(target, base, sampled(target, tokenizer, tasks, requests, max_tokens, "test"))
-    first = Replay(target, base, sampled(target, tokenizer, tasks[:1], requests, max_tokens, "train"))
+    others = Replay(target, base, sampled(target, tokenizer, tasks, requests, max_tokens, "train"))
     recipe = {"every": every, "rate": rate, "rows": ROWS, "forwards": 64}
     learning = recipe | {"scratch_rate": 1e-3}  # the head that is there before the stream
-    start = trained(first, head_to_learn(kind, base, ""), range(len(first.stream.texts)), start_steps, learning)
+    start = trained(others, head_to_learn(kind, base, ""), others.stream.of(0), start_steps, learning)
     found = {name: run_arm(replay, start, lam, steps, recipe) for name, lam in ARMS.items()}
-    found[ORACLE] = run_oracle(replay, start, steps, learning)
+    found[ORACLE] = run_oracle(replay, others, start, steps, learning)
     setting = {
         "model": model or "embedded",
         "kind": kind,
