@@ -157,6 +157,9 @@ class SpeculationConfig:
         "Drafts to verify: goodput: as many as pay; length: the same, but only for sequences that will run long "
         "(rollouts); fixed: all (to measure).",
     )
+    learn: str = opt("off", "Train the drafter on what is served: off, or on:device=auto,share=0.1,every=200,lam=0.25.")
+    learn_tenants: tuple[str, ...] = opt((), "API key to learn from, and to draft for with that, or all (repeatable).")
+    learn_out: str | None = opt(None, "Folder for learned weights, as --drafter NAME:model= takes it; default: none.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

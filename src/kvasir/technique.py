@@ -215,13 +215,18 @@ def load(package: str, spec: str, base: type[T]) -> T:
         if pairs:
             raise ConfigError(f"'{name}' takes no options, got {', '.join(pairs)}")
         return cls()
+    return cls(parse(config, name, pairs))
+
+
+def parse(config: type, name: str, pairs: dict[str, str]) -> Any:
+    """Build a Config from the texts of its options. Raises ConfigError that names ``name`` and the option."""
     kinds = options(config, name)
     values = {}
     for key, text in pairs.items():
         if key not in kinds:
             raise ConfigError(f"'{name}' has no option '{key}'; it has {', '.join(kinds)}.{nearest(key, kinds)}")
         values[key] = _parse(f"{name}:{key}", text, kinds[key])
-    return cls(config(**values))
+    return config(**values)
 
 
 def _parse(where: str, text: str, kind: Any) -> Any:

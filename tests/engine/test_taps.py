@@ -52,9 +52,9 @@ def expected():
 
 
 @torch.no_grad()
-def truth(ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+def truth(ids: list[int], layers: tuple[int, ...] = LAYERS, model=None) -> torch.Tensor:
     """Hidden states [T, layers, E] of the trainer's own model."""
-    model = export.load(resolve("nano"))
+    model = model or export.load(resolve("nano"))
     x, found = model.model.embed_tokens(torch.tensor([ids])), []
     for i, layer in enumerate(model.model.layers):
         x = layer(x, model.rope(len(ids)), None)

@@ -1,84 +1,92 @@
-"""Traces made by hand, and heads that are not at their start."""
+"""An engine that learns, with a trainer that does nothing but wait, and candidates that a test makes by hand."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-import numpy as np
+import msgspec
 import torch
+from safetensors.torch import save_file
 
-from kvasir.learn.base import Base
-from kvasir.learn.trace import ACCEPTED, PLAIN, REJECTED, Trace
-from kvasir.models.checkpoint import resolve
-from kvasir.speculation import heads
+from kvasir.engine.learning import Learning
+from kvasir.learn import link, messages
+from kvasir.speculation.heads import facts_of
+from tests.speculation.helpers import Driver, driver
 
-Tree = list[tuple[int, int]]  # (parent node, -1: the anchor; token)
-
-
-def nano() -> Base:
-    """The ends of the shipped model."""
-    return Base.read(Path(resolve("nano")), torch.device("cpu"), torch.float32)
+IDLE = [sys.executable, "-S", "-c", "import sys, time; time.sleep(1e6)"]
 
 
-def head_for(kind: str, base: Base, noise: float = 0.1):
-    """A head whose weights are all moved off their start."""
-    cls = heads.class_of(kind)
-    head = cls(cls.shape_for(base.dim, base.num_layers))
-    head.begin_with(base.norm_E.float(), base.embed_VE.float(), torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for i, p in enumerate(head.parameters()):
-            p.add_(
-                noise * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * max(1.0, p.shape[-1]) ** -0.5
-            )
-    return head
+def learner(monkeypatch, drafter: str = "medusa:model=new", **options) -> Driver:
+    """A driver whose drafter learns from everybody."""
+    monkeypatch.setattr(link, "COMMAND", IDLE)
+    monkeypatch.setattr("kvasir.engine.learning.RING_BYTES", 1 << 22)
+    d = driver(drafter, **({"learn": "on", "learn_tenants": ("all",)} | options))
+    assert isinstance(d.engine._learning, Learning)
+    return d
 
 
-def trace_of(
-    base: Base,
-    layers: tuple[int, ...],
-    steps: list[tuple[Tree, list[int]]],
-    *,
-    prompt: int = 4,
-    seed: int = 0,
-    request: str = "a",
-    states=None,
-) -> Trace:
-    """The trace of a prompt and of verified trees, each with its accepted nodes. Tokens and states are drawn."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(5, 500, prompt + 1).tolist()
-    positions, row_tokens, parents, kinds = (
-        list(range(prompt)),
-        tokens[:prompt],
-        list(range(-1, prompt - 1)),
-        [PLAIN] * prompt,
+def weights_of(d: Driver, kind: str = "same") -> dict[str, torch.Tensor]:
+    """Weights for the drafter: the present ones, or random ones."""
+    generator = torch.Generator().manual_seed(1)
+    own = d.engine._learning._versions.kept
+    return {
+        name: t.clone() if kind == "same" else 3 * torch.randn(t.shape, generator=generator) for name, t in own.items()
+    }
+
+
+def candidate(d: Driver, folder: Path, version: int, weights: dict, **card) -> messages.Candidate:
+    """Write a candidate as a trainer does."""
+    folder.mkdir(parents=True)
+    save_file(weights, folder / messages.WEIGHTS)
+    learning = d.engine._learning
+    drafter = learning._drafter
+    given = dict(
+        version=version,
+        kind=drafter.name,
+        layers=list(drafter.hidden_layers),
+        target=facts_of(d.engine.runner.model),
     )
-    last = prompt - 1  # the last committed row
-    for tree, accepted in steps:
-        anchor = len(positions)
-        positions.append(len(tokens) - 1)
-        row_tokens.append(tokens[-1])
-        parents.append(last)
-        kinds.append(PLAIN)
-        for node, (parent, token) in enumerate(tree):
-            above = anchor + 1 + parent
-            positions.append(positions[above] + 1)
-            row_tokens.append(token)
-            parents.append(above)
-            kinds.append(ACCEPTED if node in accepted else REJECTED)
-        tokens += [tree[node][1] for node in accepted] + [int(rng.integers(5, 500))]
-        last = anchor + 1 + accepted[-1] if accepted else anchor
-    found = rng.standard_normal((len(positions), len(layers), base.dim)) if states is None else states
-    arrays = [np.array(x, np.int32) for x in (tokens, positions, row_tokens, parents)]
-    return Trace(
-        arrays[0], 0, layers, found.astype(np.float32), "float32", *arrays[1:], np.array(kinds, np.uint8),
-        request=request, prompt=prompt,
-    )  # fmt: skip
+    (folder / messages.CARD).write_bytes(msgspec.json.encode(messages.Card(**given | card)))
+    return messages.Candidate(version, str(folder))
 
 
-STEPS = [
-    ([(-1, 7), (0, 8), (1, 9), (1, 10), (0, 11), (-1, 12), (5, 13)], [0, 4]),  # branches left and right of the path
-    ([], []),
-    ([(-1, 20), (0, 21), (1, 22)], []),
-    ([(-1, 30), (0, 31)], [0, 1]),
-    ([(-1, 40), (-1, 41), (1, 42)], [1]),
-]
+def offer(d: Driver, message: messages.FromTrainer) -> None:
+    """Let the engine hear a message from the trainer."""
+    d.engine._learning._trainer._inbox.put(message)
+
+
+def staged(d: Driver) -> None:
+    """Wait until the candidate that was offered is staged or refused."""
+    learning = d.engine._learning
+    learning.tick()
+    if learning._staging is not None:
+        learning._staging[1].exception(10)
+        learning.tick()
+
+
+def every_step_takes(d: Driver, seconds: float = 1.0) -> None:
+    """Let all steps take as long, so that the gate counts tokens alone."""
+    real = d.engine._learning.stepped
+    d.engine._learning.stepped = lambda plan, _, *counts: real(plan, seconds, *counts)
+
+
+def sent(d: Driver) -> list:
+    """Messages to the trainer from now on."""
+    found: list = []
+    d.engine._learning._trainer.send = found.append
+    return found
+
+
+def traces(d: Driver) -> list:
+    """Take everything out of the ring."""
+    from kvasir.learn.ring import TraceRing
+    from kvasir.learn.trace import Trace
+
+    learning = d.engine._learning
+    learning.tracer.drain()
+    ring, found = TraceRing.open(learning._folder), []
+    while (data := ring.take()) is not None:
+        found.append(Trace.decode(data))
+    ring.close()
+    return found

@@ -13,7 +13,7 @@ from kvasir.learn.branch_loss import branch_loss
 from kvasir.learn.losses import DISCOUNT, Target
 from kvasir.learn.packed import pack
 from kvasir.learn.trace import PLAIN, REJECTED
-from tests.learn.helpers import STEPS, head_for, nano, trace_of
+from tests.learn.handmade import STEPS, head_for, nano, trace_of
 
 LAM = 0.25
 

@@ -18,9 +18,8 @@ SHORT = (
     0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0,
     2.0, 5.0,
 )
-LONG = (
-    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
-)
+LONG = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+        640.0)
 # fmt: on
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5)) + (1e6,)
 
@@ -418,6 +417,24 @@ DEFINITIONS = (
             "warning",
             "Drafts cost more time than they save on this load: try another --drafter, or none.",
         ),
+    ),
+    *(
+        make(f"learn_{name}", "Drafts", lambda s, name=name: s.learning and getattr(s.learning, name), text)
+        for make, name, text in (
+            (_gauge, "version", "Version of the drafter's weights that is served, where it learns"),
+            (_gauge, "busy_share", "Share of its time that the drafter's trainer computes"),
+            (_counter, "traced", "Tokens recorded for the drafter's trainer"),
+            (_counter, "dropped", "Tokens recorded for the drafter's trainer and lost before it read them"),
+            (_counter, "swaps", "Times that the served weights of the drafter were replaced"),
+            (_counter, "rollbacks", "Versions of the drafter that were refused or taken back"),
+        )
+    ),
+    _gauge(
+        "learn_kl",
+        "Drafts",
+        lambda s: None if s.learning is None else [((str(i),), kl) for i, kl in enumerate(s.learning.kl_by_depth)],
+        "Recent mean of KL(model || drafter), by depth of the draft, in nats",
+        labels=("position",),
     ),
     # ---------------------------------------------------------------------------------------------------------- engine
     _counter("steps", "Engine", lambda s: s.step, "Steps", unit="ops"),

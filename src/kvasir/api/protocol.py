@@ -249,6 +249,7 @@ class SamplingBody(Body):
     processors: list[str] | None = None
     hook: str | None = None
     hook_strength: float | None = None
+    learn: bool | None = None
     stop: Strings = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

@@ -42,6 +42,7 @@ SHARED = (
     "processors",
     "hook",
     "hook_strength",
+    "learn",
 )
 # A rule of EBNF, as vLLM and llama.cpp write it; Lark has a colon.
 EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

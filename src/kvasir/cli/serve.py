@@ -26,6 +26,7 @@ def run(settings: Settings) -> None:
     if settings.service.kv_events_config:
         parse(settings.service.kv_events_config)
     check_output(Path(settings.service.journal) if settings.service.journal else None)
+    settings = name_tenants(settings)
     from kvasir.cluster.cluster_client import open_client
 
     client = open_client(settings)
@@ -33,6 +34,22 @@ def run(settings: Settings) -> None:
     from kvasir.api.server import serve
 
     serve(settings, client)
+
+
+def name_tenants(settings: Settings) -> Settings:
+    """The settings with the names of tenants in ``learn_tenants`` instead of API keys, which the engine must not see.
+    Raises ConfigError, which names no key."""
+    given, keys = settings.speculation.learn_tenants, settings.server.api_key
+    if not given or given == ("all",):
+        return settings
+    from kvasir.api.auth import name_of
+
+    if odd := [i for i, text in enumerate(given, start=1) if text not in keys]:
+        raise ConfigError(
+            f"learn_tenants: entry {odd[0]} is no key that an --api-key gives. Name one of those, or all."
+        )
+    # With one key all requests are of one tenant.
+    return settings.replace(learn_tenants=tuple(map(name_of, given)) if len(keys) > 1 else ("all",))
 
 
 def check_free(server: ServerConfig) -> None:

@@ -31,6 +31,7 @@ from kvasir.speculation.controller import TRIAL_SEQS, Controller
 from kvasir.speculation.drafter import Ask, Drafter, check_trees
 from kvasir.speculation.forest import Forest
 from kvasir.speculation.lengths import Lengths
+from kvasir.speculation.router import load_drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, FinishReason, Plan, Sequence, Span, SpanResult, Status
 
@@ -116,6 +117,15 @@ class Drafting:
             check_states(drafter, config.max_draft_tokens)
         runner.parts.guest_inputs, runner.sampler.guessing = drafter.guests, drafter.guessing
         runner.sampler.by_blocks = not drafter.exact
+
+    @classmethod
+    def on_cpu(cls, config: SpeculationConfig, runner: Runner, max_rows: int, max_model_len: int) -> Drafting:
+        """Replace the drafter of a running engine by one on the CPU. Raises ConfigError for a drafter that is a
+        model."""
+        drafter = load_drafter(config.drafter)
+        if drafter.place != "cpu":
+            raise ConfigError(f"{drafter.name} must be there from the start: --drafter {config.drafter}")
+        return cls(config, drafter, runner, max_rows, max_model_len)
 
     def listen(self) -> None:
         """Ask for the hidden states that the drafter reads. Called before any step is captured or recorded."""

@@ -26,6 +26,7 @@ from kvasir.engine.forcing import Forcing, forced_places
 from kvasir.engine.gate import Gate
 from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
 from kvasir.engine.groups import Groups
+from kvasir.engine.learning import device_bytes, drafter_for, start_learning
 from kvasir.engine.pace import Pace, StepClock, mixed_rows
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import POLICIES, SchedulerPolicy
@@ -37,14 +38,12 @@ from kvasir.engine.step_time import StepTimeModel
 from kvasir.engine.steps import StepRunner
 from kvasir.engine.stop import until_stop
 from kvasir.engine.variants import all_of, refusal
-from kvasir.errors import ConfigError
 from kvasir.kernels.compile_ahead import helping
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.digest import digest
 from kvasir.models.loader import load_again
 from kvasir.speculation.drafter import Drafter
-from kvasir.speculation.router import load_drafter
 from kvasir.types import EngineStats, Event, FinishReason, Load, Plan, Request, Sequence, Span, SpanResult
 
 USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
@@ -72,16 +71,13 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         config.adapters.modules()  # refused at once where adapters are not served
-        drafter = load_drafter(config.speculation.drafter) if config.speculation.drafter else None
+        drafter = drafter_for(config)
         policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
         host = EngineHost(config)
         if drafter is not None:
             drafter.prepare(host)
-        built = (
-            build(config, others=[policy])
-            if drafter is None
-            else build(config, drafter.device_bytes, [policy, *drafter.parts], drafter.guest_rank)
-        )
+        parts, guest_rank = ([], 0) if drafter is None else (drafter.parts, drafter.guest_rank)
+        built = build(config, device_bytes(config, drafter), [policy, *parts], guest_rank)
         host.check(built.info)
         self.info = built.info
         self.info.drafters = () if drafter is None else tuple(drafter.names)
@@ -116,6 +112,7 @@ class Engine:
             if drafter is None
             else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
         )
+        self._learning = start_learning(config, self._drafting, built.runner)
         self._forcing = Forcing(built.runner, self._overlap)
         self._grammars = Grammars(built.tokenizer_file, self.info.vocab_size, self.info.eos_ids)
         self._eos_ids = frozenset(self.info.eos_ids)
@@ -188,8 +185,7 @@ class Engine:
         return any(variant is not None and variant.name == adapter for variant in variants)
 
     def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
-        live = self._live.get(request_id)
-        if live is None:
+        if (live := self._live.get(request_id)) is None:
             return []
         chosen = [s for b, s in live.branches.items() if branch is None or b == branch]
         return (self._accept(live) if chosen else []) + [self._finish(seq, "cancelled") for seq in chosen]
@@ -211,6 +207,7 @@ class Engine:
         self._close_seat(seq)
         if self._drafting is not None:
             self._drafting.close(seq, reason)
+        self._learning.ended(seq)
         self.scheduler.finish(seq, reason)
         seq.finish_reason = reason
         self._groups.ended(seq)
@@ -280,6 +277,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         now = time.monotonic()
+        self._learning.tick()
         events = self._poll_compiling(now) if self._compiling else []
         if self.adapters is not None and self.adapters.busy:
             requests = [live.request for live in self._live.values()]
@@ -301,9 +299,8 @@ class Engine:
             self._close_seat(seq)
         late = bool(self._plans and self.runner.sampler.num_bound)
         if plan.spans:
-            self._launch(
-                plan, late, began if drafting else time.perf_counter()
-            )  # drafting is part of the step that verifies
+            # Drafting is part of the step that verifies.
+            self._launch(plan, late, began if drafting else time.perf_counter())
             self._forcing.launched(plan, forcing, drafting)
         elif not self._plans:
             compiling = [live.compiling for live in self._live.values() if live.compiling is not None]
@@ -360,8 +357,8 @@ class Engine:
                 if event is not None:
                     events.append(event)
         for request_id in self._groups.decided():
-            live = self._live[request_id]
-            events += [self._finish(seq, "cancelled") for seq in self._groups.beaten(live.branches.values())]
+            beaten = self._groups.beaten(self._live[request_id].branches.values())
+            events += [self._finish(seq, "cancelled") for seq in beaten]
         self.scheduler.complete(plan)
         now = time.perf_counter()
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), rows
@@ -370,9 +367,11 @@ class Engine:
         self._forcing.times.ended(plan.step, now)
         if self._drafting is not None:
             self._drafting.completed(plan)
+        self._learning.stepped(plan, self._stats.step_seconds, self._num_generated, self._num_forwards)
 
     def idle(self) -> bool:
         """Do a bit of work while there are no requests. False: none is left."""
+        self._learning.tick()
         return self._num_generated + self._num_pooled > 0 and not self._plans and self.runner.capture_next()
 
     def _close_seat(self, seq: Sequence) -> None:
@@ -402,7 +401,9 @@ class Engine:
         drafted = self._drafting is not None and bool(result.path)
         if drafted:
             self._drafting.commit(span, result, tokens)
+        rows = span.tokens() if self._learning.on else []  # before the draft is dropped
         self.scheduler.advance(span, tokens)
+        self._learning.heard(span, result, rows)
         if drafted:
             self._drafting.observe(span, result, forced > 0)
         if tokens:
@@ -442,31 +443,28 @@ class Engine:
     # ----------------------------------------------------------------------------------------- while nothing is running
 
     def draft_with(self, speculation: SpeculationConfig) -> Drafter | None:
-        """Replace the drafter by another CPU drafter, or none, to measure several with one set of weights.
-
-        No request may be running. Raises ConfigError for a drafter that is a model."""
+        """Replace the drafter by another CPU drafter, or none, to measure several with one set of weights. No request
+        may be running. Raises ConfigError for a drafter that is a model."""
         assert not self._live, "requests are running"
         self._drafting = None
         self.runner.sampler.num_top, self.runner.sampler.by_blocks = 0, False  # the previous drafter may have set them
         if not speculation.drafter:
             return None
-        drafter = load_drafter(speculation.drafter)
-        if drafter.place != "cpu":
-            raise ConfigError(f"{drafter.name} must be there from the start: --drafter {speculation.drafter}")
-        self._drafting = Drafting(speculation, drafter, self.runner, self.steps.full_rows, self.info.max_model_len)
-        return drafter
+        self._drafting = Drafting.on_cpu(speculation, self.runner, self.steps.full_rows, self.info.max_model_len)
+        return self._drafting.drafter
 
     def update_weights(self, model: str) -> None:
-        """Load the weights of another checkpoint of the same model in place.
-
-        No request may be running. Prefixes are forgotten, drafters keep what they know. Raises ConfigError."""
+        """Load the weights of another checkpoint of the same model in place. No request may be running. Prefixes and
+        traces are forgotten, drafters keep what they know. Raises ConfigError."""
         assert not self._live, "requests are running"
         load_again(self.runner.model, checkpoint.resolve(model))
-        self.weights_changed()
+        self.weights_changed(model)
 
-    def weights_changed(self) -> None:
-        """Refresh copies of weights and forget prefixes after weights were written to. No request may be running."""
+    def weights_changed(self, model: str | None = None) -> None:
+        """Refresh copies of weights, and forget prefixes and traces, after weights were written to (those of
+        checkpoint ``model``). No request may be running."""
         self.runner.weights_changed()
+        self._learning.renewed(model)
         self.pages.forget_prefixes()
 
     # ----------------------------------------------------------------------------------------------------------- state
@@ -485,6 +483,7 @@ class Engine:
         s.step_time_error = self.clock.errors()
         if self._drafting is not None:
             self._drafting.fill(s)
+        self._learning.fill(s)
         return s
 
     def load(self) -> Load:
@@ -498,3 +497,4 @@ class Engine:
         if self.adapters is not None:
             self.adapters.close()
         self._grammars.close()
+        self._learning.close()

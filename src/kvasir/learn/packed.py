@@ -55,7 +55,7 @@ class Packed:
     levels: tuple[Guesses, ...]
 
     def to_levels(self, base: Base) -> list[Level]:
-        """Arguments of `Head.unroll_paths`, on the device of ``base``."""
+        """The arguments of `Head.unroll_paths`, on the device of ``base``."""
         on, masks = base.device, branch_mask(self, base.device)
         return [
             Level(_on(level.root, on), _on(level.above, on), base.embed(_on(level.token, on)), mask)
@@ -106,8 +106,8 @@ def pack(traces: Sequence[Trace], depth: int, rejected: bool = True) -> Packed:
 
 
 def branch_mask(packed: Packed, device: torch.device) -> list[torch.Tensor]:
-    """Keys that the guesses of each level see [M, K]: the committed rows of their text up to their root, then of each
-    level from 1 on the guess on their own path."""
+    """Visible keys of the guesses of each level [M, K]: rows of their text up to their root, and of each level
+    from 1 on the guess on their own path."""
     position, text = _on(packed.positions, device), _on(packed.text, device)
     seen_RR = (text[:, None] == text) & (position[:, None] >= position)
     found, trails = [], []

@@ -29,7 +29,7 @@ WRITTEN, OLDEST, READ, SIZE, RESERVED, DROPPED, LOST = range(7)
 HEAD_BYTES, RECORD_BYTES = 4096, 32
 WORDS = HEAD_BYTES // 8
 # The reservoir is an eighth of the memory, in slots of equal size. A record that is longer than a slot is not kept.
-SHARE, SLOTS = 8, 16
+SHARE, SLOTS = 8, 8
 LEAST_BYTES = 1 << 16
 # Words of the head from which on the slots are noted, two each: their turn (odd: being written) as the writer counts
 # it, and the turn that the reader has read.

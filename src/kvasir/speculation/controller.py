@@ -227,6 +227,15 @@ class Controller:
 
     # ---------------------------------------------------------------------------------------------------------- decide
 
+    def could_pay(self, num_seqs: int, context: int) -> bool:
+        """Whether drafts would pay for so many decodes if every one of them were accepted: whether a better drafter has
+        anything to gain."""
+        plain = self._seconds(num_seqs, context, 0, False)
+        return any(
+            (1 + nodes) * plain > START_GAIN * self._seconds(num_seqs, context, nodes * num_seqs, True)
+            for nodes in range(1, TRIAL_NODES + 1)
+        )
+
     def resting(self) -> bool:
         """Whether this step must be plain. Called once a step."""
         if self._rest:

@@ -9,7 +9,7 @@ Legend: B texts, T tokens, R rows, M guesses, K keys, L tapped layers, E model d
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,8 +75,9 @@ class Head(nn.Module):
         normed_RE: torch.Tensor,
         positions_R: torch.Tensor,
         num_positions: int,
-        levels: Sequence[Level],
+        levels: Iterable[Level],
     ) -> Iterator[torch.Tensor]:
         """Yield for each level a tensor [M, E] whose rows predict the token after their own, as ``unroll`` does along
-        one text; here paths may branch. ``num_positions``: a number that no position of a guess reaches."""
+        one text; here paths may branch. ``num_positions``: a number that no position of a guess reaches. A level may
+        depend on what was yielded for the one before."""
         raise NotImplementedError

@@ -143,6 +143,29 @@ class Load:
 
 
 @dataclass(slots=True, kw_only=True)
+class LearnStats:
+    """Counters of a drafter that learns while serving. ``version``: the weights that are served. ``kl_by_depth``: the
+    trainer's recent mean of KL(model || drafter), in nats. ``traced``, ``dropped``: tokens that went to the trainer,
+    and that were recorded and lost. ``learned_tokens``: those that it has learned from, in ``steps`` optimizer steps.
+    ``swaps``: times that served weights were replaced. ``candidates``, ``accepted``, ``rollbacks``: versions that came,
+    that passed, and that were refused or taken back. ``busy_share``: the trainer's. ``ended``: why nothing more is
+    learned."""
+
+    version: int = 0
+    kl_by_depth: list[float] = field(default_factory=list)
+    traced: int = 0
+    dropped: int = 0
+    learned_tokens: int = 0
+    steps: int = 0
+    swaps: int = 0
+    candidates: int = 0
+    accepted: int = 0
+    rollbacks: int = 0
+    busy_share: float = 0.0
+    ended: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineStats:
     """A snapshot for health and metrics. Times are in seconds; counters count from the start of the process."""
 
@@ -177,6 +200,7 @@ class EngineStats:
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: parent accepted
     drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same for each drafter
     draft_saved_seconds: float | None = None  # estimate (engine/draft_savings.py); negative: lost; None: unknown
+    learning: LearnStats | None = None  # None: nothing is learned
     startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill" (the weights) overlaps other phases
     weight_bytes: int = 0  # bytes of weights read and copied at the start
     step_time_error: dict[str, float] = field(default_factory=dict)  # recent mean relative error; eager, graph

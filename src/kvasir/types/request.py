@@ -44,7 +44,8 @@ class SamplingParams:
     ``lease``: seconds to keep the pages of an ended branch for a request that goes on from it, unless others need them.
     ``thinking_token_budget``: most tokens of thinking, after which its end is forced. ``processors``: specs of logit
     processors (``name:key=value``), applied in this order. ``hook``: name of the set of hooks that acts on the hidden
-    states. ``hook_strength``: factor on what it does, 0 to 8; 0: off.
+    states. ``hook_strength``: factor on what it does, 0 to 8; 0: off. ``learn``: False keeps this request out of what a
+    drafter learns from, where one does.
     """
 
     n: int = 1
@@ -82,6 +83,7 @@ class SamplingParams:
     processors: tuple[str, ...] = ()
     hook: str | None = None
     hook_strength: float = 1.0
+    learn: bool = True
 
     def __post_init__(self) -> None:
         # As in vLLM, callers may pass lists and single strings; they are stored as tuples.

@@ -42,9 +42,9 @@ EAGER_STEPS = 2  # runs of a shape before it is captured, in which its kernels a
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``model``: folder of a trained head (default: the one in the package; new: random weights, for
-    --learn); ``max_depth``: deepest draft, 0: as trained; ``width``: nodes expanded a level, and children of each; ``window``: positions of a lane; ``lanes``:
-    sequences at once."""
+    """``model``: folder of a trained head (default: the one in the package; new: random weights, for --learn);
+    ``max_depth``: deepest draft, 0: as trained; ``width``: nodes expanded a level, and children of each; ``window``:
+    positions of a lane; ``lanes``: sequences at once."""
 
     model: str = ""
     max_depth: int = 0

@@ -10,7 +10,7 @@ heads, G KV heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -170,7 +170,7 @@ class Eagle(Head):
         normed_RE: torch.Tensor,
         positions_R: torch.Tensor,
         num_positions: int,
-        levels: Sequence[Level],
+        levels: Iterable[Level],
     ) -> Iterator[torch.Tensor]:
         state = self.fuse(features_RLE)
         group = self.shape.heads // self.shape.kv_heads

@@ -7,7 +7,7 @@ Legend: B texts, T tokens, R rows, M guesses of a level, N = leading dimensions,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ class Medusa(Head):
         normed_RE: torch.Tensor,
         positions_R: torch.Tensor,
         num_positions: int,
-        levels: Sequence[Level],
+        levels: Iterable[Level],
     ) -> Iterator[torch.Tensor]:
         """Guess without looking at paths: all guesses of a level and root are alike."""
         guesses_RKE = self(normed_RE)

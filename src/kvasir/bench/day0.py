@@ -1,0 +1,154 @@
+"""``kvasir bench day0``: a drafter that begins with random weights and learns from the traffic, beside plain decoding.
+
+``batch`` requests run at a time, each ended one replaced by the next problem of the tasks, once without drafts and
+then with ``--learn on``. The output is a curve: tokens a second and tokens a forward in windows of ten seconds, with
+the version that was served; and after how many seconds and tokens the windows reached 1.2 and 1.5 times plain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvasir.bench.offline import described
+from kvasir.bench.result import arm, finish, percentile, result
+from kvasir.client.admission import admit
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+from kvasir.types import SamplingParams
+
+if TYPE_CHECKING:
+    from kvasir.engine.engine import Engine
+
+TASKS = ("chain", "schema", "story")
+WINDOW = 10.0  # seconds of a point of the curve
+GOALS = (1.2, 1.5)
+PROBLEMS = 4096  # different problems of each task, before they come again
+
+
+@dataclasses.dataclass(slots=True)
+class Window:
+    """What happened between two points: seconds since the start at its end, tokens, steps' seconds, and the version of
+    the weights at its end."""
+
+    seconds: float
+    tokens: int
+    forwards: int
+    version: int
+
+
+class Load:
+    """A constant number of running requests of one engine."""
+
+    def __init__(self, engine: Engine, prompts: Iterator[list[int]], batch: int, max_tokens: int) -> None:
+        self._engine, self._prompts, self._batch, self._max_tokens = engine, prompts, batch, max_tokens
+        self._names = itertools.count()
+        self._running: dict[str, float] = {}  # name -> when its last tokens came
+        self.gaps: list[float] = []  # seconds between two arrivals of tokens of one request
+
+    def run(self, seconds: float) -> list[Window]:
+        """Serve for ``seconds``. Raises ConfigError where a request fails."""
+        windows: list[Window] = []
+        begun = mark = time.perf_counter()
+        tokens, before = 0, self._engine.stats().forwards
+        self.gaps.clear()
+        while time.perf_counter() - begun < seconds:
+            while len(self._running) < self._batch:
+                self._submit()
+            for event in self._engine.step():
+                if event.kind == "error":
+                    raise ConfigError(f"a request failed: {event.message}")
+                now = time.perf_counter()
+                if event.token_ids and event.request_id in self._running:
+                    tokens += len(event.token_ids)
+                    if last := self._running[event.request_id]:
+                        self.gaps.append(now - last)
+                    self._running[event.request_id] = now
+                if event.finish_reason:
+                    self._running.pop(event.request_id, None)
+            if (now := time.perf_counter()) - mark >= min(WINDOW, seconds / 2):
+                stats = self._engine.stats()
+                version = stats.learning.version if stats.learning else 0
+                windows.append(Window(now - begun, tokens, stats.forwards - before, version))
+                mark, tokens, before = now, 0, stats.forwards
+        return windows
+
+    def _submit(self) -> None:
+        name = f"day0-{next(self._names)}"
+        params = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, detokenize=False)
+        request = admit(next(self._prompts), params, self._engine.info, id=name, arrival=time.monotonic())
+        self._running[name] = 0.0
+        self._engine.submit(request)
+
+
+def metrics_of(windows: list[Window], gaps: list[float], plain: float = 0.0) -> dict[str, Any]:
+    """The curve, its last third, and when it reached the goals over ``plain`` tokens a second."""
+    spans = [now.seconds - before for now, before in zip(windows, [0.0, *(w.seconds for w in windows)])]
+    rates = [w.tokens / span for w, span in zip(windows, spans)]
+    last = rates[-max(1, len(rates) // 3) :]
+    found: dict[str, Any] = {
+        "tokens_per_s": round(sum(last) / len(last), 1),
+        "gap_p99_ms": round(1000 * percentile(gaps, 0.99), 2) if gaps else None,
+        "curve": {
+            "seconds": [round(w.seconds, 1) for w in windows],
+            "tokens_per_s": [round(rate, 1) for rate in rates],
+            "tokens_per_forward": [round(w.tokens / max(1, w.forwards), 3) for w in windows],
+            "version": [w.version for w in windows],
+        },
+    }
+    for goal in GOALS if plain else ():
+        at = next((i for i, rate in enumerate(rates) if rate >= goal * plain), None)
+        found[f"seconds_to_{goal}x"] = None if at is None else round(windows[at].seconds, 1)
+        found[f"tokens_to_{goal}x"] = None if at is None else sum(w.tokens for w in windows[: at + 1])
+    return found
+
+
+def problems(model: str, tasks: list[str]) -> Iterator[list[int]]:
+    """Prompts of the tasks in turns, without end."""
+    from kvasir.lab import tokenizer as lab_tokenizer
+    from kvasir.lab.lookup import load_task
+    from kvasir.models.checkpoint import resolve
+
+    tokenizer = lab_tokenizer.load(resolve(model))
+    for seed in itertools.count():
+        for row in zip(*(load_task(task).problems("test", seed, PROBLEMS) for task in tasks)):
+            for problem in row:
+                yield tokenizer.encode(problem.prompt, add_special_tokens=False).ids
+
+
+def run(
+    config: EngineConfig,
+    *,
+    tasks: list[str],
+    batch: int,
+    minutes: float,
+    plain_minutes: float,
+    max_tokens: int,
+    output: Path | None,
+    commit: str | None,
+) -> None:
+    """Measure plain decoding, then learning, and show both. Raises ConfigError without ``--learn on``."""
+    from kvasir.api.llm import LLM
+
+    if config.speculation.learn == "off":
+        raise ConfigError("bench day0 measures learning: add --learn on --learn-tenants all --drafter eagle:model=new")
+    none: dict[str, Any] = {"drafter": "", "learn": "off", "learn_tenants": (), "learn_out": None}
+    setting = described(config, None) | {"tasks": tasks, "batch": batch, "max_tokens": max_tokens, "temperature": 0.0}
+    arms, plain = [], 0.0
+    for name, given, length in (("plain", config.replace(**none), plain_minutes), ("learning", config, minutes)):
+        with LLM(config=given) as llm:
+            load = Load(llm.engine, problems(config.model.model, tasks), batch, max_tokens)
+            if name == "plain":
+                load.run(min(WINDOW, 60 * length / 4))  # graphs are captured
+            metrics = metrics_of(load.run(60 * length), load.gaps, plain)
+            learned = llm.engine.stats().learning
+        plain = plain or metrics["tokens_per_s"]
+        if learned is not None:
+            metrics["over_plain"] = round(metrics["tokens_per_s"] / plain, 3)
+            metrics["learning"] = dataclasses.asdict(learned)
+        arms.append(arm(name, setting, metrics))
+    finish(result(f"day0-{Path(config.model.model or 'embedded').name}", arms), output, commit)

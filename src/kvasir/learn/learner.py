@@ -1,0 +1,246 @@
+"""The trainer's loop without its process: traces in, candidates out, in slices that a shared GPU can bear.
+
+AdamW with fp32 masters, clipped at 0.5; 1e-4 from random weights, and 1e-5 once three candidates in a row gained
+nothing, or from trained ones. Every ``every`` steps the weights are a *candidate*. It must give 1 % more tokens a
+forward than the served weights on traces that were held back; the engine then judges it by time.
+
+Legend: R rows, T tokens, J guesses, D levels, E model dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.learn.base import Base
+from kvasir.learn.branch_loss import branch_loss
+from kvasir.learn.packed import pack
+from kvasir.learn.pieces import Pieces, cut
+from kvasir.learn.trace import REJECTED, Trace
+from kvasir.learn.walk import walk
+from kvasir.speculation import heads
+from kvasir.speculation.head import Head
+
+CLIP, GAIN = 0.5, 1.01
+IDLE_GATES = 3  # candidates in a row without a gain, after which random weights count as trained
+MOST_FAILED = 10  # steps in a row without a finite loss, after which learning ends
+RECENT = 0.98  # weight of the past in the shown means
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of learning. ``every``: steps between candidates; ``lam``: weight of rejected branches; ``scratch_rate``
+    and ``rate``: learning rates from random and from trained weights; ``rows``: of a step; ``held_rows``: most rows
+    held back; ``forwards``: fewest on which a candidate is judged; ``num_bytes``: of traces to learn from."""
+
+    every: int = 200
+    lam: float = 0.25
+    scratch_rate: float = 1e-4
+    rate: float = 1e-5
+    rows: int = 1024
+    held_rows: int = 16384
+    forwards: int = 256
+    num_bytes: int = 256 << 20
+    seed: int = 0
+
+
+def head_to_learn(kind: str, base: Base, folder: str) -> Head:
+    """The head of ``folder`` in fp32, or one with its first weights ("", new). Raises ConfigError."""
+    cls = heads.class_of(kind)
+    if cls.unroll_paths is Head.unroll_paths:
+        able = [name for name in heads.kinds() if heads.class_of(name).unroll_paths is not Head.unroll_paths]
+        raise ConfigError(f"'{kind}' cannot learn while it serves; {' and '.join(able)} can")
+    if folder not in ("", "new"):
+        return heads.read(kind, heads.folder_of(kind, folder))[0].to(base.device)
+    head = cls(cls.shape_for(base.dim, base.num_layers))
+    head.begin_with(base.norm_E.float().cpu(), base.embed_VE.float().cpu(), torch.Generator().manual_seed(0))
+    return head.to(base.device)
+
+
+class Learner:
+    """A head that learns. ``scratch``: whether it begins with random weights. ``layers``: the tapped layers of traces;
+    the head reads those of its shape.
+
+    `slices` does a bounded piece of work each time it is asked, of about ``slice_rows`` rows. ``candidate`` is set to
+    (weights by name, tokens a forward before and after) when one has passed the gate; nothing new is proposed until
+    `accepted` or `rolled_back` was called.
+    """
+
+    def __init__(self, head: Head, base: Base, recipe: Recipe, *, scratch: bool, layers: tuple[int, ...] = ()) -> None:
+        self.head, self.base, self.recipe, self.scratch = head.train().requires_grad_(True), base, recipe, scratch
+        self.pieces = Pieces(recipe.num_bytes, recipe.held_rows, recipe.seed)
+        self.slice_rows = recipe.rows
+        self.steps, self.traced = 0, 0
+        self.by_level = [0.0] * head.shape.depth
+        self.candidate: tuple[dict[str, torch.Tensor], float, float] | None = None
+        self._next_gate = recipe.every  # number of steps
+        self._least = 0.0  # tokens a forward of the candidate that was rolled back
+        self._failed = self._idle_gates = 0
+        self._depth = head.shape.depth
+        self._reads = [(layers or head.shape.layers).index(i) for i in head.shape.layers]
+        if (layers or head.shape.layers)[-1] != base.num_layers - 1:
+            raise ConfigError("traces must hold the last layer's output, which says what the model wanted")
+        self._served = self._copied()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._optimizer = torch.optim.AdamW(self.head.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+
+    def _copied(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.head.named_parameters()}
+
+    @property
+    def rate(self) -> float:
+        """The present learning rate."""
+        return self.recipe.scratch_rate if self.scratch else self.recipe.rate
+
+    # ------------------------------------------------------------------------------------------------------------- news
+
+    def add(self, trace: Trace) -> None:
+        """Take a trace; one with numbers that are not finite is left out."""
+        if trace.dtype != "bfloat16" and not np.isfinite(trace.states).all():
+            return
+        if trace.dtype == "bfloat16" and ((trace.states & 0x7F80) == 0x7F80).any():
+            return
+        states = trace.states[:, self._reads] if len(trace.layers) != len(self._reads) else trace.states
+        for piece in cut(replace(trace, states=states, layers=self.head.shape.layers), max(32, self.slice_rows)):
+            if self.pieces.add(piece):
+                self.traced += int((piece.kinds != REJECTED).sum())
+
+    def accepted(self) -> None:
+        """Note that the candidate is served from now on."""
+        assert self.candidate is not None
+        self._served = {name: tensor.float() for name, tensor in self.candidate[0].items()}
+        self.candidate, self._least, self._idle_gates = None, 0.0, 0
+
+    def rolled_back(self) -> None:
+        """Note that the candidate is not served. Its progress stays; the next one must gain 1 % over it, too."""
+        if self.candidate is not None:
+            self._least = self.candidate[2]
+        self.candidate = None
+
+    def forget(self, base: Base) -> None:
+        """Take another base model; traces of the old one are dropped."""
+        self.base = base
+        self.pieces.clear()
+
+    # ----------------------------------------------------------------------------------------------------------- slices
+
+    def slices(self) -> Iterator[bool]:
+        """Yield after each slice of work: True when it computed, False when there is nothing to do.
+
+        Raises ConfigError when the loss stays without a finite value."""
+        while True:
+            if not len(self.pieces):
+                yield False
+                continue
+            yield from self._step()
+            if self.steps >= self._next_gate and self.candidate is None:
+                self._next_gate = self.steps + self.recipe.every
+                yield from self._gate()
+
+    def _step(self) -> Iterator[bool]:
+        """One optimizer step, in as many slices as its rows need."""
+        rows, parts, ok, sums = 0, 0, True, np.zeros((2, self._depth))
+        while rows < self.recipe.rows and (drawn := self.pieces.draw(min(self.slice_rows, self.recipe.rows - rows))):
+            rows += sum(trace.num_rows for trace in drawn)
+            try:
+                found = branch_loss(
+                    self.head, self.base, pack(drawn, self._depth, self.recipe.lam > 0), self.recipe.lam
+                )
+            except ValueError:  # nothing in these traces can be judged
+                yield True
+                continue
+            found.pull.backward()
+            parts += 1
+            ok = ok and math.isfinite(float(found.loss))
+            for level, (nats, count) in enumerate(zip(found.by_level.tolist(), found.counts)):
+                sums[:, level] += nats * count, count
+            yield True
+        if not parts:
+            return
+        parameters = list(self.head.parameters())
+        for p in parameters:
+            if p.grad is not None:
+                p.grad /= parts
+        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        if ok and math.isfinite(float(norm)):
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.rate
+            self._optimizer.step()
+            self.steps += 1
+            self._failed = 0
+            for level in range(self._depth):
+                if sums[1, level]:
+                    new, old = float(sums[0, level] / sums[1, level]), self.by_level[level]
+                    self.by_level[level] = new if not old else RECENT * old + (1 - RECENT) * new
+        else:
+            self._give_up()
+        self._optimizer.zero_grad(set_to_none=True)
+        yield True
+
+    def _give_up(self) -> None:
+        """Go back to the served weights after a loss that is no number."""
+        self._failed += 1
+        if self._failed >= MOST_FAILED:
+            raise ConfigError(f"the drafter's loss was no number {MOST_FAILED} times in a row")
+        self.head.load_state_dict(self._served)
+        self._restart()
+
+    def _gate(self) -> Iterator[bool]:
+        """Judge the present weights on held-back traces, one slice a trace."""
+        if not all(bool(p.isfinite().all()) for p in self.head.parameters()):
+            self._give_up()
+            return
+        weights = {name: p.to(self.base.dtype) for name, p in self._copied().items()}
+        scores: list[float] = []
+        traces = list(self.pieces.held_back)
+        for version in (self._served, weights):
+            head = copy.deepcopy(self.head).to(self.base.dtype).eval()
+            head.load_state_dict(version)
+            tokens = forwards = 0
+            for trace in traces:
+                mine = tokens_and_forwards(head, self.base, trace)
+                tokens, forwards = tokens + mine[0], forwards + mine[1]
+                yield True
+            if forwards < self.recipe.forwards:
+                return
+            scores.append(tokens / forwards)
+        before, after = scores
+        if after >= GAIN * max(before, self._least):
+            self.candidate, self._idle_gates = (weights, before, after), 0
+        else:
+            self._idle_gates += 1
+            self.scratch = self.scratch and self._idle_gates < IDLE_GATES
+
+
+@torch.no_grad()
+def tokens_and_forwards(head: Head, base: Base, trace: Trace) -> tuple[int, int]:
+    """Tokens of a trace's reply, and the forwards that they take with greedy chains of this head."""
+    packed = pack([trace], head.shape.depth, rejected=False)
+    states = packed.states.to(base.device)[torch.from_numpy(packed.committed).to(base.device)]
+    levels = packed.to_levels(base)
+    size = len(trace.tokens)
+    right_JT = np.zeros((head.shape.depth, size), bool)
+    guesses = head.unroll_paths(
+        states,
+        base.normed(states[:, -1]),
+        torch.from_numpy(packed.positions).to(base.device),
+        int(packed.positions.max()) + len(levels) + 1,
+        levels,
+    )
+    with base.autocast():
+        for j, (level, guess_ME) in enumerate(zip(packed.levels, guesses)):
+            likeliest = np.concatenate([base.logits(part).argmax(-1).cpu().numpy() for part in guess_ME.split(256)])
+            place = packed.positions[level.root] - trace.start
+            known = (place + 2 + j < size) & ((level.judge >= 0) | (j == 0))
+            right_JT[j, place[known]] = likeliest[known] == trace.tokens[place[known] + 2 + j]
+    begin = max(1, trace.prompt - trace.start, int(packed.positions[0]) - trace.start + 1)
+    forwards, _ = walk(right_JT, begin, size)
+    return max(0, size - 1 - begin), forwards

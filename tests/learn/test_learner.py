@@ -1,0 +1,210 @@
+"""The trainer's loop: what it takes, how often, when it proposes weights, and what it does with numbers that are
+none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir.bench import drift
+from kvasir.errors import ConfigError
+from kvasir.learn import learner as module
+from kvasir.learn.learner import MOST_FAILED, Learner, Recipe, head_to_learn, tokens_and_forwards
+from kvasir.learn.pace import LEAST_ROWS, SLICE_SECONDS, Pace
+from kvasir.learn.packed import pack
+from kvasir.learn.pieces import USES, Pieces, cut
+from kvasir.learn.trace import PLAIN, REJECTED
+from tests.learn.handmade import STEPS, nano, trace_of
+
+TINY = Recipe(every=4, rows=64, forwards=1, scratch_rate=1e-2, rate=1e-2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return nano()
+
+
+@pytest.fixture(scope="module")
+def replay(base):
+    """Replies of the shipped model with their traces."""
+    target, tokenizer = drift.load_target("nano", "cpu")
+    return drift.Replay(target, base, drift.sampled(target, tokenizer, ["chain"], 10, 20, "test"))
+
+
+def learner_for(base, recipe=TINY, kind="medusa", scratch=True):
+    return Learner(head_to_learn(kind, base, ""), base, recipe, scratch=scratch)
+
+
+def traces_for(base, count=12, layers=(3,)):
+    return [trace_of(base, layers, STEPS, seed=i, request=f"r{i}") for i in range(count)]
+
+
+def test_a_trace_is_used_four_times_at_most_and_some_are_held_back(base):
+    learner, drawn = learner_for(base), []
+    for trace in traces_for(base, 40):
+        learner.add(trace)
+    held = {t.request for t in learner.pieces.held_back}
+    assert 0 < len(held) < 15 and learner.traced > 0
+    while found := learner.pieces.draw(64):
+        drawn += [t.request for t in found]
+    assert set(drawn) == {f"r{i}" for i in range(40)} - held and all(drawn.count(name) == USES for name in set(drawn))
+
+
+def test_memory_is_bounded_and_the_oldest_go_first(base):
+    traces = traces_for(base, 30)
+    pieces = Pieces(3 * traces[0].states.nbytes, held_rows=2 * traces[0].num_rows)
+    for trace in traces:
+        pieces.add(trace)
+    assert len(pieces) == 3 and len(pieces.held_back) <= 3
+    assert pieces.held_back[-1].request == next(t.request for t in traces[::-1] if not Pieces(1, 1).add(t))
+    pieces.clear()
+    assert len(pieces) == 0 and not pieces.held_back and pieces.draw(100) == []
+
+
+@pytest.mark.parametrize("rows", [1, 6, 1000])
+def test_pieces_hold_every_row_and_guess_once(base, rows):
+    trace = trace_of(base, (3,), STEPS)
+    pieces = list(cut(trace, rows))
+    for piece in pieces:
+        piece.check()
+        assert piece.tokens[0] == piece.row_tokens[0] and piece.start == piece.positions[0]
+        last = piece.positions[piece.kinds != REJECTED].max()
+        assert len(piece.tokens) == last + 2 - piece.start
+        assert (piece.tokens == trace.tokens[piece.start : last + 2]).all()
+        for row, parent in enumerate(piece.parents.tolist()):
+            assert parent < 0 or piece.positions[parent] == piece.positions[row] - 1
+    assert sum(piece.num_rows for piece in pieces) == trace.num_rows
+    assert sum(int((piece.kinds == PLAIN).sum()) for piece in pieces) == int((trace.kinds == PLAIN).sum())
+    if rows == 1000:
+        assert pieces == [trace]
+
+
+def test_it_learns_and_proposes_what_gains(base, replay):
+    learner, start = learner_for(base, replace(TINY, rows=512)), learner_for(base).head
+    traces = [replay.request(i, replay.served(start))[2] for i in range(10)]
+    while learner.candidate is None and learner.steps < 80:
+        for trace in traces:
+            learner.add(trace)
+        drift.learn(learner, 4)
+    weights, before, after = learner.candidate
+    assert after >= 1.01 * before >= 1.01 and learner.by_level[0] > 0
+    # The same count as serving does: on held-back replies, with the weights that were proposed.
+    head = replay.served(start)
+    head.load_state_dict(weights)
+    held = list(learner.pieces.held_back)
+    found = np.array([tokens_and_forwards(head, base, t) for t in held]).sum(0)
+    assert found[0] / found[1] == pytest.approx(after)
+    numbers = [int(t.request.split()[1]) for t in held]
+    again = np.array([replay.request(i, head)[:2] for i in numbers]).sum(0)
+    assert again.tolist() == found.tolist()
+
+    learner.rolled_back()
+    assert learner.candidate is None and learner._least == after, "the next one must gain over this one"
+    learner._served = {name: torch.zeros_like(p) for name, p in weights.items()}
+    for _ in learner._gate():
+        pass
+    assert learner.candidate is None or learner.candidate[2] >= 1.01 * after
+    learner.candidate = weights, before, after
+    learner.accepted()
+    assert all(torch.equal(learner._served[name], weights[name].float()) for name in weights)
+
+
+def test_random_weights_count_as_trained_after_three_gates_without_a_gain(base):
+    learner = learner_for(base, replace(TINY, scratch_rate=0.0))
+    for trace in traces_for(base, 20):
+        learner.add(trace)
+    for _ in range(3):
+        assert learner.scratch and learner.rate == 0.0
+        for _ in learner._gate():
+            pass
+    assert not learner.scratch and learner.rate == TINY.rate and learner.candidate is None
+
+
+def test_nothing_is_proposed_without_enough_forwards(base):
+    learner = learner_for(base, replace(TINY, forwards=10_000))
+    learner.add(next(t for t in traces_for(base, 40) if not Pieces(1, 1).add(t)))
+    for _ in learner._gate():
+        pass
+    assert learner.candidate is None and learner._idle_gates == 0
+
+
+def test_a_loss_that_is_no_number_never_becomes_a_candidate(base, monkeypatch):
+    learner = learner_for(base)
+    before = [p.clone() for p in learner.head.parameters()]
+    for trace in traces_for(base, 40):
+        learner.add(trace)
+    real = module.branch_loss
+
+    def broken(*args):
+        found = real(*args)
+        return replace(found, pull=found.pull * float("nan"), loss=found.loss * float("nan"))
+
+    monkeypatch.setattr(module, "branch_loss", broken)
+    with pytest.raises(ConfigError, match=f"no number {MOST_FAILED} times"):
+        for _ in learner.slices():
+            assert all(torch.equal(p, b) for p, b in zip(learner.head.parameters(), before)), "the served weights"
+    assert learner.candidate is None and learner.steps == 0
+
+
+def test_weights_that_are_no_numbers_never_pass_the_gate(base):
+    learner = learner_for(base)
+    for trace in traces_for(base, 20):
+        learner.add(trace)
+    with torch.no_grad():
+        next(learner.head.parameters()).fill_(float("nan"))
+    for _ in learner._gate():
+        pass
+    assert learner.candidate is None and all(bool(p.isfinite().all()) for p in learner.head.parameters())
+
+
+def test_states_that_are_no_numbers_are_left_out(base):
+    learner = learner_for(base)
+    states = traces_for(base, 1)[0].states.copy()
+    states[3, 0, 5] = np.nan
+    learner.add(replace(traces_for(base, 1)[0], states=states))
+    bits = (states.view(np.uint32) >> 16).astype(np.uint16)
+    learner.add(replace(traces_for(base, 1)[0], states=bits, dtype="bfloat16"))
+    assert len(learner.pieces) == 0 and not learner.pieces.held_back and learner.traced == 0
+
+
+def test_the_head_reads_its_own_layers_of_a_trace(base):
+    head = head_to_learn("medusa", base, "")
+    wide = trace_of(base, (0, 1, 3), STEPS, request="r1")
+    learner = Learner(head, base, TINY, scratch=True, layers=(0, 1, 3))
+    learner.add(wide)
+    (piece,) = [*learner.pieces.draw(10), *learner.pieces.held_back]
+    assert piece.layers == (3,) and np.array_equal(piece.states[:, 0], wide.states[:, 2])
+    pack([piece], 4)
+    with pytest.raises(ConfigError, match="last layer"):
+        Learner(head, base, TINY, scratch=True, layers=(3, 5))
+
+
+def test_kinds_that_cannot_learn_are_refused_with_those_that_can(base):
+    with pytest.raises(ConfigError, match="'ppd' cannot learn while it serves; eagle and medusa can"):
+        head_to_learn("ppd", base, "")
+
+
+def test_the_pace_keeps_share_and_slices():
+    now = [0.0]
+    pace = Pace(0.1, lambda: now[0])
+    rows = 128
+    for _ in range(400):  # a device that needs 0.1 ms a row
+        seconds = rows * 1e-4
+        now[0] += seconds
+        now[0] += pace.rest(seconds)
+        rows = pace.rows(rows, 1024, seconds)
+    assert rows >= LEAST_ROWS and rows * 1e-4 <= SLICE_SECONDS
+    assert pace.busy_share == pytest.approx(0.1, rel=0.1)
+    alone = Pace(1.0, lambda: now[0])
+    assert alone.rest(3.0) == 0 and alone.rows(64, 1024, 3.0) == 1024
