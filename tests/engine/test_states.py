@@ -6,8 +6,16 @@ CPU exact mode, poison and invariant checks on. The reference runs every request
 
 from __future__ import annotations
 
-import pytest
+from itertools import count
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from kvasir.kernels import gated_delta
+from kvasir.kv.pool import KVPool
+from kvasir.layers.mixers import gated_delta as mixer
+from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from tests import checkpoints
@@ -140,3 +148,137 @@ def drafted(folder: str, alone: dict, right: int, tree: bool = False, **options)
 @pytest.mark.parametrize("right, tree", [(0, False), (1, False), (99, False), (1, True)])
 def test_drafts_leave_no_trace(folder, alone, right, tree):
     assert drafted(folder, alone, right, tree) == first(alone)
+
+
+# ------------------------------------------------------------------------------------------------------ steps that fail
+
+
+def failing(driver: Driver, monkeypatch, every: int = 4) -> list[int]:
+    """Let every fourth step with company fail in the third recurrent layer. Returns a list that gets the failures."""
+    mixer, calls, failed = driver.engine.runner.model.blocks[2].mixer, count(), []
+    real = mixer.forward
+
+    def forward(x_TE, angles, cache, backend, batch, *rest, **more):
+        if len(batch.starts) > 1 and next(calls) % every == every - 1:
+            failed.append(len(batch.starts))
+            raise RuntimeError("injected")
+        return real(x_TE, angles, cache, backend, batch, *rest, **more)
+
+    monkeypatch.setattr(mixer, "forward", forward)
+    return failed
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["depth0", "depth1"])
+def test_a_failed_step_changes_nothing(folder, alone, overlap, monkeypatch):
+    driver = engine(folder, overlap=overlap, max_num_batched_tokens=40)
+    failed = failing(driver, monkeypatch)
+    driver.run(fleet(driver), preempt_every=6)
+    driver.close()
+    assert len(failed) > 2 and answers(driver) == first(alone)
+
+
+def test_a_step_fails_after_the_next_was_launched(folder, alone, monkeypatch):
+    """The states of its decodes have moved on, so that their sequences start again."""
+    driver = engine(folder, overlap=True)
+    launch, calls, failed = driver.engine.runner.launch, count(), []
+
+    def launched(plan, late=False):
+        handle = launch(plan, late)
+        if next(calls) % 6 != 5 or plan.num_rows > len(plan.spans) or len(plan.spans) == 1:
+            return handle
+
+        def read():
+            failed.append(driver.engine.num_in_flight)
+            raise RuntimeError("injected")
+
+        return SimpleNamespace(read=read)
+
+    monkeypatch.setattr(driver.engine.runner, "launch", launched)
+    driver.run(fleet(driver))
+    driver.close()
+    assert failed and max(failed) == 1 and answers(driver) == first(alone)
+
+
+# ----------------------------------------------------------------------------------------------------- planted mistakes
+
+
+def in_place(monkeypatch) -> None:
+    """The state after all rows of a short span is written over the page's own."""
+    real = gated_delta.step_reference
+
+    def wrong(rows, planes, pages, starts, lengths, weights, exact=False):
+        out = real(rows, planes, pages, starts, lengths, weights, exact)
+        for (read, _), start, length in zip(pages, starts, lengths):
+            if length <= LOOK_AHEAD:
+                given, dims = (planes["matrix"][read], planes["tail"][read]), planes["matrix"].shape[1:]
+                state, tail = gated_delta._advance(planes["ahead"][read, :length], *given, weights, tuple(dims))
+                planes["matrix"][read], planes["tail"][read], planes["position"][read] = state, tail, start + length
+        return out
+
+    monkeypatch.setattr(mixer, "step_reference", wrong)
+
+
+def cleared_tail(monkeypatch) -> None:
+    """The convolution of a span does not see the rows before it."""
+    real = gated_delta.inputs
+    monkeypatch.setattr(gated_delta, "inputs", lambda rows, tail, *rest: real(rows, torch.zeros_like(tail), *rest))
+
+
+def late_snapshot(monkeypatch) -> None:
+    """A snapshot hangs at the end of a page, and holds the token after it, too."""
+    copy = KVPool.copy
+
+    def late(self, copies):
+        copy(self, copies)
+        for one in copies:
+            group = self.groups[one.group]
+            for layer in group.layers if group.kind == "state" else ():
+                planes = self.layer(layer).planes
+                if planes["position"][one.target] % PAGE == 0:
+                    planes["position"][one.target] -= 1
+
+    monkeypatch.setattr(KVPool, "copy", late)
+
+
+def without_the_walk(monkeypatch) -> None:
+    """One draft more is folded than the walk accepted."""
+    real = gated_delta.step_reference
+
+    def wrong(rows, planes, pages, starts, lengths, weights, exact=False):
+        for (read, _), start, length in zip(pages, starts, lengths):
+            if start and length <= LOOK_AHEAD and 0 < start - planes["position"][read] < LOOK_AHEAD:
+                planes["position"][read] -= 1
+        return real(rows, planes, pages, starts, lengths, weights, exact)
+
+    monkeypatch.setattr(mixer, "step_reference", wrong)
+
+
+def hits(folder: str, alone: dict) -> dict:
+    """Answers after prefix hits."""
+    driver = engine(folder)
+    driver.run(fleet(driver))
+    driver.run(fleet(driver, "again"))
+    driver.close()
+    assert driver.engine.pages.cached_tokens
+    return answers(driver, "again")
+
+
+@pytest.mark.parametrize(
+    "plant, run",
+    [
+        (in_place, lambda folder, alone: drafted(folder, alone, 1)),
+        (cleared_tail, hits),
+        (late_snapshot, hits),
+        (without_the_walk, lambda folder, alone: drafted(folder, alone, 1)),
+    ],
+    ids=["in place", "cleared tail", "late snapshot", "folded without the walk"],
+)
+def test_the_comparison_sees(plant, run, folder, alone, monkeypatch):
+    plant(monkeypatch)
+    try:
+        found = run(folder, alone)
+    except AssertionError as e:
+        # A state is past its span's start, or a row is folded that nobody wrote.
+        assert "internal_error" in str(e) or "internal_numeric_error" in str(e)
+        return
+    assert found != first(alone)

@@ -1,4 +1,4 @@
-"""Invariants of the scheduler and of its pages (`Scheduler.check`, `PageManager.check`). Slow: for tests and debugging."""
+"""Invariants of the scheduler and of its pages, for `Scheduler.check` and `PageManager.check`. Slow."""
 
 from __future__ import annotations
 

@@ -361,9 +361,10 @@ class PageManager:
         if self.states is not None:
             self.states.forget(copy.target for copy in copies if copy.group == self.states.group)
 
-    def most_rows(self, seq: Sequence, start: int) -> float:
-        """Most rows of a span of a prompt from ``start`` on: it ends where a snapshot is wanted."""
-        return float("inf") if self.states is None else self.states.next_stop(seq, start) - start
+    def cut(self, seq: Sequence, start: int, length: int) -> int:
+        """Length of a span of a prompt with up to ``length`` rows from ``start`` on: it ends where a snapshot is
+        wanted."""
+        return length if self.states is None else self.states.next_stop(seq, start, start + length) - start
 
     # -------------------------------------------------------------------------------------------------------- private
 

@@ -88,7 +88,7 @@ class Scheduler:
         self.free_seats = list(range(config.max_num_seqs - 1, -1, -1))
         self.limbo_seats: list[tuple[int, int]] = []  # (step that may still use it, seat)
         # A state keeps the inputs of so many rows until they are accepted: the last known token's, and drafts'.
-        self._most_drafts = math.inf if pages.states is None else pages.states.rows - 1
+        self._most_drafts = max_rows if pages.states is None else pages.states.rows - 1
         self._deferred: list[Sequence] = []  # decodes for which no row was left; they come first next time
         self._stale: list[Sequence] = []  # must start again, because their states have moved on
         self.room = Room(
@@ -344,8 +344,8 @@ class Scheduler:
         """Number of rows of its prompt that a sequence gets; it ends at the end of a page when more follows."""
         needed = rows_left(seq)
         length = min(needed, left, self.config.long_prefill_token_threshold or left)
-        if length > (most := self.pages.most_rows(seq, seq.num_computed + seq.num_ahead)):
-            return most
+        if (cut := self.pages.cut(seq, seq.num_computed + seq.num_ahead, length)) < length:
+            return cut
         if length < needed:
             length = page_aligned(seq.num_computed + seq.num_ahead, length, self.pages.page_slots) or length
         return max(0, length)

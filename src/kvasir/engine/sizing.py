@@ -126,9 +126,9 @@ def plan_pool(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if bytes_at(middle) <= budget else (low, middle - 1)
     pages = pages_at(low)
-    for g, (size, group) in enumerate(zip(page_bytes, groups)):
+    for place, (size, group) in enumerate(zip(page_bytes, groups)):
         if group.kind == "state" and (left := budget - bytes_at(low)) > 0:
-            pages[g] += max(0, min(left // size, 1 + useful_states(low) - pages[g]))
+            pages[place] += max(0, min(left // size, 1 + useful_states(low) - pages[place]))
     tokens = [(n, g) for n, g in zip(pages, groups) if g.kind == "pages"]
     capacity = min(((n - 1) * page_slots for n, g in tokens if g.window is None), default=max_model_len)
     total = sum(n * b for n, b in zip(pages, page_bytes))

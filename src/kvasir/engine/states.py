@@ -84,12 +84,12 @@ class StatePages:
 
     # -------------------------------------------------------------------------------------------------------- snapshots
 
-    def next_stop(self, seq: Sequence, start: int) -> float:
-        """The first position after ``start`` where a snapshot is wanted, so that a span must end there."""
+    def next_stop(self, seq: Sequence, start: int, end: int) -> int:
+        """The first position after ``start`` where a snapshot is wanted, so that a span must end there, or ``end``."""
         if not self.interval:
-            return float("inf")
+            return end
         regular = (start // self.interval + 1) * self.interval
-        return min([regular, *(stop for stop in self._held[seq].stops if start < stop)])
+        return min([end, regular, *(stop for stop in self._held[seq].stops if start < stop)])
 
     def _last_stop(self, seq: Sequence, end: int) -> int:
         """The last position up to ``end`` where a snapshot is wanted; 0: there is none."""
@@ -217,6 +217,9 @@ class StatePages:
             at = table.index(span.states[1])
             self.pool.drop([table.pop(at)], after_step)
             held.bases.pop(at)
+        elif span.stale:  # the page is of no use to anybody
+            held = self._held[seq]
+            held.bases[0], held.moved = span.start, False
         self._due.pop(seq, None)
 
     # ----------------------------------------------------------------------------------------------------------- checks
