@@ -1,0 +1,77 @@
+"""Measure minutes and memory of both conversions at a model's shape, on random weights and random texts.
+
+    python -m tools.mla_conversion_cost OUT.json [--shape llama-8b] [--device cuda] [--texts 128] [--keep .]
+
+``kvasir convert mla`` runs at parity and at a latent of 512, the codec's `kvasir convert lowrank` at 512 and 256 for
+each side. ``--keep`` gets the folders ``latents-512`` and ``latents-256``, which bench/cases/mla-llama-8b-modes.toml
+reads from the folder that it runs in. A fold of ``auto`` is a conversion for each candidate, so both are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.startup import random_checkpoint
+from kvasir.convert.calibrate import NUM_TEXTS, TEXT_TOKENS, Texts
+from kvasir.convert.checkpoint import convert
+from kvasir.convert.converter import load_converter
+
+SPECS = {
+    "mla parity": "mla:rank=parity,rope_dim={rope},fold={fold}",
+    "mla 512": "mla:rank={half},rope_dim={rope},fold={fold}",
+    "mla 512, fold auto": "mla:rank={half},rope_dim={rope}",
+    "lowrank 512": "lowrank:rank={half}",
+    "lowrank 256": "lowrank:rank={quarter}",
+}
+
+
+def measure(spec: str, source: Path, target: Path, texts: Texts, device: str) -> dict[str, Any]:
+    """Seconds, bytes and peak memory of one conversion."""
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.monotonic()
+    record = convert(load_converter(spec), spec, source, target, texts=lambda _: texts, device=device)
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": time.monotonic() - start, "bytes": record["bytes"], "device_bytes": peak, "host_bytes": host}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--shape", default="llama-8b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--texts", type=int, default=NUM_TEXTS)
+    parser.add_argument("--keep", type=Path, help="folder for the latents; default: they are thrown away")
+    options = parser.parse_args()
+    arms: list[dict] = []
+    with random_checkpoint(options.shape) as source, tempfile.TemporaryDirectory() as home:
+        config = json.loads((Path(source) / "config.json").read_text())
+        drawn = torch.Generator().manual_seed(42)
+        rows = torch.randint(config["vocab_size"], (options.texts + 2, TEXT_TOKENS), generator=drawn).tolist()
+        texts = Texts(rows[:-2], rows[-2:], "random")
+        half = config["num_key_value_heads"] * config["head_dim"] // 2
+        numbers = dict(half=half, quarter=half // 2, rope=config["head_dim"] // 2, fold=4)
+        for name, form in SPECS.items():
+            spec, target = form.format(**numbers), Path(home) / name.replace(" ", "-").replace(",", "")
+            found = measure(spec, Path(source), target, texts, options.device)
+            arms.append(arm(name, {"converter": spec, "texts": options.texts}, found))
+            print(f"{name}: {arms[-1]['metrics']}", flush=True)
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(as_json(result(f"mla-conversion-{options.shape}", arms)))
+            if options.keep and name.startswith("lowrank"):
+                target.rename(options.keep / f"latents-{name.split()[1]}")
+
+
+if __name__ == "__main__":
+    main()
