@@ -31,7 +31,7 @@ def of_replicas(config: EngineConfig, replicas: int) -> Any:
 
 
 class ClusterCore:
-    """What ``LLM`` uses of a core; see ``interface.EngineCore``. ``client``: the front; by default one that
+    """The methods of ``interface.EngineCore`` that ``LLM`` uses. ``client``: the front; by default one that
     ``settings`` describe. Raises ConfigError when the replicas cannot start."""
 
     info: ModelInfo
