@@ -23,7 +23,7 @@ def counts(seed: int, seconds: float, pause: tuple[float, float], replicas: int 
 
 @pytest.mark.usefixtures("nothing_left_behind")
 def test_nothing_is_lost_doubled_or_failed():
-    found = counts(4, 6.0, (0.3, 1.5))
+    found = counts(4, 5.0, (0.3, 1.2))
     assert not any(found[name] for name in BAD) and found["requests"] > 10 and found["restarts"] > 1, found
 
 

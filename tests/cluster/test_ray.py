@@ -10,7 +10,7 @@ import signal
 import pytest
 from typer.testing import CliRunner
 
-from kvasir import __version__
+from kvasir.client.crash_dump import version
 from kvasir.cluster.cluster_client import ClusterClient
 from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
@@ -73,7 +73,7 @@ def test_whatever_dies_under_ray_every_request_gets_its_tokens(ray):
             await until(lambda: it.replicas[1].connected and it.num_restarts == 2)
             assert it.num_quarantined == 0
             state = await actor.status.remote()
-            assert state["state"] == "ready" and state["version"] == __version__
+            assert state["state"] == "ready" and state["version"] == version()
 
     run(body())
 
@@ -109,7 +109,7 @@ def test_the_status_shows_engines_load_and_versions(ray):
             await until(lambda: reader.events)
             shown = CliRunner().invoke(app, ["status", "--json"])
             found = json.loads(shown.stdout)
-            assert [one["replica"] for one in found] == [0, 1] and {one["version"] for one in found} == {__version__}
+            assert [one["replica"] for one in found] == [0, 1] and {one["version"] for one in found} == {version()}
             assert all(one["state"] == "ready" and one["host"] for one in found)
             assert "prompt_rate" in CliRunner().invoke(app, ["status"]).stdout
             await it.cancel("r1")

@@ -22,6 +22,7 @@ from kvasir.api.outputs import Collector, RequestOutput
 from kvasir.api.processing import Processing
 from kvasir.api.vllm_flags import settled
 from kvasir.client.admission import admit, admit_pooling
+from kvasir.cluster.core import of_replicas
 from kvasir.config import EngineConfig
 from kvasir.engine.engine import Engine
 from kvasir.errors import ConfigError, RequestError, nearest
@@ -38,14 +39,17 @@ PYTHONS_OWN = 10_000
 class LLM:
     """An engine in this process. Keywords are the settings of ``kvasir.config`` (``LLM("path", max_model_len=4096)``).
 
-    ``model``: a folder or a hub id; default: the model that ships in the package. Raises ConfigError when it cannot
-    start. Close it, or use it as a context manager, to release its memory. Threads may share it: their calls take
-    turns.
+    ``model``: a folder or a hub id; default: the model that ships in the package. ``replicas``: with 2 or more, engines
+    in processes of their own, each with a GPU or a share of the cores. Raises ConfigError when it cannot start. Close
+    it, or use it as a context manager, to release its memory. Threads may share it: their calls take turns.
     """
 
-    def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str = "", *, config: EngineConfig | None = None, replicas: int = 1, **options: Any
+    ) -> None:
         self.config = (config or EngineConfig()).replace(**({"model": model} if model else {}), **settled(options))
-        self._engine: Engine | None = Engine(self.config)
+        # ClusterCore has what is used of an engine here.
+        self._engine: Engine | None = Engine(self.config) if replicas == 1 else of_replicas(self.config, replicas)
         self._lock = threading.Lock()  # its holder steps the engine
         # Nobody reads tokens before a result is whole, except in streams.
         self.engine.scheduler.prompts_first = True

@@ -14,11 +14,11 @@ import json
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvasir.config import EngineConfig, ServerConfig, Settings
+from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
 
 # Longest custom_id, in characters.
@@ -84,7 +84,14 @@ def _line(text: str, number: int) -> Line:
     return Line(name, entry["url"], json.dumps(body).encode())
 
 
-def run(config: EngineConfig, text: str, output: Path | None, errors: Path | None, max_output_tokens: int = 0) -> None:
+def run(
+    config: EngineConfig,
+    text: str,
+    output: Path | None,
+    errors: Path | None,
+    max_output_tokens: int = 0,
+    replicas: int = 1,
+) -> None:
     """Answer a batch. Without ``errors``, lines that failed go to the output, too. ``max_output_tokens``: the server's
     setting. Raises ConfigError, and RequestError at the end when any line failed."""
     if errors is not None and output is not None and errors.resolve() == output.resolve():
@@ -98,7 +105,7 @@ def run(config: EngineConfig, text: str, output: Path | None, errors: Path | Non
         return
     outcome = Outcome()
     try:
-        asyncio.run(_run(config, todo, output, errors, outcome, max_output_tokens))
+        asyncio.run(_run(config, todo, output, errors, outcome, max_output_tokens, replicas))
     except KeyboardInterrupt:
         where = output or "stdout"
         print(f"interrupted: {outcome.done} of {len(todo)} lines were written to {where}", file=sys.stderr)
@@ -155,8 +162,9 @@ async def _run(
     errors: Path | None,
     outcome: Outcome,
     max_output_tokens: int,
+    replicas: int,
 ) -> None:
-    async with serving(config, max_output_tokens) as app, contextlib.AsyncExitStack() as stack:
+    async with serving(config, max_output_tokens, replicas) as app, contextlib.AsyncExitStack() as stack:
         # Files are opened once the model is there, so that a failed start leaves earlier ones as they are.
         out = stack.enter_context(output.open("a", encoding="utf-8")) if output else sys.stdout
         err = stack.enter_context(errors.open("w", encoding="utf-8")) if errors else out
@@ -177,7 +185,7 @@ async def _run(
 
         # Twice as many as run at once, so that the queue never runs dry.
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(len(todo), 2 * config.scheduler.max_num_seqs)):
+            for _ in range(min(len(todo), 2 * replicas * config.scheduler.max_num_seqs)):
                 group.create_task(work())
 
 
@@ -206,16 +214,13 @@ async def _answer(app: Any, line: Line, routes: list[str]) -> tuple[dict[str, An
 
 
 @contextlib.asynccontextmanager
-async def serving(config: EngineConfig, max_output_tokens: int = 0) -> AsyncIterator[Any]:
+async def serving(config: EngineConfig, max_output_tokens: int = 0, replicas: int = 1) -> AsyncIterator[Any]:
     """The server's app with a running engine, without a port. Raises ConfigError when it cannot start."""
     from kvasir.api.server import create_app, open_text
-    from kvasir.client.engine_client import AsyncEngine
+    from kvasir.cluster.cluster_client import open_client, with_replicas
 
-    settings = Settings(
-        **{f.name: getattr(config, f.name) for f in fields(EngineConfig)},
-        server=ServerConfig(max_output_tokens=max_output_tokens),
-    )
-    app = create_app(AsyncEngine(config), open_text(settings), settings.server)
+    settings = with_replicas(config, replicas).replace(max_output_tokens=max_output_tokens)
+    app = create_app(open_client(settings), open_text(settings), settings.server)
     service = app.state.service
     async with app.router.lifespan_context(app):
         await service.started()

@@ -37,11 +37,13 @@ def run(
     chat: bool | None,
     errors: Path | None = None,
     max_output_tokens: int = 0,
+    replicas: int = 1,
 ) -> None:
     """Answer all requests. Raises ConfigError when there are none, and RequestError at the end when any was refused.
 
     ``chat``: whether a single prompt goes through the chat template; None: if the model has one. ``errors``: file for
     the lines of a batch that failed. ``max_output_tokens``: most tokens of an answer in a batch; 0: no limit.
+    ``replicas``: engines that share the work.
     """
     if (prompt is None) == (source is None):
         raise ConfigError("give a prompt with --prompt, or a file with --input (.jsonl for many requests)")
@@ -54,7 +56,7 @@ def run(
     if source is not None and batch.is_batch(text):
         if shared or chat is not None:
             raise ConfigError("each line of a batch has its own parameters: leave --params, --chat and the like out")
-        return batch.run(config, text, output, errors, max_output_tokens)
+        return batch.run(config, text, output, errors, max_output_tokens, replicas)
     if max_output_tokens:
         raise ConfigError("--max-output-tokens is for files in OpenAI's batch format; elsewhere use --max-tokens")
     if errors is not None:
@@ -68,7 +70,7 @@ def run(
 
     with contextlib.ExitStack() as stack:
         # The model starts before the output is opened, so that a failed start leaves an earlier output as it is.
-        llm = stack.enter_context(LLM(config=config))
+        llm = stack.enter_context(LLM(config=config, replicas=replicas))
         entries = [_single(llm, text, chat)] if lines is None else lines
         file = sys.stdout if jsonl else None
         if output is not None:

@@ -48,6 +48,17 @@ Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature; 0 is greedy; default: the checkpoint's, else 1.")
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens per answer.")]
+# Named as the option of vLLM that is refused elsewhere, so that this one stands in its place.
+Replicas = Annotated[
+    int,
+    typer.Option(
+        "--replicas",
+        "--data-parallel-size",
+        "-dp",
+        min=1,
+        help="Engines that share the work, each on a GPU of its own.",
+    ),
+]
 ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
 
 
@@ -138,6 +149,7 @@ def generate(
     params: Annotated[
         str | None, typer.Option(help='Other sampling parameters as JSON, e.g. \'{"top_p": 0.9, "seed": 7}\'.')
     ] = None,
+    data_parallel_size: Replicas = 1,
     **options: Any,
 ) -> None:
     """Answer a prompt from the command line or a file, or many.
@@ -166,6 +178,7 @@ def generate(
         chat=chat,
         errors=errors,
         max_output_tokens=max_output_tokens,
+        replicas=data_parallel_size,
     )
 
 
@@ -318,6 +331,7 @@ def solve(
     together: Annotated[
         bool, typer.Option("--together", help="With report: put all files into one table and pool their seeds.")
     ] = False,
+    data_parallel_size: Replicas = 1,
     output: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
     **options: Any,
 ) -> None:
@@ -357,6 +371,7 @@ def solve(
         pool,
         resamples,
         pool_file,
+        data_parallel_size,
     )
     if ablate and (pool or journal):
         raise ConfigError("--ablate measures running engines, which --pool and --journal bypass: leave them out")

@@ -30,6 +30,7 @@ class Job:
     ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (replicas joined by commas), cheapest first.
     ``prices``: by model. ``minutes``: no further strategy starts after this time. ``pool``: draw this many replies per
     problem once and deal them out to every strategy, ``resamples`` times in another order; ``pool_file`` keeps them.
+    ``replicas``: engines of each model of this host.
     """
 
     strategies: tuple[str, ...]
@@ -49,6 +50,7 @@ class Job:
     pool: int = 0
     resamples: int = 4
     pool_file: Path | None = None
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for name, values in (("strategy", self.strategies), ("model", self.models)):
@@ -187,7 +189,11 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
             share = config.cache.gpu_memory_utilization / (len(local) - local.index(model))
             found.append(
                 EngineEndpoint(
-                    config.replace(model=model, gpu_memory_utilization=share), name, price=price, without=without
+                    config.replace(model=model, gpu_memory_utilization=share),
+                    name,
+                    price=price,
+                    without=without,
+                    replicas=job.replicas,
                 )
             )
     return found

@@ -73,7 +73,7 @@ def write(
     ``folder`` None: the system's folder for temporary files. ``why``: what the client knows about the end.
     """
     facts = {
-        "kvasir": _version(),
+        "kvasir": version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -91,7 +91,8 @@ def write(
     return Path(name)
 
 
-def _version() -> str:
+def version() -> str:
+    """The installed version of kvasir."""
     try:
         return metadata.version("kvasir")
     except metadata.PackageNotFoundError:

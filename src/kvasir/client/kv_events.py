@@ -184,7 +184,7 @@ class Publisher:
         self._queue: queue.Queue[bytes | None] = queue.Queue(mine.max_queue_size)
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=mine.buffer_steps)
         self._whole = True  # the next batch tells everything
-        context = zmq.Context.instance()
+        context: Any = zmq.Context.instance()
         self._socket, self._replay = context.socket(zmq.PUB), None
         self._socket.set_hwm(mine.hwm)
         try:

@@ -23,7 +23,8 @@ from kvasir.client.replica import Replica
 from kvasir.cluster.placement import Hosts, Place, ThisHost
 from kvasir.cluster.prefixes import PrefixMap
 from kvasir.cluster.router import ROUTERS, Candidate, Guarded, Router
-from kvasir.config import Settings
+from kvasir.compose import compose
+from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import AdapterInfo, EngineStats, ModelInfo, Request
 
@@ -38,6 +39,12 @@ def open_client(settings: Settings) -> Front:
 
         return ClusterClient(settings, hosts=RayHosts(settings.server.cluster))
     return ClusterClient(settings) if settings.server.replicas > 1 else AsyncEngine(settings.engine_only())
+
+
+def with_replicas(config: EngineConfig, replicas: int) -> Settings:
+    """Settings of a server with ``config`` and so many replicas. Raises ConfigError."""
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig)}
+    return compose(Settings, {"replicas": replicas}, Settings(**sections))
 
 
 class ClusterClient(Front):

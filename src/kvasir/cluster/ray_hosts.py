@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from kvasir import __version__
+from kvasir.client.crash_dump import version
 from kvasir.client.engine_process import ENGINE
 from kvasir.cluster import wire
 from kvasir.cluster.certificates import Authority
@@ -65,7 +65,7 @@ class KeeperActor:
         async with self._lock:
             if not self._port:
                 self._port = await self._keeper.listen(host, 0, self._identity.context(server=True))
-        return Address(host, self._port, __version__)
+        return Address(host, self._port, version())
 
     async def status(self) -> dict[str, Any]:
         """State and load of the engine process, for operators."""
@@ -77,7 +77,7 @@ class KeeperActor:
             **self._facts,
             "host": ray.util.get_node_ip_address(),
             "gpu": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            "version": __version__,
+            "version": version(),
             "pid": child.pid if child is not None else None,
             "state": "ready" if self._keeper.serving else "waiting for its front" if child is None else "starting",
             "running": beat.stats.num_running if beat else 0,
@@ -152,8 +152,8 @@ class RayHosts:
             at = await actor.address.remote()
         except self._ray.exceptions.RayError as e:
             raise ConnectionError(f"its actor does not answer ({type(e).__name__})") from e
-        if at.version != __version__:
-            raise ConfigError(f"host {at.host} has kvasir {at.version}, and this one {__version__}. Install the same.")
+        if at.version != version():
+            raise ConfigError(f"host {at.host} has kvasir {at.version}, and this one {version()}. Install the same.")
         return await asyncio.open_connection(
             at.host, at.port, ssl=self._tls, server_hostname=wire.KEEPER, limit=1 << 20
         )

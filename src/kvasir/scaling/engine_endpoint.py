@@ -18,9 +18,10 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from kvasir.client.admission import MAX_LOGPROBS, MAX_N, admit
-from kvasir.client.engine_client import AsyncEngine
+from kvasir.client.front import Front
 from kvasir.client.interface import EngineClient
 from kvasir.client.pieces import PIECE
+from kvasir.cluster.cluster_client import open_client, with_replicas
 from kvasir.config import EngineConfig
 from kvasir.decoding.confidence import summed_up
 from kvasir.errors import ConfigError, RequestError
@@ -286,9 +287,9 @@ class ClientEndpoint(Endpoint):
 
 
 class EngineEndpoint(ClientEndpoint):
-    """An engine that this endpoint starts and stops, in its own process."""
+    """An engine that this endpoint starts and stops, in its own process, or ``replicas`` of them behind one front."""
 
-    engine: AsyncEngine
+    engine: Front
 
     def __init__(
         self,
@@ -299,13 +300,14 @@ class EngineEndpoint(ClientEndpoint):
         confidences: int = DEFAULT_CONFIDENCES,
         lease: float = 30.0,
         without: Sequence[str] = (),
+        replicas: int = 1,
     ) -> None:
         model = config.model
         path = checkpoint.resolve(model.model, model.revision)
         source = checkpoint.resolve(model.tokenizer) if model.tokenizer else path
         file = source / "tokenizer.json" if source.is_dir() else source
         super().__init__(
-            AsyncEngine(config),
+            open_client(with_replicas(config, replicas)),
             Tokenizer.load(source, model.chat_template),
             name or model.model or path.name,
             price=price,
