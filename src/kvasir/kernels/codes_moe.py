@@ -27,7 +27,7 @@ from kvasir.kernels.moe_routing import Routing
 
 ROW_N, ROW_WARPS = 8, 4  # outputs and warps of a program for one row; unmeasured, those of plain experts
 ROW_BYTES = 256  # of codes of one output in flight: 16 a thread
-GATED_SUMS = 64 * 128  # of gate, and as many of up, that eight warps hold: the compiler spills twice as many
+SUMS = 1024  # of a product, and as many of up, that a warp holds: with twice as many, the compiler spills
 
 
 @jit
@@ -167,8 +167,7 @@ def grouped_codes(x: torch.Tensor, w: Coded, bias: torch.Tensor | None, out_PN: 
     """Write one of the two products of all pairs; see ``_grouped_codes``. ``tile``: pairs, outputs, inputs, warps and
     stages. ``activation`` None: it is that of ``down``."""
     (pairs, outputs, inputs, warps, stages), num_outputs = tile, out_PN.shape[1]
-    if activation is not None:
-        outputs = min(outputs, GATED_SUMS // pairs)
+    outputs = min(outputs, SUMS * warps // pairs)
     _grouped_codes[(cdiv(num_outputs, outputs), len(routing.tiles))](
         x, *planes_of(w), x if bias is None else bias, out_PN, routing.order, routing.tiles, routing.num_tiles,
         x.stride(0), N=num_outputs,

@@ -264,8 +264,8 @@ def choose(rows: int, num_rows: int, width: int, block: int, gated: bool = False
     block_k = 128
     if block:
         block_n, block_k = min(block_n, block), min(block_k, block)
-    if rows > MAX_ROWS:  # the rows fill more registers than four warps have
-        return Config(min(64, block or 64), block_k, 8, 3)
+    if rows > MAX_ROWS:  # the rows fill more registers than four warps have, and of 128 inputs in fp32, shared memory
+        return Config(min(64, block or 64), min(64, block_k), 8, 3)
     splits = 1
     while cdiv(outputs, block_n) * splits < PROGRAMS and width // (2 * splits) >= SHORTEST:
         splits *= 2

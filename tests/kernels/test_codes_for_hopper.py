@@ -1,0 +1,56 @@
+"""The code that the compiler makes of the kernels for codes, without a GPU: what the choosers take fits a
+multiprocessor's shared memory, and the experts' kernels spill no registers."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from kvasir.kernels import codes_moe, f8_gemv
+from kvasir.kernels.moe import TILINGS
+from tests.kernels.hopper_compiler import compile_for_hopper
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+SHARED = 227 << 10  # bytes that a program may have on a Hopper GPU
+FUSED = {"NORM": True, "BIAS": False, "PDL": True}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """A process of its own: this one may have imported Triton for its interpreter."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        yield lambda *given: process.submit(compile_for_hopper, *given).result(timeout=300)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [-1, 0])
+@pytest.mark.parametrize("rows, width", [(16, 64), (128, 64), (128, 4096)])
+def test_few_rows_of_f8(rows, width, kind, dtype, compiler):
+    outputs = 64
+    config = f8_gemv.choose(rows, outputs * (1 if kind < 0 else 2), width, 0, kind >= 0)
+    sizes = dict.fromkeys(("OUT", "y_row", "residual_row"), outputs) | dict.fromkeys(("K", "x_row", "share"), width)
+    constants = {"ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages,
+                 "SPLIT": False, "WHOLE_K": width % config.block_k == 0, "WHOLE": False, "B": 0, "KIND": kind,
+                 "RESIDUAL": kind < 0, **FUSED, **sizes}  # fmt: skip
+    pointers = dict.fromkeys(("x_ptr", "y_ptr", "scale_ptr", "bias_ptr", "residual_ptr"), dtype)
+    pointers |= {"w_ptr": "u8"} | dict.fromkeys(("w_scale_ptr", "part_ptr", "squares_ptr"), "fp32")
+    found = compiler("f8_gemv", "_few_rows_f8", {"num_warps": config.warps}, constants, pointers)
+    assert found["shared"] <= SHARED
+
+
+@pytest.mark.parametrize("tiling", [tiling for _, tiling in TILINGS[1:]], ids=str)
+def test_experts_of_gpt_oss(tiling, compiler):
+    """Both products in MXFP4, at every tiling of 16 bits."""
+    pointers = {"w_ptr": "u8", "w_scale_ptr": "u8", "more_ptr": "fp32", "x_ptr": "bf16", "bias_ptr": "bf16"}
+    for tile, kind in ((tiling.gate_up, 3), (tiling.down, -1)):
+        outputs = min(tile.n, codes_moe.SUMS * tile.warps // tile.m)
+        constants = {"N": 2880, "D": 2880, "B": 1440, "G": 90, "TOP_K": 4, "KIND": kind, "BIAS": True, "GROUP": 32,
+                     "PAIR": 2, "LAYOUT": 2, "ZEROS": False, "PDL": True, "BLOCK_M": tile.m, "BLOCK_N": outputs,
+                     "BYTES": tile.d // 2, "GROUPS": tile.d // 32, "x_row": 2880}  # fmt: skip
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        found = compiler("codes_moe", "_grouped_codes", options, constants, pointers)
+        assert found["shared"] <= SHARED and not found["spilled"]
+        assert found["wgmma"] or found["mma"]
