@@ -98,10 +98,12 @@ def _wide(x: torch.Tensor, k: int) -> torch.Tensor:
 SHAPE = dict(hidden_size=64, intermediate_size=96, head_dim=16, tie_word_embeddings=False)
 
 
-def write(folder: Path, pack, config: dict[str, Any], seed: int = 0, **options: Any) -> tuple[Path, Path]:
-    """A quantised checkpoint of a small Llama, and a plain one in fp32 with the same weights."""
+def write(
+    folder: Path, pack, config: dict[str, Any], seed: int = 0, variant: str = "llama", **options: Any
+) -> tuple[Path, Path]:
+    """A quantised checkpoint of a small model, and a plain one in fp32 with the same weights."""
     torch.manual_seed(seed)
-    plain = checkpoints.write(folder / "plain", "llama", **SHAPE)
+    plain = checkpoints.write(folder / "plain", variant, **SHAPE)
     tensors, packed, wide = load_file(plain / "model.safetensors"), {}, {}
     for name, tensor in tensors.items():
         if "_proj." not in name or tensor.dim() != 2:

@@ -40,8 +40,8 @@ SIZES = {"Q8_0": 9 / 32, "Q4_0": 5 / 32, "Q4_K_M": 5.4 / 32, "Q6_K": 7.6 / 32, "
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     native()  # compiled, or found, before the cache is another
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

@@ -39,7 +39,10 @@ WANTED = [
     "sentence_bert_config.json",
     "[0-9]_*/config.json",
     "kvasir.json",  # see SIDECAR
+    "hf_quant_config.json",  # see MODELOPT
 ]
+# Where older files of NVIDIA's Model Optimizer say how they are quantised.
+MODELOPT = "hf_quant_config.json"
 # The sidecar: facts of a model that only kvasir uses, how it drafts (`kind`), the id of its mask, its stride.
 SIDECAR = "kvasir.json"
 UNWANTED = ["[!0-9]*/*", "consolidated*"]
@@ -169,7 +172,10 @@ def read_config(
             else f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:5])}"
         )
         raise ConfigError(f"{path} has no config.json ({found}). {_other_layout(path)}")
-    config = as_served(read_json(path / "config.json"))
+    config = read_json(path / "config.json")
+    if (path / MODELOPT).is_file() and not config.get("quantization_config"):
+        config["quantization_config"] = {"quant_method": "modelopt"} | read_json(path / MODELOPT)
+    config = as_served(config)
     refuse_unserved(config)
     return text_of(config)
 

@@ -52,8 +52,8 @@ class CodeLayout:
             return tensor, zeros_by_output(slot)
         if plane == "tensor_scale":  # stored so that codes times scales are divided by it
             return replace(tensor, shape=()), divisor(slot)
-        if plane == "scale" and tensor.shape == (1,):
-            return tensor, replace(slot, repeat=True)
+        if plane == "scale" and tensor.shape in ((), (1,)):  # of the whole tensor
+            return replace(tensor, shape=(1,)), replace(slot, repeat=True)
         return tensor, slot
 
 

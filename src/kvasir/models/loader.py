@@ -100,7 +100,8 @@ def start_loading(
     sources = {slot: tensor for slot, tensor, _ in assigned.placed}
     checks = [partial(_check_tied, tensor, sources[EMBED]) for slot, tensor in sources.items() if slot not in slots]
     if reader is not None:
-        unread = (t for ts in assigned.left_out.values() for t in ts if t.name.endswith(reader.unread))
+        ends = (*reader.unread, *reader.zeros)
+        unread = (t for ts in assigned.left_out.values() for t in ts if t.name.endswith(ends))
         checks += [partial(reader.check, tensor) for tensor in unread]
     filling.start(assigned.into(slots, place), checks)
     if place.formats is not None and place.formats.quantises:  # its scratch memory is not part of a step's
@@ -382,6 +383,9 @@ def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None
         readers |= {other: readers.get(other, []) for other in planes.values()}
         if planes and all(other in found for other in planes.values()):
             opened[name] = {plane: found[other] for plane, other in planes.items()}
+    if isinstance(formats, Formats) and formats.reader.zeros:
+        for name in [n for n in found if n not in readers and n.endswith(formats.reader.zeros)]:
+            left_out.setdefault("*." + name.rpartition(".")[2], []).append(found.pop(name))
     missing = [name for name in readers if name not in found]
     unexpected = [tensor.name for name, tensor in found.items() if name not in readers]
     if missing or unexpected:

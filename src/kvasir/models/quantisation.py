@@ -34,11 +34,13 @@ class Reader(Technique):
     """The reader of one ``quant_method``. ``config``: the contents of ``quantization_config``; a reader raises
     ConfigError from ``__init__`` for what is not served, and ignores nothing that changes the result.
 
-    ``unread``: ends of names of tensors that are not read, and are logged. ``activations``: what the checkpoint was
-    made for."""
+    ``unread``: ends of names of tensors that are not read, and are logged. ``zeros``: ends of names of tensors that are
+    not read where the model has no place for them, and must hold zeros. ``activations``: what the checkpoint was made
+    for."""
 
     affects_kv = True
     unread: ClassVar[tuple[str, ...]] = UNREAD
+    zeros: ClassVar[tuple[str, ...]] = ()
     activations: Literal["bf16", "fp8"] = "bf16"
 
     def __init__(self, config: Mapping[str, Any]) -> None:

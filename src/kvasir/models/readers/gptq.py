@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from kvasir.models.fill import Stored
 
 ENDS = {"weight": ".qweight", "scale": ".scales", "zero": ".qzeros"}
-INDEX = ".g_idx"
+INDEX, BIAS = ".g_idx", ".bias"  # AutoGPTQ stores a bias of zeros for matrices that have none
 
 
 class GPTQ(Reader):
     """Serves groups of consecutive inputs: what ``desc_act`` false writes, or true with a sorted ``g_idx``."""
+
+    zeros = (BIAS,)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -63,6 +65,8 @@ class GPTQ(Reader):
 
         where = f"{tensor.file}: tensor '{tensor.name}'"
         check_index(tensor)
+        if tensor.name.endswith(BIAS) and bool(read_tensor(tensor).any()):
+            raise ConfigError(f"{where} is a bias that this model has no place for, and it is not zero")
         if tensor.name.endswith(ENDS["zero"]):
             half = 1 << self.bits - 1  # every zero point of a symmetric file
             word = sum((half - self.plus) << self.bits * i for i in range(32 // self.bits))

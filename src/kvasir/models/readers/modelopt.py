@@ -1,4 +1,8 @@
-"""NVIDIA's Model Optimizer: NVFP4, whose tensor scale is a factor (compressed-tensors stores a divisor)."""
+"""NVIDIA's Model Optimizer: FP8 with a scale a tensor, and NVFP4, whose tensor scale is a factor.
+
+(Compressed-tensors stores a divisor.) Older files say so in hf_quant_config.json, which ``checkpoint.read_config``
+reads.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kvasir.models.quantisation import Reader, ignored, with_suffix
+from kvasir.models.quantisation import Reader, fit_scale, ignored, scale_of, with_suffix
 from kvasir.models.stored import View
 
 if TYPE_CHECKING:
@@ -18,27 +22,34 @@ ENDS = {"weight": ".weight", "scale": ".weight_scale", "tensor_scale": ".weight_
 
 
 class ModelOpt(Reader):
-    """Serves ``quant_algo`` NVFP4. Activations stay in 16 bits."""
+    """Serves ``quant_algo`` FP8 and NVFP4, whose activations stay in 16 bits."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         given = config.get("quantization") or config  # hf_quant_config.json nests it
         algorithm = str(given.get("quant_algo", "")).upper()
-        if algorithm != "NVFP4":
+        if algorithm not in ("FP8", "NVFP4"):
             self.refuse(f"quant_algo '{algorithm}'")
-        if (group := given.get("group_size", 16)) != 16:
+        self.wide = algorithm == "FP8"
+        if self.wide:
+            self.activations = "fp8"
+        elif (group := given.get("group_size", 16)) != 16:
             self.refuse(f"group_size {group}")
         self.kept = tuple(given.get("exclude_modules") or given.get("ignore") or ())
 
     def format_of(self, module: str) -> str | None:
         kept = ignored(module, self.kept) or any(fnmatchcase(module, pattern) for pattern in self.kept)
-        return None if kept else "nvfp4"
+        return None if kept else "f8" if self.wide else "nvfp4"
 
     def stored(self, view: View, plane: str, names: Collection[str]) -> View:
         found = with_suffix(view, ENDS[plane])
+        if self.wide and plane == "scale":
+            return scale_of(found, 0, whole=True)
         return View(found.name) if plane == "tensor_scale" else found
 
     def fit(self, plane: str, tensor: Stored, slot: Slot) -> tuple[Stored, Slot]:
+        if self.wide and plane == "scale":
+            return fit_scale(tensor, slot)
         if plane == "tensor_scale":
             return replace(tensor, shape=()), replace(slot, repeat=True)
         return tensor, slot
