@@ -151,10 +151,10 @@ class SpeculationConfig:
         "joined by +. Default: none.",
     )
     max_draft_tokens: int = opt(8, "Most tokens drafted per sequence and step.", low=1, high=256)
-    draft_control: Literal["goodput", "length", "fixed"] = opt(
+    draft_control: Literal["goodput", "length", "optimal", "fixed"] = opt(
         "goodput",
         "Drafts to verify: goodput: as many as pay; length: the same, but only for sequences that will run long "
-        "(rollouts); fixed: all (to measure).",
+        "(rollouts); optimal: by the formula for the least makespan; fixed: all (to measure).",
     )
 
 

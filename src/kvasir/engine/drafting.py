@@ -24,6 +24,7 @@ from kvasir.engine.spans import NO_TAIL, ONE_SAMPLE, Tail, rows_left
 from kvasir.engine.step_time import Roofline
 from kvasir.logs import log
 from kvasir.models import cost
+from kvasir.speculation.budgets import Optimal
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
 from kvasir.speculation.drafter import Ask, Drafter, check_trees
 from kvasir.speculation.forest import Forest
@@ -74,7 +75,7 @@ class Drafting:
         self._times = DraftTimes(_roofline(runner), runner.graphs, runner.device.type == "cuda")
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
         self._savings = Savings(self._times.measured_plain)
-        self._lengths = Lengths() if config.draft_control == "length" else None
+        self._lengths = {"length": Lengths, "optimal": Optimal}.get(config.draft_control, lambda: None)()
         self._pending: dict[Sequence, tuple[Many[DraftTree], int]] = {}  # a step's trees, and which of them
         # Outcomes that the controller has not seen yet: the trees of a step, which of them were verified, and their
         # paths.
@@ -91,6 +92,9 @@ class Drafting:
         self._after_drafted = -1  # the plain step after the last drafted one, which waited for that one's end
         self._ended = 0.0  # when the last step ended
         drafter.attach(runner.model, runner.capture())
+        if config.draft_control != "fixed":
+            for part in drafter.parts:
+                part.use_times(self._times.predict)
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
         runner.parts.guest_inputs, runner.sampler.guessing = drafter.guests, drafter.guessing
@@ -131,6 +135,10 @@ class Drafting:
         )
         if self.controller.most_nodes is not None:
             most = min(most, self.controller.most_nodes)
+        if lengths is not None:
+            running = list(running)
+            at_end = [seq for seq in running if rows_left(seq) == 1 and seq.status is at_work]
+            lengths.plan(at_end, self.controller.stats.by_depth, self._times.predict)
         for seq in running:  # once a sequence and step: no call that is not needed
             known = len(seq.tokens)
             left = known + seq.num_drawn - seq.num_computed - seq.num_ahead  # rows_left
