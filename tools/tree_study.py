@@ -47,6 +47,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 24, 64])
     parser.add_argument("--drafter", action="append")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--without", nargs="+", default=[], help="names of arms that are left out")
     options = parser.parse_args()
     arms = []
     chosen = [
@@ -55,6 +57,7 @@ def main() -> int:
     ]
     if options.drafter:
         chosen = [(f"{name}-T{t:g}", name, 64, t) for t in (0.0, 1.0) for name in options.drafter]
+    chosen = [one for one in chosen if one[3] in options.temperature and one[0] not in options.without]
     for name, drafter, most, temperature in chosen:
         load = task_loads(options.model, TASKS, options.count, 1, 160, temperature)[0]
         with LLM(
