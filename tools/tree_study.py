@@ -1,10 +1,11 @@
 """Compare trees of a draft model: dynamic ones (DySpec) with fixed ones of as many nodes, chains, and drawn ones.
 
     python tools/tree_study.py RESULT.json [--model base] [--draft nano] [--count 3] [--nodes 8 24 64]
+    python tools/tree_study.py RESULT.json --drafter ppd:rows=8 --drafter ppd:rows=24    # these instead, 64 nodes
 
-Every proposal is verified, on problems of four tasks, one after another, on a CPU. Counted, not timed: tokens a
-verification, and shares of accepted nodes. ``drawn`` is DySpec as published, by multi-round rejection: it keeps the
-distribution, and its texts differ.
+Every proposal is verified, on problems of four tasks, four at once, on a CPU. Counted, not timed: tokens a
+verification, and tokens a forward of a sequence. ``drawn`` is DySpec as published, by multi-round rejection: it keeps
+the distribution, and its texts differ.
 """
 
 from __future__ import annotations
@@ -45,11 +46,20 @@ def main() -> int:
     parser.add_argument("--draft", default="nano")
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 24, 64])
+    parser.add_argument("--drafter", action="append")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--without", nargs="+", default=[], help="names of arms that are left out")
     options = parser.parse_args()
     arms = []
-    for name, extra, most, temperature in arms_of(options.nodes):
+    chosen = [
+        (name, f"draft_model:model={options.draft},max_depth={DEPTH},width=8{extra}", most, temperature)
+        for name, extra, most, temperature in arms_of(options.nodes)
+    ]
+    if options.drafter:
+        chosen = [(f"{name}-T{t:g}", name, 64, t) for t in (0.0, 1.0) for name in options.drafter]
+    chosen = [one for one in chosen if one[3] in options.temperature and one[0] not in options.without]
+    for name, drafter, most, temperature in chosen:
         load = task_loads(options.model, TASKS, options.count, 1, 160, temperature)[0]
-        drafter = f"draft_model:model={options.draft},max_depth={DEPTH},width=8{extra}"
         with LLM(
             options.model, device="cpu", drafter=drafter, draft_control="fixed", max_draft_tokens=most, max_num_seqs=4
         ) as llm:
@@ -60,6 +70,7 @@ def main() -> int:
             "verifications": stats.drafts,
             "nodes": round(stats.drafted_tokens / max(1, stats.drafts), 2),
             "tokens_per_verification": round(1 + stats.accepted_tokens / max(1, stats.drafts), 4),
+            "tokens_per_sequence_forward": round(stats.generation_tokens / max(1, stats.forwards), 4),
         }
         arms.append(arm(name, {"drafter": drafter, "nodes": most, "temperature": temperature}, metrics))
         print(name, metrics, flush=True)

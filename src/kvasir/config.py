@@ -152,10 +152,10 @@ class SpeculationConfig:
         "joined by +. Default: none.",
     )
     max_draft_tokens: int = opt(8, "Most tokens drafted per sequence and step.", low=1, high=256)
-    draft_control: Literal["goodput", "length", "fixed"] = opt(
+    draft_control: Literal["goodput", "length", "optimal", "fixed"] = opt(
         "goodput",
         "Drafts to verify: goodput: as many as pay; length: the same, but only for sequences that will run long "
-        "(rollouts); fixed: all (to measure).",
+        "(rollouts); optimal: by the formula for the least makespan; fixed: all (to measure).",
     )
     learn: str = opt("off", "Train the drafter on what is served: off, or on:device=auto,share=0.1,every=200,lam=0.25.")
     learn_tenants: tuple[str, ...] = opt((), "API key to learn from, and to draft for with that, or all (repeatable).")

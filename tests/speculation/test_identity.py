@@ -49,7 +49,7 @@ FACTORS = {
     "static": [True, False],  # decodes and chains over the static buffers that a GPU captures
     "logprobs": [None, 0],  # with them, the sampler draws; without, the step itself
     "params": ["none", "penalties", "grammar"],
-    "control": ["fixed", "goodput", "length"],
+    "control": ["fixed", "goodput", "length", "optimal"],
 }
 RANDOM = ("medusa", "eagle", "ppd", "idlm")  # weights that mean nothing; ``test_heads.py`` has trained ones
 PARAMS = {

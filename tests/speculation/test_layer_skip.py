@@ -331,3 +331,15 @@ def test_rows_wait_where_nothing_is_drafted():
     model.judge = lambda pieces: calls.append(sum(len(h) for _, _, h in pieces)) or judge(pieces)
     drive(drafter, model, seq, 200)
     assert set(calls[-10:]) == {8} and len(model.used) < 15
+
+
+def test_a_static_exit_always_drafts_as_many():
+    """The baseline that the choice is compared with: one exit, one length, no threshold, and no judging."""
+    d = driver("layer_skip:exits=2,static=3", max_num_seqs=4)
+    d.run(requests(d, 0.0, max_tokens=30))
+    stats = d.engine.stats()
+    assert stats.drafted_tokens > 2.5 * stats.drafts and not drafter_of(d).hidden_layers
+    d.close()
+    for options in ("exits=1+2,static=2", "exits=2,static=9", "static=2"):
+        with pytest.raises(ConfigError, match="static drafts come from one exit"):
+            driver(f"layer_skip:{options}")

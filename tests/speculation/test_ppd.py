@@ -217,3 +217,16 @@ def test_two_drafters_with_rows_of_their_own_are_refused():
 
     with pytest.raises(ConfigError, match="a and b both"):
         Router([fake("a"), fake("b")]).attach(None)
+
+
+def test_rows_follow_from_step_times(tmp_path):
+    """Where rows are free the tree is the largest, where each costs a step the smallest; a set number stays."""
+    folder, found = folder_of(Prompts(PromptShape(192)), tmp_path), {}
+    for name, row, options in (("free", 0.0, ""), ("dear", 1.0, ""), ("set", 0.0, ",rows=9")):
+        d = driver(f"ppd:model={folder}{options}", max_num_batched_tokens=512)
+        drafter = d.engine._drafting.drafter
+        drafter.use_times(lambda n, context, rows, drafted, row=row: 1.0 + row * rows)
+        d.run(requests(d, 0.0))
+        found[name] = drafter._rows
+        d.close()
+    assert found["free"] > 16 and found["dear"] == 6 and found["set"] == 9, found

@@ -39,6 +39,7 @@ ARMS = {
     "ngram": SpeculationConfig(drafter="ngram"),
     "suffix": SpeculationConfig(drafter="suffix:max_tokens=1000000"),
     "suffix length": SpeculationConfig(drafter="suffix:max_tokens=1000000", draft_control="length"),
+    "suffix optimal": SpeculationConfig(drafter="suffix:max_tokens=1000000", draft_control="optimal"),
     "suffix fixed": SpeculationConfig(drafter="suffix:max_tokens=1000000", draft_control="fixed"),
 }
 

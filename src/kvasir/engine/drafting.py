@@ -27,6 +27,7 @@ from kvasir.errors import ConfigError
 from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.logs import log
 from kvasir.models import cost
+from kvasir.speculation.budgets import Optimal
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
 from kvasir.speculation.drafter import Ask, Drafter, check_trees
 from kvasir.speculation.forest import Forest
@@ -95,7 +96,7 @@ class Drafting:
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
         self._savings = Savings(self._times.measured_plain)
         self._chains = bool(runner.parts.packer.states)
-        self._lengths = Lengths() if config.draft_control == "length" else None
+        self._lengths = {"length": Lengths, "optimal": Optimal}.get(config.draft_control, lambda: None)()
         self._pending: dict[Sequence, tuple[Many[DraftTree], int]] = {}  # a step's trees, and which of them
         # Outcomes that the controller has not seen yet: the trees of a step, which of them were verified, and their
         # paths.
@@ -115,6 +116,9 @@ class Drafting:
         self.listen()
         if self._chains:
             check_states(drafter, config.max_draft_tokens)
+        if config.draft_control != "fixed":
+            for part in drafter.parts:
+                part.use_times(self._times.predict)
         runner.parts.guest_inputs, runner.sampler.guessing = drafter.guests, drafter.guessing
         runner.sampler.by_blocks = not drafter.exact
 
@@ -170,6 +174,10 @@ class Drafting:
             most = min(most, STATE_DRAFTS)
         if self.controller.most_nodes is not None:
             most = min(most, self.controller.most_nodes)
+        if lengths is not None:
+            running = list(running)
+            at_end = [seq for seq in running if rows_left(seq) == 1 and seq.status is at_work]
+            lengths.plan(at_end, self.controller.stats.by_depth, self._times.predict)
         for seq in running:  # once a sequence and step: no call that is not needed
             known = len(seq.tokens)
             left = known + seq.num_drawn - seq.num_computed - seq.num_ahead  # rows_left

@@ -27,10 +27,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+from kvasir.speculation.drafter import StepSeconds
 from kvasir.speculation.forest import Forest, native
 from kvasir.speculation.tree import DraftTree
 
@@ -59,9 +59,6 @@ MARGIN = 2  # nodes proposed beyond the largest number that was worth verifying 
 REFRESH, REFRESH_STEPS = 512, 4  # after this many drafted steps in a row come this many plain ones, to time those again
 RECENT = 32  # number of recent proposals that predict what the next ones are worth
 PACKED = 16  # number of trees from which on packing them into a ``Forest`` pays
-
-# (decoding sequences, their context tokens, draft rows, whether the step is drafted) -> seconds
-StepSeconds = Callable[[int, int, int, bool], float]
 
 
 class Survival:

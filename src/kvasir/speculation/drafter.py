@@ -21,6 +21,8 @@ from kvasir.types import Guess, Guessing, Sequence
 
 DRAFTERS = "kvasir.speculation.drafters"
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
+# (decoding sequences, their context tokens, draft rows, whether the step is drafted) -> seconds
+StepSeconds = Callable[[int, int, int, bool], float]
 Place = Literal["cpu", "same_device", "other_device"]
 
 
@@ -193,6 +195,9 @@ class Drafter(Technique):
 
         ``capture`` turns work on static buffers into a replay where steps are captured (None elsewhere). Raises
         ConfigError when the drafter does not fit the model."""
+
+    def use_times(self, seconds: StepSeconds) -> None:
+        """Take the engine's model of step times. Called once, where not every proposal is verified."""
 
     def device_bytes(self, model: ServedModel) -> int:
         """Number of bytes of the model's device that ``attach`` and serving will take; the KV pool leaves them free.

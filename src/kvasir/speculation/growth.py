@@ -41,8 +41,8 @@ class Expands(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Rules of growth. ``width``: most children of a node; ``depth``: most levels; ``threshold``: chance of a path below
-    which it is not followed, where trees have no fixed shape."""
+    """Rules of growth. ``width``: most children of a node; ``depth``: most levels; ``threshold``: chance of a path
+    below which it is not followed, where trees have no fixed shape."""
 
     kind: Literal["dyspec", "fixed"]
     width: int

@@ -4,14 +4,16 @@ A batch of rollouts ends with its longest members. A token saved there is worth 
 are cheapest when few sequences are left. The length of a running sequence is predicted from finished ones: the median
 of those, of the same prompt or of all, that were longer than it is now. The prediction rises as the sequence grows. A
 *short* sequence (up to the median of all) drafts nothing, a *medium* one (up to the 85th percentile) half, a *long* one
-in full. The paper does not publish its bounds; these are ours.
+in full. The paper does not publish its bounds; these are ours. Its formula is in `kvasir.speculation.budgets`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
+from collections.abc import Sequence as Many
 
+from kvasir.speculation.drafter import StepSeconds
 from kvasir.types import Sequence
 
 OWN, ALL = 64, 2048  # number of recent lengths kept for one prompt, and for all
@@ -40,15 +42,38 @@ class Lengths:
         if len(self._order) > ALL:
             del self._all[bisect_right(self._all, self._order.popleft()) - 1]
 
+    @property
+    def known(self) -> bool:
+        """Whether enough sequences have ended to predict the length of others."""
+        return len(self._all) >= ENOUGH
+
+    def plan(
+        self,
+        seqs: Many[Sequence],
+        by_depth: Many[Many[int]],
+        seconds: StepSeconds,
+    ) -> None:
+        """Prepare the budgets of a step that decodes ``seqs``. The classes need nothing.
+
+        ``by_depth``: [tried, right] drafts; ``seconds``: `kvasir.engine.draft_times.DraftTimes.predict`."""
+
+    def left(self, seq: Sequence) -> int:
+        """Predicted number of tokens to come, at least 1; as many again for one that has outlived all others."""
+        expected = self._predicted(seq)
+        return max(1, seq.num_output if expected is None else expected - seq.num_output)
+
     def budget(self, seq: Sequence, most: int) -> int:
         """Number of nodes, at most ``most``, that the sequence may draft."""
-        if len(self._all) < ENOUGH:
+        if not self.known:
             return most
-        own = self._own.get(self._key(seq), ())
-        expected = self._expected(sorted(own) if len(own) >= ENOUGH else self._all, seq.num_output)
+        expected = self._predicted(seq)
         if expected is None or expected >= self._all[int(LONG * (len(self._all) - 1))]:
             return most
         return 0 if expected <= self._all[int(MEDIUM * (len(self._all) - 1))] else most // 2
+
+    def _predicted(self, seq: Sequence) -> int | None:
+        own = self._own.get(self._key(seq), ())
+        return self._expected(sorted(own) if len(own) >= ENOUGH else self._all, seq.num_output)
 
     @staticmethod
     def _expected(lengths: list[int], so_far: int) -> int | None:

@@ -54,10 +54,11 @@ LEAST_JUDGED = 8  # rows that must wait before they are judged in a step without
 @dataclass(frozen=True, slots=True)
 class Config:
     """``exits``: layers before an exit, as ``8+16+24``; default: a quarter, a half and three quarters of the
-    model's."""
+    model's. ``static``: drafts of every step, from the first of the exits, to compare with; 0: chosen at run time."""
 
     exits: str = ""
     max_depth: int = 8
+    static: int = 0
 
 
 @dataclass(slots=True)
@@ -123,6 +124,11 @@ class LayerSkip(Drafter):
             self._exits = tuple(sorted({int(e) for e in self.config.exits.split("+") if e}))
         except ValueError as e:
             raise ConfigError(f"layer_skip:exits={self.config.exits!r}: expected numbers of layers, as 8+16") from e
+        if not 0 <= self.config.static <= self.config.max_depth or self.config.static and len(self._exits) != 1:
+            raise ConfigError(
+                f"layer_skip:exits={self.config.exits},static={self.config.static}: static drafts come from one exit, "
+                f"at most max_depth={self.config.max_depth} of them, as in layer_skip:exits=8,static=4"
+            )
         self._model: ExitModel | None = None
         self._all: dict[int, Evidence] = {}  # by exit: evidence of all sequences together
         self._drew = False
@@ -131,7 +137,7 @@ class LayerSkip(Drafter):
         self._model = host.exit_model(self._exits)
 
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
-        if SHADOWS:
+        if SHADOWS and not self.config.static:
             self.hidden_layers = tuple(after - 1 for after in self._model.exits)
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
@@ -144,7 +150,7 @@ class LayerSkip(Drafter):
         stops = []
         for ask in asks:
             self._known(ask.seq).drafted = after
-            stops.append(self._evidence(ask.seq, after).threshold)
+            stops.append(0.0 if self.config.static else self._evidence(ask.seq, after).threshold)
         return [DraftTree.chain(tokens, sure) for tokens, sure in self._model.draw(short, after, stops)]
 
     def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
@@ -210,6 +216,8 @@ class LayerSkip(Drafter):
     def _choose(self, seqs: list[Sequence]) -> tuple[int, int]:
         """Return the exit of this step and the largest draft length; (0, 0) when no draft pays for its layers."""
         model = self._model
+        if self.config.static:
+            return model.exits[0], self.config.static
         layers, head = model.num_layers, model.head_layers
         # Without shadow tokens only drafts teach anything, so drafting goes on whatever it gains.
         best, most = (0, 0), len(seqs) / (layers + head) if self.hidden_layers else 0.0
