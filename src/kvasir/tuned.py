@@ -22,6 +22,7 @@ Conditions = Mapping[str, int | str | bool]
 Rows = tuple[tuple[Conditions, tuple], ...]
 
 H200 = "NVIDIA H200"
+H100 = "NVIDIA H100"
 SIMULATED = "simulated, with step times of an NVIDIA H200"
 XEON = "Intel Xeon with AVX-512, 2 cores"
 
@@ -412,6 +413,44 @@ GEMV_ONE_ROW = Tuned(
     H200,
     (),
     FUSED,
+)
+F8_GEMV = Tuned(
+    (
+        ({"rows": 1}, (4, 512, 4, 1, 1)),
+        ({"rows": 16}, (64, 128, 4, 3, 384)),
+        ({"rows": 64, "gated": True}, (128, 128, 8, 3, 96)),
+        ({"rows": 64}, (64, 128, 4, 3, 192)),
+        ({}, (64, 64, 8, 3, 1)),
+    ),
+    "Products of a few rows with FP8 codes: outputs of a program, inputs of a block, warps, blocks on their way, and "
+    "programs for which K is split. Measured at 1, 8 and 64 rows of Llama-8B's matrices with scales of 128 x 128; "
+    "nobody measured more rows.",
+    ("kvasir.kernels.f8_gemv.choose",),
+    H100,
+    ("h100/gpu_f8-tiles.json", "h100/gpu_f8-tiles-more-rows.json"),
+    "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
+)
+CODES_GEMV = Tuned(
+    (
+        ({"rows": 1}, (8, 512, 4, 1, 1)),
+        ({"rows": 32}, (64, 128, 4, 4, 256)),
+        ({}, (64, 64, 8, 4, 256)),
+    ),
+    "Products of a few rows with codes of 4 to 8 bits: outputs of a program, bytes of a block, warps, blocks on their "
+    "way, and programs for which K is split. Measured at 1, 8 and 64 rows with MXFP4; nobody measured the others.",
+    ("kvasir.kernels.codes_gemv.choose",),
+    H100,
+    ("h100/gpu_codes-mxfp4.json",),
+    "python -m tools.kernels codes RESULT.json --skip-checks",
+)
+STREAMED_PAIRS = Tuned(
+    64,
+    "Pairs of a row and an expert, by expert, up to which an expert's codes are multiplied as they are. Beyond, a copy "
+    "in the model's type is written and given back. Measured with MXFP4, between 64 and 128.",
+    ("kvasir.layers.codes.STREAMED_PAIRS",),
+    H100,
+    ("h100/gpu_codes-mxfp4.json",),
+    "python -m tools.kernels codes RESULT.json --skip-checks --skip-few",
 )
 HOPPER_GEMV_ROWS = Tuned(
     17,

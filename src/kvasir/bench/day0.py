@@ -32,7 +32,7 @@ PROBLEMS = 4096  # different problems of each task, before they come again
 
 @dataclasses.dataclass(slots=True)
 class Window:
-    """What happened between two points: seconds since the start at its end, tokens, steps' seconds, and the version of
+    """Work between two points: seconds since the start at its end, tokens, steps' seconds, and the version of
     the weights at its end."""
 
     seconds: float

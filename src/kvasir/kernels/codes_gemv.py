@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels import k_codes
 from kvasir.kernels import weight_codes as codes
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
@@ -24,7 +25,6 @@ from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, gemv_reference, join
 
 LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3, "fp6": 4, "q6_k": 5, "q4_k": 6}
-PROGRAMS = 264  # that a launch should have, two for each of an H100's multiprocessors: else K is split
 SHORTEST = 512  # inputs of a split at least
 
 
@@ -481,16 +481,15 @@ def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
 
 
 def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config:
-    """Config for ``num_rows`` rows of codes and ``rows`` rows of x, 1 to 64. A rule that nobody measured yet."""
-    least = w.group or 1
+    """Config for ``num_rows`` rows of codes and ``rows`` rows of x, 1 to 64."""
+    block_n, size, warps, stages, programs = tuned.look_up(tuned.CODES_GEMV.value, rows=rows)
+    block_k = max(w.group or 1, min(size * w.pair, next_power_of_2(w.num_inputs)))
     if rows == 1:
-        return Config(4, max(least, min(1024, next_power_of_2(w.num_inputs))), 4)
-    outputs = num_rows // 2 if gated else num_rows
-    block_n = 64 if rows > 16 and outputs >= 64 * PROGRAMS else 32
-    splits = 1
-    while cdiv(outputs, block_n) * splits < PROGRAMS and w.num_inputs // (2 * splits) >= SHORTEST:
+        return Config(block_n, block_k, warps)
+    outputs, splits = num_rows // 2 if gated else num_rows, 1
+    while cdiv(outputs, block_n) * splits < programs and w.num_inputs // (2 * splits) >= SHORTEST:
         splits *= 2
-    return Config(block_n, max(least, 128 * w.pair), 8 if rows > 32 else 4, 3, splits)
+    return Config(block_n, block_k, warps, stages, splits)
 
 
 @dataclass(frozen=True)

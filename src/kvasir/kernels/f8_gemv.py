@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, _row, _rows, gemv_reference, join
 
 LAUNCH_ROWS = 2 * MAX_ROWS  # rows of x that one launch takes
-PROGRAMS = 264  # that a launch should have, two for each of an H100's multiprocessors: else K is split
 SHORTEST = 512  # inputs of a split at least
 
 
@@ -252,24 +252,16 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
 
 
 def choose(rows: int, num_rows: int, width: int, block: int, gated: bool = False) -> Config:
-    """Config for codes [N, K] and ``rows`` rows of x, 1 to 128.
-
-    A rule that nobody measured yet: as many bytes in flight as ``kernels.gemv`` has, and programs for the whole GPU.
-    """
+    """Config for codes [N, K] and ``rows`` rows of x, 1 to 128."""
+    block_n, block_k, warps, stages, programs = tuned.look_up(tuned.F8_GEMV.value, rows=rows, gated=gated)
     if rows == 1:
-        block_n = 1 if width >= 8192 else 2
-        return Config(block_n, min(4096, next_power_of_2(width)) // block_n, 4)
-    outputs = num_rows // 2 if gated else num_rows
-    block_n = 64 if rows > 16 and outputs >= 64 * PROGRAMS else 32
-    block_k = 128
+        return Config(block_n, min(block_k, next_power_of_2(width)), warps)
     if block:
         block_n, block_k = min(block_n, block), min(block_k, block)
-    if rows > MAX_ROWS:  # the rows fill more registers than four warps have, and of 128 inputs in fp32, shared memory
-        return Config(min(64, block or 64), min(64, block_k), 8, 3)
-    splits = 1
-    while cdiv(outputs, block_n) * splits < PROGRAMS and width // (2 * splits) >= SHORTEST:
+    outputs, splits = num_rows // 2 if gated else num_rows, 1
+    while cdiv(outputs, block_n) * splits < programs and width // (2 * splits) >= SHORTEST:
         splits *= 2
-    return Config(block_n, block_k, 4, 4 if gated else 5, splits)
+    return Config(block_n, block_k, warps, stages, splits)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvasir import tuned
 from kvasir.errors import ConfigError
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.codes_gemv import Coded, choose, codes_gemv, matrix_of
@@ -24,8 +25,8 @@ from kvasir.layers.products import finish, linear
 from kvasir.layers.weight_format import MATRIX, Weight, WeightFormat
 
 # Pairs of a row and an expert, by expert, up to which codes are multiplied as they are. Beyond, a copy in the model's
-# dtype is written and given back, since every tile of pairs would make numbers of the codes again. Not measured yet.
-STREAMED_PAIRS = 256
+# dtype is written and given back, since every tile of pairs would make numbers of the codes again.
+STREAMED_PAIRS = tuned.STREAMED_PAIRS.value
 # Planes beside that of the codes; HIGH: the upper bits of codes of six.
 SCALE, ZERO, TENSOR_SCALE, HIGH, FACTOR = "scale", "zero", "tensor_scale", "high", "factor"
 
