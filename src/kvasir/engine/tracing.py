@@ -44,6 +44,7 @@ class _Open:
 
     request: str
     tenant: str
+    prompt: int
     next: int = 0
     before: int = -1
     start: int = -1
@@ -132,7 +133,7 @@ class Tracer:
         if not chosen or not self._agreed(seq):
             seq.state["trace"] = False
             return False
-        seq.state["trace"] = _Open(name.hex(), seq.request.tenant)
+        seq.state["trace"] = _Open(name.hex(), seq.request.tenant, seq.num_prompt)
         return True
 
     # -------------------------------------------------------------------------------------------------------- the steps
@@ -301,6 +302,7 @@ class Tracer:
             drafter_version=drafter,
             tenant=one.tenant,
             request=one.request,
+            prompt=one.prompt,
         )
         if self._ring.put(trace.encode(), count):
             self.traced += count

@@ -34,6 +34,8 @@ class Trace:
     or REJECTED. Rows that are not REJECTED have ascending positions; some may be missing (prefixes from the cache).
     ``base_version``: counts the served model's weights; ``drafter_version``: `Drafter.version` at the piece's end.
     ``tenant``: whose request it was. ``request``: hash of the request's id and branch, equal for pieces of a sequence.
+    ``prompt``: number of the prompt's tokens, counted from position 0; they are context, and nobody learns to guess
+    them.
     """
 
     tokens: np.ndarray
@@ -49,6 +51,7 @@ class Trace:
     drafter_version: int = 0
     tenant: str = ""
     request: str = ""
+    prompt: int = 0
 
     @property
     def num_rows(self) -> int:
