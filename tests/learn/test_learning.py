@@ -19,6 +19,7 @@ from kvasir.learn import link, messages
 from kvasir.learn.packed import pack
 from kvasir.learn.trace import ACCEPTED, PLAIN, REJECTED
 from kvasir.models.checkpoint import resolve
+from kvasir.types import Plan
 from tests.engine.test_taps import truth
 from tests.learn.helpers import IDLE, candidate, every_step_takes, learner, offer, sent, staged, traces, weights_of
 from tests.speculation.helpers import driver, outputs, plain, requests
@@ -33,6 +34,7 @@ def expected():
 def d(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     d = learner(patch)
+    d.engine._learning._look = lambda plan: None  # whatever steps show, all requests are traced
     yield d
     d.close()
     patch.undo()
@@ -62,6 +64,7 @@ def test_traces_hold_what_the_model_computed(d):
     assert len(found) == len(every) and {t.tenant for t in found} == {""}
     kinds = np.concatenate([t.kinds for t in found])
     assert (kinds == PLAIN).any() and (kinds == ACCEPTED).any() and (kinds == REJECTED).any()
+    assert {t.prompt for t in found} == {len(r.prompt_ids) for r in every}
     texts = {tuple(r.prompt_ids + d.outputs[r.id, 0].tokens) for r in every}
     for trace in found:
         rows = [i for i, kind in enumerate(trace.kinds) if kind != REJECTED]
@@ -107,12 +110,30 @@ def test_long_requests_leave_in_pieces_and_preempted_rows_come_once(d, monkeypat
 def test_a_sample_is_traced_while_drafts_pay(d, monkeypatch):
     tracer = d.engine._learning.tracer
     tracer.all = False
-    monkeypatch.setattr(d.engine._learning, "_look", lambda plan: None)
     monkeypatch.setattr("kvasir.engine.tracing.SAMPLED", 0.5)
     traces(d)
     d.run([request for i in range(3) for request in requests(d, 0.0, tag=f"s{i}-", max_tokens=2)])
     assert 0 < len(traces(d)) < 12
     tracer.all = True
+
+
+def test_all_are_traced_where_drafts_do_not_pay_or_acceptance_falls(d, monkeypatch):
+    learning, look = d.engine._learning, module.Learning._look
+    controller = learning._drafting.controller
+    stats, plan = controller.stats, Plan(0, [])
+    monkeypatch.setattr(learning, "_seen", (stats.verified, stats.accepted, stats.drafted))
+    monkeypatch.setattr(learning, "_means", [])
+    before = stats.verified, stats.accepted
+    for accepted, everybody in ((20, False), (20, False), (8, True), (20, True), (22, False), (22, False)):
+        stats.verified += 10
+        stats.accepted += accepted
+        look(learning, plan)
+        assert learning.tracer.all == everybody
+    controller._fixed = False
+    look(learning, plan)
+    assert learning.tracer.all, "they do not pay now"
+    controller._fixed, learning.tracer.all = True, True
+    stats.verified, stats.accepted = before
 
 
 def test_new_weights_of_the_model_drop_old_traces(d):

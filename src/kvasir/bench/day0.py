@@ -32,8 +32,8 @@ PROBLEMS = 4096  # different problems of each task, before they come again
 
 @dataclasses.dataclass(slots=True)
 class Window:
-    """Work between two points: seconds since the start at its end, tokens, steps' seconds, and the version of
-    the weights at its end."""
+    """A point of the curve: seconds since the start at its end, tokens and forwards in it, and the version of the
+    weights at its end."""
 
     seconds: float
     tokens: int

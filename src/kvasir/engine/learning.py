@@ -153,6 +153,8 @@ class Learning:
             lambda: (self._base_version, self._versions.serving),
         )
         self._trainer = Trainer(self._folder, self._order, command)
+        if options.ALL in config.speculation.learn_tenants:
+            log.warning("the drafter learns from all: how quickly a text comes may tell one tenant what others wrote")
         log.info("the drafter %s learns from what is served; its trainer runs on %s", drafter.name, self._device)
 
     def _order(self) -> messages.Order:

@@ -10,7 +10,6 @@ from typing import Any
 from kvasir import technique
 from kvasir.config import SpeculationConfig
 from kvasir.errors import ConfigError
-from kvasir.logs import log
 from kvasir.types import Request
 
 ALL = "all"
@@ -51,10 +50,6 @@ def read(config: SpeculationConfig) -> LearnOptions | None:
     if not config.learn_tenants:
         raise ConfigError(
             "learn=on learns from nobody yet: name those who agree with --learn-tenants KEY, or say --learn-tenants all"
-        )
-    if ALL in config.learn_tenants:
-        log.warning(
-            "the drafter learns from all requests: how quickly a text comes may tell one tenant what others wrote"
         )
     return technique.parse(LearnOptions, "learn", dict(p.partition("=")[::2] for p in rest.split(",") if p))
 

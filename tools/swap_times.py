@@ -1,0 +1,96 @@
+"""Swap a drafter's weights many times under load: changed tokens (there must be none) and the time of a swap.
+
+Usage: python -m tools.swap_times --model MODEL --drafter eagle:model=new --swaps 100 --batch 16
+
+Every swap alternates between the first weights and random ones. A swap is timed on the device from its first copy to
+its last, and on the host until the copies are launched. Tokens are compared with those of a run without swaps; outside
+exact mode ties may end differently, which is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from kvasir.client.admission import admit
+from kvasir.config import EngineConfig
+from kvasir.engine.engine import Engine
+from kvasir.speculation.versions import Versions, copy
+from kvasir.types import SamplingParams
+
+
+def replies(engine: Engine, batch: int, tokens: int, every: int = 0, swap=lambda: None) -> dict[str, list[int]]:
+    """Run ``batch`` requests, with a swap behind every ``every`` steps (0: none). Returns their tokens."""
+    found: dict[str, list[int]] = {}
+    for i in range(batch):
+        params = SamplingParams(temperature=1.0 if i % 2 else 0.0, seed=i, max_tokens=tokens, ignore_eos=True)
+        prompt = [300 + (7 * i + 3 * j) % 900 for j in range(64)]
+        engine.submit(admit(prompt, params, engine.info, id=f"r{i}", arrival=0.0, encode=None))
+    steps = 0
+    while engine.has_work():
+        for event in engine.step():
+            found.setdefault(event.request_id, []).extend(event.token_ids)
+        steps += 1
+        if every and steps % every == 0:
+            swap()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--drafter", default="eagle:model=new")
+    parser.add_argument("--swaps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--every", type=int, default=7, help="steps between two swaps")
+    parser.add_argument("--exact", action="store_true", help="exact mode, in which no tie may differ either")
+    given = parser.parse_args()
+    engine = Engine(
+        EngineConfig.of(
+            model=given.model,
+            drafter=given.drafter,
+            draft_control="fixed",
+            batch_invariant=given.exact,
+            max_num_seqs=64,
+        )
+    )
+    drafter = engine._drafting.drafter
+    live = drafter.weights()
+    versions = Versions(live)
+    copy(versions._candidate, {name: torch.randn_like(tensor) for name, tensor in live.items()})
+    versions.candidate = 1
+    cuda = next(iter(live.values())).device.type == "cuda"
+    host, device, new = [], [], [True]
+
+    def swap() -> None:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+        begun = time.perf_counter()
+        if cuda:
+            marks[0].record()
+        versions.serve(new[0])
+        if cuda:
+            marks[1].record()
+        host.append(time.perf_counter() - begun)
+        device.append(marks)
+        new[0] = not new[0]
+
+    tokens = 4 * given.every * given.swaps // 4
+    right = replies(engine, given.batch, tokens)
+    swapped = replies(engine, given.batch, tokens, given.every, swap)
+    if cuda:
+        torch.cuda.synchronize()
+    spent = [a.elapsed_time(b) for a, b in device] if cuda else [1e3 * seconds for seconds in host]
+    changed = sum(a != b for name in right for a, b in zip(right[name], swapped[name]))
+    lost = sum(len(right[name]) != len(swapped.get(name, [])) for name in right)
+    size = sum(tensor.nbytes for tensor in live.values())
+    print(f"{len(host)} swaps of {size / 2**20:.1f} MiB; changed tokens {changed} of {sum(map(len, right.values()))}")
+    print(f"requests lost or cut {lost}; {'exact mode' if given.exact else 'not exact mode: ties may differ'}")
+    print(f"ms on the {'device' if cuda else 'host'}: mean {sum(spent) / len(spent):.3f}, most {max(spent):.3f}")
+    print(f"ms on the host until launched: most {1e3 * max(host):.3f}")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
