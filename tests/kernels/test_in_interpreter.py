@@ -25,6 +25,7 @@ PARTS = {
     "test_exact_decoder.py": 2,
     "test_f8.py": 3,
     "test_fused.py": 2,
+    "test_gated_delta.py": 3,
     "test_latents.py": 6,
     "test_lora.py": 2,
     "test_matmul.py": 2,
