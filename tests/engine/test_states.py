@@ -14,7 +14,6 @@ import torch
 
 from kvasir.kernels import gated_delta
 from kvasir.kv.pool import KVPool
-from kvasir.layers.mixers import gated_delta as mixer
 from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
@@ -215,7 +214,7 @@ def in_place(monkeypatch) -> None:
                 planes["matrix"][read], planes["tail"][read], planes["position"][read] = state, tail, start + length
         return out
 
-    monkeypatch.setattr(mixer, "step_reference", wrong)
+    monkeypatch.setattr(gated_delta, "step_reference", wrong)
 
 
 def cleared_tail(monkeypatch) -> None:
@@ -250,7 +249,7 @@ def without_the_walk(monkeypatch) -> None:
                 planes["position"][read] -= 1
         return real(rows, planes, pages, starts, lengths, weights, exact)
 
-    monkeypatch.setattr(mixer, "step_reference", wrong)
+    monkeypatch.setattr(gated_delta, "step_reference", wrong)
 
 
 def hits(folder: str, alone: dict) -> dict:

@@ -7,6 +7,10 @@ Qwen3-Next before it. All numbers are fp32 from the convolution on.
 the paper (section 3.3); its chunks end at absolute multiples of ``CHUNK``, so that a prompt that is cut there gives the
 same bits. ``step_reference`` runs a step over state pages so that it may be run again.
 
+On a GPU ``step`` walks all rows of a span, and those before it that are not folded yet, in one loop a head: a state
+stays in registers, and a row's bits depend on no cut. It reads and writes 4 D V bytes a head, and a row once for each
+block of values. What heads share of a page is written by a second launch.
+
 Legend: T rows, H heads of values, D key dim, V value dim, C mixed row (queries, keys, values), X = C + 2 H, J taps.
 """
 
@@ -17,9 +21,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
 from kvasir.kernels.activation import sigmoid
 
 CHUNK = 64  # rows
+VALUES = 32  # most values of a program; a state's registers
+CHANNELS = 256  # of a program that writes what heads share
 L2_EPS = 1e-6  # of the norms of queries and keys, as the models were trained
 
 
@@ -176,3 +183,163 @@ def _advance(rows_TX, state_HDV, tail, weights: Weights, dims) -> tuple[torch.Te
     """State and tail after the rows [T, C + 2 H]."""
     _, state_HDV = recurrence(*inputs(rows_TX, tail, weights, tuple(dims)), state_HDV)
     return state_HDV, torch.cat((tail, rows_TX[:, : tail.shape[1]]))[len(rows_TX) :]
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _load_row(rows_ptr, ahead_ptr, channel, mask, own):
+    """Channels of a row, fp32: of this step if ``own``, else from the look-ahead slots."""
+    here = tl.load(rows_ptr + channel, mask=mask & own, other=0.0).to(tl.float32)
+    kept = tl.load(ahead_ptr + channel, mask=mask & (own == 0), other=0.0).to(tl.float32)
+    return tl.where(own, here, kept)
+
+
+@jit
+def _load_tap(tail_ptr, conv_ptr, channel, mask, old, tap: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr):
+    """One of four taps and the row of the tail that it meets first, both fp32; zeros if there are fewer taps."""
+    place: tl.constexpr = tap - (4 - TAPS)
+    weight = tl.load(conv_ptr + channel * TAPS + place, mask=mask & (place >= 0), other=0.0)
+    row = tl.load(tail_ptr + place * C + channel, mask=mask & old & (place >= 0) & (place < TAPS - 1), other=0.0)
+    return weight.to(tl.float32), row.to(tl.float32)
+
+
+@jit
+def _silu(x):
+    return x / (1 + tl.exp(-x))
+
+
+@jit
+def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr,
+          row_start_ptr, out_ptr, width, page_m, page_t, page_a, eps, scale,
+          H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr,
+          TAPS: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+    """Some values of one head of one span: row after row from the base of its state. Taps are added from the oldest
+    row to the newest."""
+    span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
+    start, first = tl.load(context_ptr + span), tl.load(row_start_ptr + span)
+    length = tl.load(row_start_ptr + span + 1) - first
+    old = start > 0
+    base = tl.where(old, tl.load(base_ptr + span), 0).to(tl.int32)
+    short = length <= AHEAD
+    d, v = tl.arange(0, BD), block * BV + tl.arange(0, BV)
+    in_d, in_v = d < D, v < V
+    q_at, k_at = head // (H // K) * D + d, (K + head // (H // K)) * D + d
+    v_at = 2 * K * D + head * V + v
+    in_dv = in_d[:, None] & in_v[None, :]
+    cell = (head * D + d[:, None]) * V + v[None, :]
+    state = tl.load(matrix_ptr + read * page_m + cell, mask=in_dv & old, other=0.0)
+    tail = tail_ptr + read * page_t
+    qw0, q0 = _load_tap(tail, conv_ptr, q_at, in_d, old, 0, TAPS, C)
+    qw1, q1 = _load_tap(tail, conv_ptr, q_at, in_d, old, 1, TAPS, C)
+    qw2, q2 = _load_tap(tail, conv_ptr, q_at, in_d, old, 2, TAPS, C)
+    qw3, q3 = _load_tap(tail, conv_ptr, q_at, in_d, old, 3, TAPS, C)
+    kw0, k0 = _load_tap(tail, conv_ptr, k_at, in_d, old, 0, TAPS, C)
+    kw1, k1 = _load_tap(tail, conv_ptr, k_at, in_d, old, 1, TAPS, C)
+    kw2, k2 = _load_tap(tail, conv_ptr, k_at, in_d, old, 2, TAPS, C)
+    kw3, k3 = _load_tap(tail, conv_ptr, k_at, in_d, old, 3, TAPS, C)
+    vw0, v0 = _load_tap(tail, conv_ptr, v_at, in_v, old, 0, TAPS, C)
+    vw1, v1 = _load_tap(tail, conv_ptr, v_at, in_v, old, 1, TAPS, C)
+    vw2, v2 = _load_tap(tail, conv_ptr, v_at, in_v, old, 2, TAPS, C)
+    vw3, v3 = _load_tap(tail, conv_ptr, v_at, in_v, old, 3, TAPS, C)
+    rate, bias = tl.exp(tl.load(decay_ptr + head)), tl.load(bias_ptr + head)
+    for position in range(base, start + length):
+        own = position >= start
+        if (position == start) & short:
+            tl.store(matrix_ptr + read * page_m + cell, state, mask=in_dv)
+        here = rows_ptr + (first + position - start).to(tl.int64) * X
+        kept = ahead_ptr + read * page_a + (position - base) * X
+        q3 = _load_row(here, kept, q_at, in_d, own)
+        k3 = _load_row(here, kept, k_at, in_d, own)
+        v3 = _load_row(here, kept, v_at, in_v, own)
+        q = _silu(q0 * qw0 + q1 * qw1 + q2 * qw2 + q3 * qw3)
+        k = _silu(k0 * kw0 + k1 * kw1 + k2 * kw2 + k3 * kw3)
+        value = _silu(v0 * vw0 + v1 * vw1 + v2 * vw2 + v3 * vw3)
+        q0, q1, q2 = q1, q2, q3
+        k0, k1, k2 = k1, k2, k3
+        v0, v1, v2 = v1, v2, v3
+        q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
+        k = k / tl.sqrt(tl.sum(k * k, 0) + eps)
+        b = _load_row(here, kept, C + head, own | (own == 0), own)
+        a = _load_row(here, kept, C + H + head, own | (own == 0), own) + bias
+        decay = tl.exp(-rate * (tl.maximum(a, 0.0) + tl.log(1 + tl.exp(-tl.abs(a)))))
+        state = state * decay
+        change = (value - tl.sum(state * k[:, None], 0)) / (1 + tl.exp(-b))
+        state = state + k[:, None] * change[None, :]
+        result = tl.sum(state * q[:, None], 0)
+        tl.store(out_ptr + ((first + position - start).to(tl.int64) * H + head) * V + v, result, mask=in_v & own)
+    if short == 0:
+        tl.store(matrix_ptr + write * page_m + cell, state, mask=in_dv)
+
+
+@jit
+def _settle(rows_ptr, tail_ptr, ahead_ptr, base_ptr, position_ptr, table_ptr, context_ptr, row_start_ptr, width, page_t,
+            page_a, page_p, X: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr,
+            ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write some channels of what a span leaves: the convolution's last rows, look-ahead slots, the position."""
+    span, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
+    start, first = tl.load(context_ptr + span), tl.load(row_start_ptr + span)
+    length = tl.load(row_start_ptr + span + 1) - first
+    old = start > 0
+    base = tl.where(old, tl.load(base_ptr + span), 0).to(tl.int32)
+    short = length <= AHEAD
+    target = tl.where(short, read, write)
+    end = tl.where(short, start, start + length)
+    row = tl.arange(0, ROWS)
+    position = end - (TAPS - 1) + row
+    mask = (row < TAPS - 1)[:, None] & (channel < C)[None, :]
+    from_tail, from_here = (position < base)[:, None], (position >= start)[:, None]
+    tail = tl.load(tail_ptr + read * page_t + (position - base + TAPS - 1)[:, None] * C + channel[None, :],
+                   mask=mask & from_tail & old, other=0.0)
+    kept = tl.load(ahead_ptr + read * page_a + (position - base)[:, None] * X + channel[None, :],
+                   mask=mask & (from_tail == 0) & (from_here == 0), other=0.0)
+    here = tl.load(rows_ptr + (first + position - start)[:, None].to(tl.int64) * X + channel[None, :],
+                   mask=mask & from_here, other=0.0)
+    last = tl.where(from_tail, tail, tl.where(from_here, here, kept))
+    tl.debug_barrier()  # slots are read before they are written
+    tl.store(tail_ptr + target * page_t + row[:, None] * C + channel[None, :], last, mask=mask)
+    for i in range(0, tl.where(short, length, 0)):
+        value = tl.load(rows_ptr + (first + i).to(tl.int64) * X + channel, mask=channel < X, other=0.0)
+        tl.store(ahead_ptr + read * page_a + i * X + channel, value, mask=channel < X)
+    if tl.program_id(1) == 0:
+        tl.store(position_ptr + target * page_p, end.to(tl.int64))
+
+
+def step(
+    rows_TX: torch.Tensor,
+    planes: dict[str, torch.Tensor],
+    table_SW: torch.Tensor,
+    context_S: torch.Tensor,
+    row_start_S1: torch.Tensor,
+    starts: list[int],
+    lengths: list[int],
+    weights: Weights,
+    exact: bool = False,
+) -> torch.Tensor:
+    """Compute ``step_reference``, on a GPU row by row in two launches, whatever ``exact``.
+
+    ``table_SW``: int32, its first two columns are the pages that each span reads and writes. ``context_S``,
+    ``row_start_S1``: int32, as `StepBatch` has them; ``starts`` and ``lengths`` are their copies on the host.
+    """
+    if not use_triton(rows_TX) or weights.conv_CJ.shape[1] > 4:
+        pages = [tuple(pair) for pair in table_SW[:, :2].tolist()]
+        return step_reference(rows_TX, planes, pages, starts, lengths, weights, exact)
+    matrix, tails, aheads, position = (planes[name] for name in ("matrix", "tail", "ahead", "position"))
+    (_, heads, key_dim, value_dim), taps, channels = matrix.shape, weights.conv_CJ.shape[1], tails.shape[-1]
+    spans, block = len(starts), min(VALUES, next_power_of_2(value_dim))
+    out_THV = torch.empty(len(rows_TX), heads, value_dim, dtype=torch.float32, device=rows_TX.device)
+    rows_TX = rows_TX.contiguous()
+    base_S = position.index_select(0, table_SW[:, 0].long())
+    common = table_SW, context_S, row_start_S1
+    _walk[(spans, heads, cdiv(value_dim, block))](
+        rows_TX, weights.conv_CJ, weights.log_decay_H, weights.bias_H, matrix, tails, aheads, base_S, *common, out_THV,
+        table_SW.stride(0), matrix.stride(0), tails.stride(0), aheads.stride(0), L2_EPS, key_dim**-0.5, heads,
+        weights.key_heads, key_dim, value_dim, rows_TX.shape[1], channels, taps, aheads.shape[1],
+        next_power_of_2(key_dim), block, num_warps=4)
+    _settle[(spans, cdiv(rows_TX.shape[1], CHANNELS))](
+        rows_TX, tails, aheads, base_S, position, *common, table_SW.stride(0), tails.stride(0), aheads.stride(0),
+        position.stride(0), rows_TX.shape[1], channels, taps, aheads.shape[1], next_power_of_2(taps), CHANNELS)
+    return out_THV

@@ -11,7 +11,7 @@ import torch
 from kvasir.attention.backend import AttentionBackend
 from kvasir.errors import ConfigError
 from kvasir.kernels.activation import sigmoid
-from kvasir.kernels.gated_delta import Weights, step_reference
+from kvasir.kernels.gated_delta import Weights, step
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
@@ -70,10 +70,17 @@ class Mixer:
             x_TE = norm(x_TE)
         mixed_TC, z_TN = self.mixed(x_TE).split((spec.mixed, spec.values), -1)
         rows_TX = torch.cat((mixed_TC, self.gates(x_TE)), -1)
-        pages = batch.scratch.get(key := ("states", cache.group))
-        if pages is None:
-            pages = batch.scratch[key] = [tuple(pair) for pair in batch.tables[cache.group][:, :2].tolist()]
-        out_THV = step_reference(rows_TX, cache.planes, pages, batch.starts, batch.lengths, self.weights, self.exact)
+        out_THV = step(
+            rows_TX,
+            cache.planes,
+            batch.tables[cache.group],
+            batch.context,
+            batch.row_start,
+            batch.starts,
+            batch.lengths,
+            self.weights,
+            self.exact,
+        )
         if wanted_M is not None:
             out_THV, z_TN = out_THV.index_select(0, wanted_M), z_TN.index_select(0, wanted_M)
         return self.o(self._gated(out_THV, z_TN), residual_TN=residual_TE)
