@@ -1,6 +1,7 @@
 """GGUF (llama.cpp): Q8_0, Q5_0, Q4_0, Q4_K and Q6_K blocks, and plain numbers.
 
-``models/gguf_folder.py`` writes its config. A stored row is a row of blocks, and each plane is filled by some bytes of every block.
+``models/gguf_folder.py`` writes its config. A stored row is a row of blocks, and each plane is filled by some bytes of
+every block.
 """
 
 from __future__ import annotations
