@@ -29,6 +29,8 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 E4M3_LEAST = 2.0**-9  # the smallest scale that is not zero
 E8M0_BIAS = 127
 E3M2_MAX = 28.0
+INPUTS = 32  # of a row that share a scale where they are rounded to 8 bits
+LEAST_INPUT = 1e-30  # smaller ones are zeros there: the inverse of their scale would overflow
 # Factors that ``scale=search`` tries for a group's scale: those of the largest weight on the largest code and below.
 SHRINK = tuple(1 - i / 64 for i in range(21))
 # Places in E4M3's order, from the one of the largest weight, that a search tries (design brief 2.2: as good as all).
@@ -132,6 +134,14 @@ def dequantise_nvfp4(bytes_NH: torch.Tensor, scales_NG: torch.Tensor, tensor_N: 
 def dequantise_fp6(low_NH: torch.Tensor, high_NQ: torch.Tensor, scales_NG: torch.Tensor) -> torch.Tensor:
     """Weights fp32 [..., N, K]. ``scales_NG``: one for each output, G = 1."""
     return numbers_e3m2(unpack_six(low_NH, high_NQ)) * scales_NG.float()
+
+
+def round_inputs(x_TK: torch.Tensor) -> torch.Tensor:
+    """Inputs [T, K] as products with ``inputs=int8`` take them: rounded to -127 .. 127 times a scale for each 32."""
+    blocks = torch.nn.functional.pad(x_TK.float(), (0, -x_TK.shape[-1] % INPUTS)).unflatten(-1, (-1, INPUTS))
+    top = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.where(top > LEAST_INPUT, 127 / top, 0.0)
+    return ((blocks * inverse).round() * (top / 127)).flatten(-2)[..., : x_TK.shape[-1]].to(x_TK.dtype)
 
 
 # --------------------------------------------------------------------------------------------------------- quantising

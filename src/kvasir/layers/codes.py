@@ -20,9 +20,11 @@ from kvasir.kernels.codes_gemv import Coded, choose, codes_gemv, matrix_of
 from kvasir.kernels.codes_moe import SERVED
 from kvasir.kernels.gemv import MAX_ROWS
 from kvasir.kernels.moe import Experts
+from kvasir.kernels.weight_codes import round_inputs
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear
 from kvasir.layers.weight_format import MATRIX, Weight, WeightFormat
+from kvasir.layers.weights import Placement
 
 # Pairs of a row and an expert, by expert, up to which codes are multiplied as they are. Beyond, a copy in the model's
 # dtype is written and given back, since every tile of pairs would make numbers of the codes again.
@@ -46,6 +48,18 @@ class CodeFormat(WeightFormat):
         """Whether quantising looks for the scales with the least squared error, instead of those of the largest
         weights."""
         return self.config.scale == "search"
+
+    @property
+    def rounded(self) -> bool:
+        """Whether products round their inputs to 8 bits, in blocks of 32, as the C kernels do."""
+        return getattr(self.config, "inputs", "float") == "int8"
+
+    def allocate(
+        self, count: int | None, widths: tuple[int, ...], num_inputs: int, place: Placement
+    ) -> dict[str, torch.Tensor]:
+        if self.rounded and place.device.type == "cuda":
+            raise ConfigError(f"{self.name}:inputs=int8 is for CPUs. On a GPU leave it out: products read the codes.")
+        return super().allocate(count, widths, num_inputs, place)
 
     @abstractmethod
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -80,6 +94,8 @@ class CodeFormat(WeightFormat):
             )
         if norm is not None:
             x_TK = norm(x_TK) if normed_TK is None else normed_TK
+        if self.rounded:
+            x_TK = round_inputs(x_TK)
         w_NK = self.dequantise(weight)
         if residual_TO is not None and weight.streams and bias_N is None and activation is None:
             return residual_TO.addmm_(x_TK, w_NK.t())  # the BLAS adds as it stores

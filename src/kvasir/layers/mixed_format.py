@@ -96,7 +96,7 @@ class MixedFormat(WeightFormat):
     def codes(self, weight: Weight) -> Codes | None:
         """Codes of 8 bits with the smallest groups of all; None where a part has none."""
         found = [part.format.codes(part) for part in self.parts(weight)]
-        if any(codes is None for codes in found):
+        if any(codes is None or codes.rounded for codes in found):  # no checkpoint asks for rounded inputs
             return None
         groups = max(codes.scales_NG.shape[1] for codes in found)
         signed = [_signed(codes, groups) for codes in found]

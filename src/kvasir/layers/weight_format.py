@@ -55,12 +55,14 @@ class Plane:
 @dataclass(frozen=True, slots=True)
 class Codes:
     """A matrix as the C kernels take it: codes [N, K], int8 or 0 .. 15 as uint8, scales [N, G] and perhaps zero points
-    [N, G] of its groups of inputs, or in their place offsets [N, G], which are added to scaled codes."""
+    [N, G] of its groups of inputs, or in their place offsets [N, G], which are added to scaled codes. ``rounded``:
+    inputs are rounded to 8 bits."""
 
     codes_NK: torch.Tensor
     scales_NG: torch.Tensor
     zeros_NG: torch.Tensor | None = None
     offsets_NG: torch.Tensor | None = None
+    rounded: bool = False
 
 
 class WeightFormat(Technique):

@@ -311,7 +311,9 @@ def _pack(weight: Weight, gated: bool = False) -> Packed:
     codes = weight.format.codes(weight)
     if codes is None:
         return pack(native().library, weight.dequantise(), gated)
-    return pack_codes(native().library, codes.codes_NK, codes.scales_NG, codes.zeros_NG, gated, codes.offsets_NG)
+    return pack_codes(
+        native().library, codes.codes_NK, codes.scales_NG, codes.zeros_NG, gated, codes.offsets_NG, codes.rounded
+    )
 
 
 def _turned(model: Decoder) -> list[tuple[torch.Tensor | None, int]]:

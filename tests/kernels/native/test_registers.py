@@ -18,7 +18,10 @@ pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or native().library is None, reason="needs native kernels on x86-64"
 )
 FOLDER = Path(__file__).parent
-WHICH = "as_exact or others or fused or activations or of_its_path or reference_encoder or (over and 80) or draws"
+WHICH = (
+    "as_exact or others or fused or activations or of_its_path or reference_encoder or (over and 80) or draws "
+    "or multiplied_exactly"
+)
 LANES = (
     "import kvasir.kernels.native.library as l; "
     "print(l.native().library.kvasir_lanes(), l.native().library.kvasir_tiles())"
@@ -50,7 +53,7 @@ def test_kernels_of_an_older_processor(machine, lanes, flag, tmp_path):
             "no:xdist",
             "-k",
             WHICH,
-            *(str(FOLDER / f"test_{name}.py") for name in ("program", "codes", "decode", "quantized")),
+            *(str(FOLDER / f"test_{name}.py") for name in ("program", "codes", "decode", "quantized", "rounded")),
         ],
         env=env,
         capture_output=True,

@@ -68,6 +68,7 @@ typedef struct { /* y = act(norm(x) W^T + bias) * scale, capped; or y += of it *
     int64_t kind; const float *x; float *y; const void *weights; const float *bias, *norm;
     double eps; int64_t format, num_inputs, num_outputs, activation, add, wanted; double scale, softcap;
     int64_t group, offsets; /* codes: inputs of a scale (0: all), and how they are offset */
+    int64_t rounded; /* inputs are rounded to 8 bits */
 } Linear;
 
 /* y = norm(x), or y += norm(x) */

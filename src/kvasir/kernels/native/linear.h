@@ -15,7 +15,9 @@ static const float *prepare(const Linear *op, const Shape *shape, int64_t row, f
     for (int64_t k = 0; k < inputs; k++)
         into[k] = op->norm ? x[k] * scale * op->norm[k] : x[k];
     memset(into + inputs, 0, 4 * (shape->padded - inputs));
-    if (op->format >= I8)
+    if (op->rounded)
+        round_inputs(shape->padded, into);
+    else if (op->format >= I8)
         for_codes(op, shape->padded, into);
     return into;
 }
@@ -54,7 +56,9 @@ static void panels(const Linear *op, const Shape *shape, const float *x, int64_t
         return;
     }
 #endif
-    if (op->format >= I8)
+    if (op->rounded)
+        panels_of_rounded(op, x, shape->stride, shape->padded, row, count, first, stop);
+    else if (op->format >= I8)
         panels_of_codes(op, x, shape->stride, shape->padded, row, count, first, stop);
     else
         panels_of(op, x, shape->stride, shape->padded, row, count, first, stop);
@@ -66,11 +70,12 @@ static void linear(const Linear *op, int64_t rows, const Team *team, int64_t til
     int64_t blocks = (op->num_outputs + LANES - 1) / LANES, num_panels = op->activation ? blocks : (blocks + 1) / 2,
         first, stop;
     Shape shape = {.padded = op->format == FP32 ? op->num_inputs : (op->num_inputs + 31) / 32 * 32};
-    int64_t sums = op->offsets ? (groups_of(op, shape.padded) + LINE - 1) / LINE * LINE : 0;
+    int64_t more = op->rounded ? 2 * shape.padded / ROUNDED : op->offsets ? groups_of(op, shape.padded) : 0;
+    int64_t sums = (more + LINE - 1) / LINE * LINE;
     shape.stride = shape.padded + sums;
     shape.tall = 16 * (shape.padded * 3 / 2 + sums);
-    shape.tiles = tiles_from && op->format != FP32 && rows >= tiles_from && op->group % TILE_GROUP == 0;
-    shape.copied = op->norm || shape.padded > op->num_inputs || op->format == U4 || op->offsets;
+    shape.tiles = tiles_from && op->format != FP32 && rows >= tiles_from && op->group % TILE_GROUP == 0 && !op->rounded;
+    shape.copied = op->norm || shape.padded > op->num_inputs || op->format == U4 || op->offsets || op->rounded;
     if (rows <= ROWS) {
         share(num_panels, &first, &stop);
         if (first < stop && rows)

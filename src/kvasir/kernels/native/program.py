@@ -33,6 +33,7 @@ TILES_FROM = tuned.MATRIX_TILE_ROWS.value  # rows
 DRAW_BLOCK = 64  # tokens that are scored at a time
 UNDRAWN = -1  # the token of a row that the host must draw
 BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile takes
+ROUNDED = 32  # inputs of a scale, where they are rounded to 8 bits; as in rounded.h
 
 
 class StepArgs(ctypes.Structure):
@@ -63,7 +64,7 @@ class Linear(Op):
     KIND = 1
     _fields_ = [(name, c_void_p) for name in ("x", "y", "weights", "bias", "norm")] + [("eps", c_double)] + [
         (name, c_int64) for name in ("format", "num_inputs", "num_outputs", "activation", "add", "wanted")] + [
-        ("scale", c_double), ("softcap", c_double), ("group", c_int64), ("offsets", c_int64)]
+        ("scale", c_double), ("softcap", c_double), ("group", c_int64), ("offsets", c_int64), ("rounded", c_int64)]
 
 
 class Norm(Op):
@@ -107,7 +108,8 @@ class Draw(Op):
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight [N, K] (gated: [2N, K], gate first) in panels of two registers' outputs, padded with zeros. ``format``:
-    bf16, fp32, or codes (``quantized.py``) with a scale for each ``group`` of inputs (0: all)."""
+    bf16, fp32, or codes (``quantized.py``) with a scale for each ``group`` of inputs (0: all). ``rounded``: for inputs
+    that are rounded to 8 bits."""
 
     data: torch.Tensor
     format: int
@@ -116,12 +118,14 @@ class Packed:
     gated: bool
     group: int = 0
     offsets: int = NO_OFFSETS
+    rounded: bool = False
 
     @property
     def row_floats(self) -> int:
-        """Floats of a prepared row: its inputs, padded, and its sums over groups."""
+        """Floats of a prepared row: its inputs, padded, and its sums over groups, or scales and sums of its blocks."""
         padded = -(-self.num_inputs // BF16_INPUTS) * BF16_INPUTS
         groups = (padded // self.group if self.group else 1) if self.offsets else 0
+        groups = 2 * padded // ROUNDED if self.rounded else groups
         return padded + -(-groups // LINE) * LINE
 
 
@@ -202,7 +206,8 @@ class Program:
                   format=packed.format,
                   num_inputs=packed.num_inputs, num_outputs=packed.num_outputs, activation=ACTIVATIONS[activation],
                   add=add,
-                  wanted=wanted, scale=scale, softcap=softcap or 0.0, group=packed.group, offsets=packed.offsets)
+                  wanted=wanted, scale=scale, softcap=softcap or 0.0, group=packed.group, offsets=packed.offsets,
+                  rounded=packed.rounded)
 
     def norm(self, x_TE: torch.Tensor, y_TE: torch.Tensor, norm: tuple[torch.Tensor, float], *, add: bool = False,
              wanted: bool = False) -> None:

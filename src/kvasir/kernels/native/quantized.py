@@ -12,7 +12,7 @@ import ctypes
 
 import torch
 
-from kvasir.kernels.native.program import BF16_INPUTS, CENTRED, I8, NO_OFFSETS, OFFSETS, U4, Packed
+from kvasir.kernels.native.program import BF16_INPUTS, CENTRED, I8, NO_OFFSETS, OFFSETS, ROUNDED, U4, Packed
 
 CENTRE = 8.0  # the zero point of 4-bit codes that have none of their own
 CODES_A_WORD = 8  # of 4 bits
@@ -29,12 +29,13 @@ def dequantise_reference(codes_NK: torch.Tensor, scales_NG: torch.Tensor,
 
 def pack_codes(library: ctypes.CDLL, codes_NK: torch.Tensor, scales_NG: torch.Tensor,
                zeros_NG: torch.Tensor | None = None, gated: bool = False,
-               offsets_NG: torch.Tensor | None = None) -> Packed:
+               offsets_NG: torch.Tensor | None = None, rounded: bool = False) -> Packed:
     """Pack codes for ``Program.linear``.
 
     ``codes_NK``: int8, or uint8 with values 0 .. 15. ``scales_NG``: G = 1, or groups of a multiple of 16 inputs
     (matrix tiles take multiples of 32). ``zeros_NG``: zero points, whole or not; None: 0 for int8 and 8 for uint8.
     ``gated``: gate and up are halves of N. ``offsets_NG``: -scale * zero, where it is known and the zero is not.
+    ``rounded``: for inputs that are rounded to 8 bits (``rounded.h``), in groups of a multiple of 32.
     """
     outputs, inputs = codes_NK.shape
     groups = scales_NG.shape[1]
@@ -56,8 +57,13 @@ def pack_codes(library: ctypes.CDLL, codes_NK: torch.Tensor, scales_NG: torch.Te
         full[:, :outputs, : x_NC.shape[1]] = x_NC.reshape(parts, outputs, -1)
         return full.view(parts, blocks, lanes, groups, columns // groups).permute(1, 0, 3, 4, 2)
 
-    codes = blocked(codes_NK, padded)
-    if wide:
+    assert not rounded or groups == 1 or inputs // groups % ROUNDED == 0, "groups of 32, 64, 96, ..."
+    codes = blocked(codes_NK.view(torch.uint8) ^ 128 if wide and rounded else codes_NK, padded)
+    if rounded:
+        fours = codes.unflatten(3, (-1, 4 if wide else CODES_A_WORD))  # [blocks, parts, G, words, 4 or 8, lanes]
+        fours = fours if wide else fours[..., :4, :] | fours[..., 4:, :] << 4
+        words = fours.transpose(-1, -2).contiguous().view(torch.int32)
+    elif wide:
         words = codes.contiguous().view(torch.int32)
     else:
         nibbles = codes.unflatten(3, (-1, CODES_A_WORD))  # [blocks, parts, G, words, 8, lanes]
@@ -66,7 +72,7 @@ def pack_codes(library: ctypes.CDLL, codes_NK: torch.Tensor, scales_NG: torch.Te
     numbers = torch.cat([blocked(x, groups) for x in head], 3).contiguous().view(torch.int32)
     data = torch.cat([numbers.flatten(3), words.flatten(3)], 3).view(-1)
     group = 0 if groups == 1 else inputs // groups
-    return Packed(data, I8 if wide else U4, outputs, inputs, gated, group, offsets)
+    return Packed(data, I8 if wide else U4, outputs, inputs, gated, group, offsets, rounded)
 
 
 def _zeros(codes_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor | None) -> torch.Tensor:

@@ -11,6 +11,7 @@
 #include "common.h"
 #include "products.h"
 #include "quantized.h"
+#include "rounded.h"
 #include "linear.h"
 #include "codes.h"
 #include "attention.h"
