@@ -91,6 +91,18 @@ FACTORS: dict[str, list[Any]] = {
     "few rows": [True, False],  # few sequences at a time, so that they come and go
     "hooks": [True, False],  # three sets of hooks, and requests with none, in one batch
 }
+# Formats of weights with what they are composed with: a covering array of its own, since each case needs a plain engine
+# to compare with.
+WEIGHTS: dict[str, list[Any]] = {
+    "weights": ["plain", "f8", "i8", "u4:group=0", "u4:group=0,zeros=true", "nvfp4"],
+    "codec": ["plain", "int8", "int4_bdr"],
+    "drafter": ["none", "suffix", "layer_skip", "token_recycling"],
+    "model": list(MODELS),
+    "adapters": [True, False],
+    "hooks": [True, False],
+    "prefix cache": [True, False],
+    "preemption": [True, False],
+}
 # The requests of every run, all of them at once.
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": dict(temperature=0.0),
@@ -226,6 +238,9 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
         drafter="draft_model:model=nano,max_accept=true+suffix"
     ),
     ("`--kv-codec bfloat16`", "a model in float32"): engine(kv_codec="bfloat16"),
+    ("`--weights u4:group=48`", "any model"): engine(weights="u4:group=48"),
+    ("`--weights mxfp4:scale=block`", "any model"): engine(weights="mxfp4:scale=block"),
+    ("`--activation-dtype fp8`", "a CPU"): engine(activation_dtype="fp8"),
     ("`--no-fused-kernels`", "`--batch-invariant`"): engine(batch_invariant=True, fused_kernels=False),
     ("request: `drafter`", "a server without it"): admitted(drafter="suffix"),
     ("request: `confidence=1`", "any model"): admitted(confidence=1),

@@ -149,16 +149,20 @@ class Study:
                 self._exams[task, seed] = []
         return self._exams[task, seed]
 
-    def run(self, job: Job) -> bool:
-        """Give an engine as much of a job as time allows. Returns False where nothing was measured."""
-        if not self._fits(job.codec, job.tasks[0]):
-            return False
-        config = EngineConfig.of(
+    def config(self, job: Job) -> EngineConfig:
+        """The engine that a job runs on."""
+        return EngineConfig.of(
             model=str(self.twin(job.outliers) if job.outliers else self.folder),
             device=self.device,
             kv_codec=job.codec,
             gpu_memory_utilization=MEMORY,
         )
+
+    def run(self, job: Job) -> bool:
+        """Give an engine as much of a job as time allows. Returns False where nothing was measured."""
+        if not self._fits(job.codec, job.tasks[0]):
+            return False
+        config = self.config(job)
         found = self.outcomes.setdefault((job.codec, job.outliers), {})
         with engine(config) as llm:
             slow = self.device != "cpu" and not llm.engine.runner.pool.codec.fuses
