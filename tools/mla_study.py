@@ -1,11 +1,11 @@
 """Measure what latent attention and low-rank caches cost in answers, by rank, method and mode.
 
-    python -m tools.mla_study OUT.json [--model base] [--device cuda] [--parts losses control answers healed]
+    python -m tools.mla_study OUT.json [--model base] [--device cuda] [--parts losses control twelve answers healed]
         [--texts 128] [--held-out 16] [-n 1000] [--minutes 1 3 6] [--seconds 3000]
 
 ``losses``: held-out perplexity and KL of every one-shot conversion, of `kvasir convert mla` (mode A) and of the codec
-`lowrank` (mode B, ranks of equal cache). ``control``: the same sums over unconverted layers, in the model and in one of
-12 layers that is trained for it. ``answers``: perplexity and exact answers through the engine, for every one-shot
+`lowrank` (mode B, ranks of equal cache). ``control``: the same sums over unconverted layers; ``twelve``: in a model of
+12 layers, trained for it. ``answers``: perplexity and exact answers through the engine, for every one-shot
 conversion, and ``healed`` for mode A after each of ``--minutes``. The result is written after every arm, and arms that
 the file had before are kept, so that a run that was cut goes on.
 """
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--model", default="base")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parts", nargs="*", default=["losses", "control", "answers", "healed"])
+    parser.add_argument("--parts", nargs="*", default=["losses", "control", "twelve", "answers", "healed"])
     parser.add_argument("--rope", type=int, default=64)
     parser.add_argument("--fold", default="auto", help="as of `kvasir convert mla`; auto costs a conversion for each")
     parser.add_argument("--texts", type=int, default=128)
@@ -285,6 +285,7 @@ def main() -> None:
             study.losses(folder, options.rope, options.fold)
         if "control" in options.parts:
             study.control(options.model, folder, options.rope, options.fold)
+        if "twelve" in options.parts:
             twelve = train_twelve(scratch / "twelve", options.device, options.twelve_steps)
             study.control("12 layers", twelve, TWELVE.head_dim // 2, options.fold)
         if "answers" in options.parts:

@@ -42,8 +42,8 @@ from kvasir.models.spec import ModelSpec
 
 STATE = "heal.safetensors"
 TOP = 512  # tokens of the teacher that the divergence tells apart
-# Share of the run that regresses blocks, and the two learning rates. The first was found on `base`; CARE's sweep has
-# the second.
+# Share of the run that regresses blocks, and the learning rates of the two stages. The second is in CARE's sweep; the
+# others are ours, and not tuned yet.
 REGRESSION, BLOCK_RATE, RATE = 1 / 3, 3e-4, 1e-5
 WARMUP, DECAY, BETAS = 0.005, 0.01, (0.9, 0.95)
 ROWS = {"cuda": 32, "cpu": 4}  # texts of a step
