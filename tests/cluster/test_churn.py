@@ -16,7 +16,7 @@ BAD = ("failed", "doubled", "lost", "wrong")
 
 
 def counts(seed: int, seconds: float, pause: tuple[float, float], replicas: int = 2) -> dict[str, int]:
-    settings = Settings.of(replicas=replicas, watchdog=1.0, startup_timeout=20.0, crash_dumps="")
+    settings = Settings.of(replicas=replicas, watchdog=1.0, startup_timeout=8.0, crash_dumps="")
     run = churn.churn(settings, seconds=seconds, seed=seed, simulated=True, pause=pause, at_once=6)
     return asyncio.run(asyncio.wait_for(run, 200))
 
