@@ -401,3 +401,28 @@ def test_both_ends_of_the_line(tmp_path):
     while not gone and time.monotonic() < until:
         time.sleep(0.01)
     assert gone
+
+
+def test_the_engine_sees_tenants_and_no_keys():
+    from kvasir.api.auth import name_of
+    from kvasir.cli.serve import name_tenants
+    from kvasir.config import Settings, compose
+
+    def named(keys: tuple[str, ...], tenants: tuple[str, ...]) -> tuple[str, ...]:
+        settings = compose(Settings, {"api_key": keys, "learn_tenants": tenants})
+        return name_tenants(settings).speculation.learn_tenants
+
+    assert named(("one", "two"), ("two",)) == (name_of("two"),)
+    assert named(("one",), ("one",)) == named(("one", "two"), ("all",)) == ("all",)
+    with pytest.raises(ConfigError, match="entry 2") as refused:
+        named(("one", "two"), ("two", "secret"))
+    assert "secret" not in str(refused.value)
+
+
+def test_a_request_says_no_in_its_body():
+    from kvasir.api.protocol import CompletionBody
+    from kvasir.api.sampling import sampling_params
+
+    body = {"model": "m", "prompt": "p"}
+    assert sampling_params(CompletionBody(**body), {}).learn
+    assert not sampling_params(CompletionBody(**body, learn=False), {}).learn
