@@ -12,6 +12,7 @@ import torch
 from kvasir.bench import drift
 from kvasir.errors import ConfigError
 from kvasir.learn import learner as module
+from kvasir.learn.branch_loss import branch_loss
 from kvasir.learn.learner import MOST_FAILED, Learner, Recipe, head_to_learn, tokens_and_forwards
 from kvasir.learn.pace import LEAST_ROWS, SLICE_SECONDS, Pace
 from kvasir.learn.packed import pack
@@ -179,14 +180,22 @@ def test_states_that_are_no_numbers_are_left_out(base):
 
 
 def test_the_head_reads_its_own_layers_of_a_trace(base):
-    head = head_to_learn("medusa", base, "")
-    wide = trace_of(base, (0, 1, 3), STEPS, request="r1")
-    learner = Learner(head, base, TINY, scratch=True, layers=(0, 1, 3))
+    """A head that does not read the last layer is still judged by it."""
+    head = head_to_learn("eagle", base, "")
+    narrow = type(head)(replace(head.shape, layers=(0, 2)))
+    narrow.begin_with(base.norm_E.float(), base.embed_VE.float(), torch.Generator().manual_seed(0))
+    wide = trace_of(base, (0, 2, 3), STEPS, request="r1")
+    learner = Learner(narrow, base, TINY, scratch=True, layers=(0, 2, 3))
+    learner.add(trace_of(base, (0, 1, 3), STEPS, request="r1"))
+    assert not [*learner.pieces.draw(10), *learner.pieces.held_back], "a trace of other layers"
     learner.add(wide)
     (piece,) = [*learner.pieces.draw(10), *learner.pieces.held_back]
-    assert piece.layers == (3,) and np.array_equal(piece.states[:, 0], wide.states[:, 2])
-    pack([piece], 4)
-    with pytest.raises(ConfigError, match="last layer"):
+    found = branch_loss(narrow, base, pack([piece], 4), 0.25).loss
+    changed = wide.states.copy()
+    changed[:, 2] += 1.0  # what the model wanted
+    assert branch_loss(narrow, base, pack([replace(wide, states=changed)], 4), 0.25).loss != found
+    assert tokens_and_forwards(narrow, base, wide)[1] > 0
+    with pytest.raises(ConfigError, match="last one"):
         Learner(head, base, TINY, scratch=True, layers=(3, 5))
 
 

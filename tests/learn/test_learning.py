@@ -421,3 +421,28 @@ def test_what_the_engine_records_can_be_packed(d):
             wanted += trace.positions[row] - trace.positions[anchor] < 4
     assert sum(int(level.rejected.sum()) for level in packed.levels) == wanted > 0
     assert all((level.judge >= 0).all() for level in packed.levels[1:])
+
+
+def test_the_engine_sees_tenants_and_no_keys():
+    from kvasir.api.auth import name_of
+    from kvasir.cli.serve import name_tenants
+    from kvasir.config import Settings, compose
+
+    def named(keys: tuple[str, ...], tenants: tuple[str, ...]) -> tuple[str, ...]:
+        settings = compose(Settings, {"api_key": keys, "learn_tenants": tenants})
+        return name_tenants(settings).speculation.learn_tenants
+
+    assert named(("one", "two"), ("two",)) == (name_of("two"),)
+    assert named(("one",), ("one",)) == named(("one", "two"), ("all",)) == ("all",)
+    with pytest.raises(ConfigError, match="entry 2") as refused:
+        named(("one", "two"), ("two", "secret"))
+    assert "secret" not in str(refused.value)
+
+
+def test_a_request_says_no_in_its_body():
+    from kvasir.api.protocol import CompletionBody
+    from kvasir.api.sampling import sampling_params
+
+    body = {"model": "m", "prompt": "p"}
+    assert sampling_params(CompletionBody(**body), {}).learn
+    assert not sampling_params(CompletionBody(**body, learn=False), {}).learn

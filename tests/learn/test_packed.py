@@ -96,7 +96,7 @@ def case(request, base, one_thread):
     traces = [trace_of(base, head.shape.layers, STEPS[i:], seed=i, prompt=3 + i) for i in (0, 3)]
     wanted, parts = sum_of_paths(head, base, traces, LAM)
     assert len(parts[True]) > 8 and len(parts[False]) > 30
-    return head, base, traces, float(wanted), backward(head, wanted)
+    return head, base, traces, float(wanted.detach()), backward(head, wanted)
 
 
 def test_packed_loss_and_gradient_are_the_sum_over_single_paths(case):

@@ -37,7 +37,7 @@ from kvasir.speculation.head import Head, Level
 KIND, TASKS = "eagle", ("chain", "schema", "story")
 ARMS = {"static": None, "accepted only": 0.0, "rejected 0.25": 0.25, "rejected 1": 1.0}
 ORACLE = "oracle"
-ROWS = 512  # of an optimizer step
+ROWS = 256  # of an optimizer step; as each is used four times at most, they bound the steps
 ORACLE_STEPS = 4  # steps of the oracle for each one that the others take in a task
 RECOVERED = 0.95  # share of the oracle's tokens a forward at which a drafter has recovered
 WINDOW = 8  # requests over which it is looked at
@@ -63,6 +63,7 @@ class Counts:
     tokens: list[int] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list)
     swaps: list[int] = field(default_factory=list)  # requests before which new weights came
+    steps: int = 0  # of the optimizer
 
     def per_forward(self, requests: slice) -> float:
         return sum(self.tokens[requests]) / max(1, sum(self.forwards[requests]))
@@ -208,6 +209,7 @@ def run_arm(replay: Replay, start: Head, lam: float | None, steps: int, recipe: 
             served.load_state_dict(learner.candidate[0])
             learner.accepted()
             counts.swaps.append(number + 1)
+    counts.steps = learner.steps if learner is not None else 0
     return counts
 
 
@@ -258,6 +260,7 @@ def metrics_of(stream: Stream, tasks: Sequence[str], counts: Counts, oracle: Cou
         "forwards": sum(counts.forwards),
         "tokens_per_forward": round(counts.per_forward(slice(None)), 4),
         "swaps": len(counts.swaps),
+        "steps": counts.steps,
     }
     for n, task in enumerate(tasks):
         numbers = stream.of(n)

@@ -21,7 +21,7 @@ def drift(
         list[str] | None, typer.Option(help="Task of the stream; repeatable; default: chain, schema, story.")
     ] = None,
     requests: Annotated[int, typer.Option(min=8, help="Requests of each task.")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps after each request.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Most optimizer steps after each request.")] = 8,
     start_steps: Annotated[int, typer.Option(min=1, help="Steps on the first task before the stream.")] = 1000,
     rate: Annotated[float, typer.Option(help="Learning rate while serving.")] = 1e-5,
     max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of a reply.")] = 256,

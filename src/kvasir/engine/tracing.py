@@ -24,6 +24,7 @@ from kvasir.engine.drafting import committed_rows
 from kvasir.learn.ring import TraceRing
 from kvasir.learn.trace import ACCEPTED, HOLDS, PLAIN, REJECTED, Trace
 from kvasir.logs import log
+from kvasir.speculation.heads import send
 from kvasir.types import Sequence, Span, SpanResult
 
 # Share of the requests that are traced while drafts pay as well as they did.
@@ -179,7 +180,10 @@ class Tracer:
         """Note the hidden states of these rows of a span."""
         first, count = chosen[0], len(chosen)
         whole = chosen == list(range(first, first + count))
-        rows.states = hidden_RLE[first : first + count] if whole else hidden_RLE[chosen]
+        if whole:
+            rows.states = hidden_RLE[first : first + count]
+        else:  # rows of a tree, by an index that is sent without waiting for the device
+            rows.states = hidden_RLE.index_select(0, send(np.array(chosen), hidden_RLE.device))
         self._step.append(rows)
 
     def _end(self, rows: _Rows, seq: Sequence) -> None:

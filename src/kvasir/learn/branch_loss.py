@@ -44,7 +44,7 @@ def branch_loss(head: Head, base: Base, packed: Packed, lam: float, num_rows: in
     if not num_committed:
         raise ValueError("nothing to learn from: no guess can be judged")
     guesses = head.unroll_paths(
-        states[committed],
+        packed.read_by(head, states[committed]),
         normed[committed],
         torch.from_numpy(packed.positions).to(base.device),
         int(packed.positions.max()) + len(packed.levels) + 1,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -83,9 +83,12 @@ class Learner:
         self._least = 0.0  # tokens a forward of the candidate that was rolled back
         self._failed = self._idle_gates = 0
         self._depth = head.shape.depth
-        self._reads = [(layers or head.shape.layers).index(i) for i in head.shape.layers]
-        if (layers or head.shape.layers)[-1] != base.num_layers - 1:
-            raise ConfigError("traces must hold the last layer's output, which says what the model wanted")
+        self._layers = layers or head.shape.layers
+        if self._layers[-1] != base.num_layers - 1 or not set(head.shape.layers) <= set(self._layers):
+            raise ConfigError(
+                f"traces hold layers {self._layers}: they must hold those that the head reads, {head.shape.layers}, "
+                "and last the model's last one, which says what the model wanted"
+            )
         self._served = self._copied()
         self._restart()
 
@@ -103,13 +106,14 @@ class Learner:
     # ------------------------------------------------------------------------------------------------------------- news
 
     def add(self, trace: Trace) -> None:
-        """Take a trace; one with numbers that are not finite is left out."""
+        """Take a trace; one with numbers that are not finite, or of other layers, is left out."""
         if trace.dtype != "bfloat16" and not np.isfinite(trace.states).all():
             return
         if trace.dtype == "bfloat16" and ((trace.states & 0x7F80) == 0x7F80).any():
             return
-        states = trace.states[:, self._reads] if len(trace.layers) != len(self._reads) else trace.states
-        for piece in cut(replace(trace, states=states, layers=self.head.shape.layers), max(32, self.slice_rows)):
+        if trace.layers != self._layers:
+            return
+        for piece in cut(trace, max(32, self.slice_rows)):
             if self.pieces.add(piece):
                 self.traced += int((piece.kinds != REJECTED).sum())
 
@@ -229,7 +233,7 @@ def tokens_and_forwards(head: Head, base: Base, trace: Trace) -> tuple[int, int]
     size = len(trace.tokens)
     right_JT = np.zeros((head.shape.depth, size), bool)
     guesses = head.unroll_paths(
-        states,
+        packed.read_by(head, states),
         base.normed(states[:, -1]),
         torch.from_numpy(packed.positions).to(base.device),
         int(packed.positions.max()) + len(levels) + 1,

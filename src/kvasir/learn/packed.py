@@ -25,7 +25,7 @@ import torch
 
 from kvasir.learn.base import Base
 from kvasir.learn.trace import PLAIN, REJECTED, Trace
-from kvasir.speculation.head import Level
+from kvasir.speculation.head import Head, Level
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,21 @@ class Guesses:
 class Packed:
     """Rows and guesses of some traces.
 
-    ``states`` [A, L, E] of all rows, in the order of the traces; ``committed`` [R]: which of them are committed;
-    ``positions`` and ``text`` [R]: their positions, and the number of their trace.
+    ``states`` [A, L, E] of all rows, in the order of the traces, for the tapped ``layers``; ``committed`` [R]: which of
+    them are committed; ``positions`` and ``text`` [R]: their positions, and the number of their trace.
     """
 
     states: torch.Tensor
+    layers: tuple[int, ...]
     committed: np.ndarray
     positions: np.ndarray
     text: np.ndarray
     levels: tuple[Guesses, ...]
+
+    def read_by(self, head: Head, states: torch.Tensor) -> torch.Tensor:
+        """The part of ``states`` [R, L, E] that a head reads: the layers of its shape."""
+        wanted = head.shape.layers
+        return states if wanted == self.layers else states[:, [self.layers.index(layer) for layer in wanted]]
 
     def to_levels(self, base: Base) -> list[Level]:
         """The arguments of `Head.unroll_paths`, on the device of ``base``."""
@@ -98,6 +104,7 @@ def pack(traces: Sequence[Trace], depth: int, rejected: bool = True) -> Packed:
         places = {pair: i for i, pair in enumerate(zip(root.tolist(), judge.tolist()))}
     return Packed(
         torch.cat([trace.tensor() for trace in traces]),
+        traces[0].layers,
         np.concatenate([rows + all_rows[n] for n, rows in enumerate(committed)]),
         np.concatenate([trace.positions[rows] for trace, rows in zip(traces, committed)]).astype(np.int64),
         np.repeat(np.arange(len(traces)), [len(rows) for rows in committed]),
