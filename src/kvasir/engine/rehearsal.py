@@ -104,9 +104,10 @@ def _draw(parts: StepParts) -> None:
 
 def _batch(parts: StepParts, spans: list[tuple[int, int]]) -> StepBatch:
     """A batch of spans (positions before, rows) that all lie on the dummy page."""
-    table = torch.zeros(
-        len(spans), pages_for(max(map(sum, spans)), parts.pool.page_slots), dtype=torch.int32, device=parts.device
-    )
+    width = pages_for(max(map(sum, spans)), parts.pool.page_slots)
+    if parts.packer.states:
+        width = max(width, 2)  # the pages that a span reads and writes
+    table = torch.zeros(len(spans), width, dtype=torch.int32, device=parts.device)
     return batch_of(spans, (table,) * len(parts.pool.groups))
 
 
