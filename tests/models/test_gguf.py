@@ -12,7 +12,9 @@ from kvasir.kernels.native.library import native
 from kvasir.models import checkpoint, gguf_blocks, gguf_folder
 from kvasir.models.gguf_file import BLOCKS
 from kvasir.models.loader import load_model, weight_bytes
-from tests.models import gguf_files
+from kvasir.models.tokenizer import Tokenizer
+from tests.models import gguf_files, small_tokenizers
+from tests.models.test_gguf_tokenizer import source_of
 from tests.models.test_native_decoder import NativePaged
 from tests.models.test_parity import Paged
 
@@ -70,6 +72,9 @@ def test_every_weight_is_what_the_package_says(made):
     assert mine_bytes <= SIZES[name] * wide_bytes, "the planes hold codes"
 
 
+@pytest.mark.parametrize(
+    "made", [pytest.param(n, marks=[] if n == "Q4_K_M" else [pytest.mark.slow]) for n in FILES], indirect=True
+)
 def test_logits_are_those_of_the_dequantised_model(made):
     """The plain path and the C kernels."""
     name, file, plain = made
@@ -220,6 +225,18 @@ def test_a_damaged_file_is_refused(tmp_path):
     file.write_bytes(data[:-5000])  # the tensors are cut off
     with pytest.raises(ConfigError):
         load(checkpoint.resolve(str(file)))
+
+
+def test_tokenizer_and_template_come_from_the_file(tmp_path):
+    theirs = small_tokenizers.byte_level()
+    fields = source_of(theirs, "gpt2", **{"ggml.pre": "gpt-2", "ggml.add_bos_token": True}).fields
+    size = theirs.get_vocab_size()
+    file, _ = gguf_files.write(tmp_path, "qwen3", "F16", fields, num_hidden_layers=1, vocab_size=size)
+    folder = checkpoint.resolve(str(file))
+    ours, text = Tokenizer.load(folder), "Hello there, world! naïve"
+    want = [theirs.token_to_id("<s>"), *theirs.encode(text, add_special_tokens=False).ids]
+    assert ours.encode(text) == want and "default" in ours.templates
+    assert checkpoint.read_config(folder)["eos_token_id"] == ours.eos_token_id
 
 
 def test_options_that_do_not_apply_are_refused(tmp_path):
