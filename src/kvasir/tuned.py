@@ -1,10 +1,9 @@
 """The table of tuned numbers: what each means, what it was measured on, and how to measure it again.
 
 A number belongs here when another machine or another workload would want another value. Code reads its tuned numbers
-from here, so that there is one place to change them. A table of shapes is a list of rows, each with conditions and a
-shape; the first row whose conditions hold gives the shape (``look_up``). Another GPU is another set of rows.
-``docs/tuning.md`` shows the table (``python -m tests.tuning`` writes it), and ``tests/test_tuning.py`` checks that
-every source, command and reader exists.
+from here. A table of shapes is a list of rows, each with conditions and a shape; the first row whose conditions hold
+gives the shape (``look_up``). ``docs/tuning.md`` shows the table (``python -m tests.tuning`` writes it), and
+``tests/test_tuning.py`` checks that every source, command and reader exists.
 
 Not here: limits of hardware (the rows of a tensor core), and the tile of ``kernels.matmul``, which must be the same on
 every machine.
@@ -22,7 +21,6 @@ Conditions = Mapping[str, int | str | bool]
 Rows = tuple[tuple[Conditions, tuple], ...]
 
 H200 = "NVIDIA H200"
-H100 = "NVIDIA H100"
 SIMULATED = "simulated, with step times of an NVIDIA H200"
 XEON = "Intel Xeon with AVX-512, 2 cores"
 
@@ -55,7 +53,7 @@ class Tuned(Generic[T]):
 def look_up(table: Rows, /, **facts: Any) -> tuple:
     """Return the shape of the first row whose conditions hold.
 
-    A condition names a fact. A number is the largest value that the fact may have; a word or a flag is its exact value.
+    A condition names a fact. A number is the largest value of the fact; a word or a flag is its exact value.
     """
     return next(
         shape for conditions, shape in table if all(_holds(facts[name], conditions[name]) for name in conditions)
@@ -65,8 +63,6 @@ def look_up(table: Rows, /, **facts: Any) -> tuple:
 def _holds(fact: Any, condition: int | str | bool) -> bool:
     return fact == condition if isinstance(condition, str | bool) else fact <= condition
 
-
-# ---------------------------------------------------------------------------------------------- steps of the scheduler
 
 MIXED_STEP = Tuned(
     12.5,
@@ -407,8 +403,7 @@ GEMV = Tuned(
 )
 GEMV_ONE_ROW = Tuned(
     (({"width": 1023}, (4, 256, 2)), ({}, (4, 1024, 4))),
-    "Products of one row with a matrix that nobody measured: outputs of a program, inputs of a block, warps. As "
-    "many bytes are in flight as registers hold.",
+    "Products of one row with a matrix that nobody measured: outputs of a program, inputs of a block, warps.",
     ("kvasir.kernels.gemv._unmeasured",),
     H200,
     (),
@@ -422,33 +417,27 @@ F8_GEMV = Tuned(
         ({"rows": 64}, (64, 128, 4, 3, 192)),
         ({}, (64, 64, 8, 3, 1)),
     ),
-    "Products of a few rows with FP8 codes: outputs of a program, inputs of a block, warps, blocks on their way, and "
-    "programs for which K is split. Measured at 1, 8 and 64 rows of Llama-8B's matrices with scales of 128 x 128; "
-    "nobody measured more rows.",
+    "Products of a few rows with FP8 codes: outputs of a program, inputs of a block, warps, stages, and programs for "
+    "which K is split. Measured at 1, 8 and 64 rows of Llama-8B's matrices in blocks; nobody measured more rows.",
     ("kvasir.kernels.f8_gemv.choose",),
-    H100,
+    "NVIDIA H100",
     ("h100/gpu_f8-tiles.json", "h100/gpu_f8-tiles-more-rows.json"),
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
 )
 CODES_GEMV = Tuned(
-    (
-        ({"rows": 1}, (8, 512, 4, 1, 1)),
-        ({"rows": 32}, (64, 128, 4, 4, 256)),
-        ({}, (64, 64, 8, 4, 256)),
-    ),
-    "Products of a few rows with codes of 4 to 8 bits: outputs of a program, bytes of a block, warps, blocks on their "
-    "way, and programs for which K is split. Measured at 1, 8 and 64 rows with MXFP4; nobody measured the others.",
+    (({"rows": 1}, (8, 512, 4, 1, 1)), ({"rows": 32}, (64, 128, 4, 4, 256)), ({}, (64, 64, 8, 4, 256))),
+    "Products of a few rows with other codes: outputs of a program, bytes of a block, warps, stages, and programs for "
+    "which K is split. Measured at 1, 8 and 64 rows with MXFP4; nobody measured the other formats.",
     ("kvasir.kernels.codes_gemv.choose",),
-    H100,
+    "NVIDIA H100",
     ("h100/gpu_codes-mxfp4.json",),
     "python -m tools.kernels codes RESULT.json --skip-checks",
 )
 STREAMED_PAIRS = Tuned(
     64,
-    "Pairs of a row and an expert, by expert, up to which an expert's codes are multiplied as they are. Beyond, a copy "
-    "in the model's type is written and given back. Measured with MXFP4, between 64 and 128.",
+    "Pairs of an expert up to which its codes are multiplied as they are; beyond, a copy in the model's type is used.",
     ("kvasir.layers.codes.STREAMED_PAIRS",),
-    H100,
+    "NVIDIA H100",
     ("h100/gpu_codes-mxfp4.json",),
     "python -m tools.kernels codes RESULT.json --skip-checks --skip-few",
 )

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab.drafters.data import Batch, reply_rows
-from kvasir.lab.drafters.head_kind import DISCOUNT
 from kvasir.lab.drafters.kind import Kind, size_of
 from kvasir.lab.drafters.target import Target
 from kvasir.lab.model import Model
+from kvasir.learn.losses import DISCOUNT
 from kvasir.speculation import heads
 from kvasir.speculation.head import Head
 
