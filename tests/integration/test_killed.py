@@ -11,6 +11,7 @@ import dataclasses
 import os
 import signal
 import time
+from pathlib import Path
 
 from kvasir.client.admission import admit
 from kvasir.client.engine_client import AsyncEngine
@@ -89,9 +90,13 @@ async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[R
     return reads
 
 
-def test_a_killed_engine_loses_nothing(tmp_path):
-    hooks = write_hooks(tmp_path / "turn", [Hook("head_out", (0, 1, 2, 3), "rotate:c=-1", Gate(answers=True))])
+def write_turn(folder: Path) -> tuple[str, ...]:
+    """Write the hooks that two requests name; returns the setting that serves them."""
+    hooks = [Hook("head_out", (0, 1, 2, 3), "rotate:c=-1", Gate(answers=True))]
+    return (f"turn={write_hooks(folder / 'turn', hooks)}",)
 
+
+def test_a_killed_engine_loses_nothing(tmp_path):
     async def run() -> None:
         engine = AsyncEngine(
             EngineConfig.of(
@@ -102,7 +107,7 @@ def test_a_killed_engine_loses_nothing(tmp_path):
                 cpu_cache_bytes=1 << 24,
                 page_slots=16,
                 max_model_len=512,
-                hook=(f"turn={hooks}",),
+                hook=write_turn(tmp_path),
             )
         )
         await engine.start()

@@ -17,7 +17,7 @@ from kvasir.cluster.cluster_client import ClusterClient
 from kvasir.cluster.placement import Place
 from kvasir.config import Settings
 from kvasir.errors import ConfigError
-from tests.integration.test_killed import PARAMS, Read, requests
+from tests.integration.test_killed import PARAMS, Read, requests, write_turn
 
 OPTIONS = dict(
     model="nano",
@@ -51,14 +51,14 @@ async def read_all(front: Front, kill_at: tuple[int, ...] = ()) -> list[Read]:
     return reads
 
 
-def replicas(router: str = "round_robin", last: dict | None = None) -> ClusterClient:
-    settings = Settings.of(**OPTIONS, replicas=2, router=router)
+def replicas(router: str = "round_robin", last: dict | None = None, **more) -> ClusterClient:
+    settings = Settings.of(**OPTIONS, **more, replicas=2, router=router)
     config = settings.engine_only()
     return ClusterClient(settings, placed=[Place(config, {}), Place(config.replace(**(last or {})), {})])
 
 
-async def alone() -> list[Read]:
-    engine = AsyncEngine(Settings.of(**OPTIONS).engine_only())
+async def alone(**more) -> list[Read]:
+    engine = AsyncEngine(Settings.of(**OPTIONS, **more).engine_only())
     await engine.start()
     try:
         return await read_all(engine)
@@ -66,11 +66,13 @@ async def alone() -> list[Read]:
         await engine.stop(0.0)
 
 
-def test_two_replicas_give_the_tokens_of_one_engine():
+def test_two_replicas_give_the_tokens_of_one_engine(tmp_path):
+    hook = write_turn(tmp_path)
+
     async def run() -> None:
-        expected = await alone()
+        expected = await alone(hook=hook)
         assert expected[3].tokens[0] != expected[3].tokens[1] and len(expected[6].prompt) == 64
-        front = replicas()
+        front = replicas(hook=hook)
         await front.start()
         try:
             calm = await read_all(front)

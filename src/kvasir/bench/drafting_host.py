@@ -142,7 +142,7 @@ def _runner(folder: str) -> SimpleNamespace:
         device=torch.device("cpu"),
         graphs=None,
         captures=0,
-        parts=SimpleNamespace(taps=None),
+        parts=SimpleNamespace(taps=None, packer=SimpleNamespace(states=())),
         pool=pool,
         sampler=SimpleNamespace(num_top=0),
         capture=lambda: None,

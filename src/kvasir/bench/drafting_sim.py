@@ -227,7 +227,7 @@ class Simulation:
         runner = _Runner(
             graphs=self.graphs,
             device=SimpleNamespace(type="cuda"),
-            parts=SimpleNamespace(taps=None),
+            parts=SimpleNamespace(taps=None, packer=SimpleNamespace(states=())),
             capture=lambda: None,
             sampler=SimpleNamespace(num_top=0),
             model=SimpleNamespace(spec=spec, weight_bytes=2, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))),
