@@ -27,7 +27,6 @@ PARTS = {
     "test_f8.py": 5,
     "test_fused.py": 4,
     "test_gated_delta.py": 3,
-    "test_latent_decoder.py": 2,
     "test_latents.py": 8,
     "test_lora.py": 4,
     "test_matmul.py": 3,
