@@ -88,6 +88,25 @@ def test_traces_hold_what_the_model_computed(d):
     assert stats.traced >= sum(t.num_rows for t in found) and not stats.dropped
 
 
+def test_what_the_engine_records_can_be_packed(d):
+    """Every rejected row within the head's depth becomes a guess, prompts are told, and all guesses have a judge."""
+    traces(d)
+    every = requests(d, 1.0)
+    d.run(every)
+    found = traces(d)
+    assert {t.prompt for t in found} == {len(r.prompt_ids) for r in every}
+    packed = pack(found, 4)
+    wanted = 0
+    for trace in found:
+        for row in np.flatnonzero(trace.kinds == REJECTED):
+            anchor = row
+            while trace.kinds[anchor] != PLAIN:
+                anchor = trace.parents[anchor]
+            wanted += trace.positions[row] - trace.positions[anchor] < 4
+    assert sum(int(level.rejected.sum()) for level in packed.levels) == wanted > 0
+    assert all((level.judge >= 0).all() for level in packed.levels[1:])
+
+
 def test_who_says_no_is_not_recorded(d):
     traces(d)
     d.run(requests(d, 0.0, learn=False))
@@ -402,25 +421,6 @@ def test_both_ends_of_the_line(tmp_path):
     while not gone and time.monotonic() < until:
         time.sleep(0.01)
     assert gone
-
-
-def test_what_the_engine_records_can_be_packed(d):
-    """Every rejected row within the head's depth becomes a guess, prompts are told, and all guesses have a judge."""
-    traces(d)
-    every = requests(d, 1.0)
-    d.run(every)
-    found = traces(d)
-    assert {t.prompt for t in found} == {len(r.prompt_ids) for r in every}
-    packed = pack(found, 4)
-    wanted = 0
-    for trace in found:
-        for row in np.flatnonzero(trace.kinds == REJECTED):
-            anchor = row
-            while trace.kinds[anchor] != PLAIN:
-                anchor = trace.parents[anchor]
-            wanted += trace.positions[row] - trace.positions[anchor] < 4
-    assert sum(int(level.rejected.sum()) for level in packed.levels) == wanted > 0
-    assert all((level.judge >= 0).all() for level in packed.levels[1:])
 
 
 def test_the_engine_sees_tenants_and_no_keys():

@@ -67,7 +67,8 @@ def test_a_draft_model_needs_a_model():
 # ---------------------------------------------------------------------------------------------------------------- slots
 
 
-@pytest.mark.parametrize("codec", technique.names("kvasir.kv.codecs"))
+# Without a calibration `lowrank` holds nothing; tests/kv/test_lowrank.py has one.
+@pytest.mark.parametrize("codec", [name for name in technique.names("kvasir.kv.codecs") if name != "lowrank"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_moved_slot_reads_the_same(codec, dtype):
     built = technique.load("kvasir.kv.codecs", codec, Codec)
