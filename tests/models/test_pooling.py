@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from kvasir.convert.checkpoint import _copy_rest
+from kvasir.convert.checkpoint import copy_rest
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import UNWANTED, WANTED, read_config
 from kvasir.models.families import build_spec
@@ -200,7 +200,7 @@ def test_the_configs_of_modules_are_fetched_and_copied(tmp_path):
         assert not fetched(name), name
     folder = pooling_checkpoints.embedding(tmp_path / "m", prompts={"query": "Q:"})
     (tmp_path / "copy").mkdir()
-    _copy_rest(folder, tmp_path / "copy")
+    copy_rest(folder, tmp_path / "copy")
     copied = {str(f.relative_to(tmp_path / "copy")) for f in (tmp_path / "copy").rglob("*") if f.is_file()}
     assert {"modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"} <= copied
     assert "config.json" not in copied
