@@ -19,7 +19,7 @@ from tools.mla_study import Unconverted, layer_errors, one_shot
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> dict[str, list[float]]:
-    """What the keys, and the values, of every layer lose in the converted model, by whose layers the sums are over."""
+    """Errors of every layer's keys and values in the converted model, by the kind of run that made the sums."""
     folder = write(tmp_path_factory.mktemp("prefix") / "source", "qwen3", num_hidden_layers=12)
     config = checkpoint.read_config(folder)
     runs = {kind.__name__: kind.open(folder, config, "", texts, "cpu") for kind in (Run, Unconverted)}

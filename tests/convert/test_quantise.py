@@ -21,7 +21,7 @@ from kvasir.models.loader import load_model
 from tests import checkpoints
 
 SHAPE = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, head_dim=64, vocab_size=64)
-# What ``convert quantise:format=`` takes -> the format of the weights that are loaded, and their largest error.
+# Values of ``convert quantise:format=`` -> the format of the weights that are loaded, and their largest error.
 ROUND_TRIPS = {
     "f8": ("f8", 0.03),
     "f8:scale=block": ("f8:scale=block", 0.03),

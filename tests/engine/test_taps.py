@@ -168,7 +168,7 @@ def test_taps_that_are_off_cost_nothing(expected):
 
 
 def test_two_listeners_get_their_own_layers_and_rest_by_themselves(expected):
-    """What one of them wants is handed out while the other rests, and reaches it alone."""
+    """A listener gets its own layers while the other one rests, and the other one gets nothing."""
     d = driver("replay", static=True)
     install(d, recorder := Recorder())
     second = d.engine.runner.listen((1, 2))

@@ -114,7 +114,7 @@ def test_the_first_stage_trains_latents_alone(folders):
 
 
 def test_the_divergence_over_all_tokens_is_the_whole_one():
-    """With others as one class it is smaller, never negative, and zero for equal answers."""
+    """The divergence with all other tokens as one class is smaller, never negative, and zero for equal answers."""
     drawn = torch.Generator().manual_seed(0)
     p, q = (torch.randn(5, 40, generator=drawn) for _ in range(2))
     whole = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="sum") / 5

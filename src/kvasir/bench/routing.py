@@ -61,7 +61,7 @@ class Engine:
     decodes: list[Job] = field(default_factory=list)
     running: bool = False
     submits: int = 0
-    # What it has told, and what it tells next.
+    # The load that the router was told last, and the rate and pages that it is told next.
     told: tuple[int, int, int] = (0, 0, 0)  # queued tokens, decodes, submissions that are counted in
     rate: float = 1e3 * ROWS / STEP_MS[-1]
     stored: list[bytes] = field(default_factory=list)

@@ -19,7 +19,7 @@ from kvasir.types import EngineStats, Event, Load, ModelInfo, Plan, Request
 VOCABULARY = 32_000
 STEP_SECONDS = 0.01
 CHUNK = 512
-# What a cluster compares; all simulated engines have it.
+# Name of the weights, which a cluster compares; all simulated engines have the same.
 WEIGHTS = "simulated"
 
 

@@ -48,7 +48,7 @@ def name_tenants(settings: Settings) -> Settings:
         raise ConfigError(
             f"learn_tenants: entry {odd[0]} is no key that an --api-key gives. Name one of those, or all."
         )
-    # With one key all requests are of one tenant.
+    # All requests belong to one tenant if there is one key.
     return settings.replace(learn_tenants=tuple(map(name_of, given)) if len(keys) > 1 else ("all",))
 
 

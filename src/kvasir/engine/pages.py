@@ -183,7 +183,7 @@ class PageManager:
         tables = self._hit_pages(seq, num_hit, None)
         if self.states is not None:
             tables.append([self._snapshot(seq, num_hit)] if num_hit else [])
-            # Where the prompt leaves one that is cached others may leave it, too.
+            # Other prompts may leave a cached one at the same place as this prompt.
             stops = {self._match(seq)[0], (len(seq.tokens) - 1) // self.page_slots * self.page_slots}
             self.states.adopt(seq, tables[-1], num_hit, (stop for stop in stops if stop > num_hit))
         self._adopt(seq, tables, num_hit)

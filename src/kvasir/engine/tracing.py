@@ -162,7 +162,7 @@ class Tracer:
                 self._take_along(rows, hidden_RLE, chosen)
                 self._end(rows, seq)
                 rows, chosen, places = _Rows(one), [], {}
-        # Where a stop rule has cut the path, nothing behind the cut was judged.
+        # Nothing behind the place where a stop rule cut the path was judged.
         if result.path and len(kept) == result.path[0] + len(result.path):
             depth = {row: span.start + i for i, row in enumerate(kept)}
             for row in range(anchor + 1, len(tokens)):

@@ -41,7 +41,7 @@ WANTED = [
     "kvasir.json",  # see SIDECAR
     "hf_quant_config.json",  # see MODELOPT
 ]
-# Where older files of NVIDIA's Model Optimizer say how they are quantised.
+# Older files of NVIDIA's Model Optimizer say in it how they are quantised.
 MODELOPT = "hf_quant_config.json"
 # The sidecar: facts of a model that only kvasir uses, how it drafts (`kind`), the id of its mask, its stride.
 SIDECAR = "kvasir.json"

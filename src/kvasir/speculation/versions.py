@@ -86,7 +86,7 @@ class Versions:
             copy(self._candidate, found)
         else:
             pinned = {name: tensor.to(self._live[name].dtype).pin_memory() for name, tensor in found.items()}
-            # What was copied from the candidate's place before must have been read.
+            # Wait until earlier copies out of the candidate's place are done.
             self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 copy(self._candidate, pinned)

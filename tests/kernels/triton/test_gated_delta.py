@@ -14,7 +14,7 @@ from kvasir.layers.spec import LOOK_AHEAD, GatedDeltaSpec, NormSpec
 from kvasir.types import CacheGroup
 
 PAGES = 9
-# By sequence, the lengths of its spans; one span of each in a step. Those of more than 16 rows change the page.
+# Lengths of the spans of each sequence; a step has one span of each. Spans of more than 16 rows change the page.
 LENGTHS = ([3, 1, 18, 1, 2], [17, 2, 1, 1, 1], [1, 1, 1, 1, 1])
 SPECS = {
     "even": GatedDeltaSpec(1, 2, 8, 16, NormSpec()),
