@@ -1,13 +1,13 @@
 """Measure steering: CREST and its controls on traces with needless checks, and edits of style.
 
-    python -m tools.steer_study OUT.json [--problems 1000 --seeds 3 --device cuda]
+    python -m tools.steer_study OUT.json [--parts model twin style] [--problems 1000 --seeds 3 --device cuda]
 
 Two models: one (``--model``), and a *twin* of it that re-checks half of its right steps, which a LoRA of
 ``reflect:needless=0.5`` teaches in minutes and `merge_lora` makes a model of. On each: no hook, CREST at several
 turns, random directions in the same heads, the same directions in other heads, the difference of the means added
 instead of a turn, a bias on the word that begins a check at equal tokens, and the folded model. Every arm draws with
 the same seeds at temperature 1. Then a model that was taught the style task: problems in any style, edited towards
-each.
+each. The parts need nothing of each other, so they may run side by side, each with its own OUT.json.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ WORD = "Wait"
 TWIN, STYLE = "reflect:needless=0.5", "style"
 MAX_NEW = 512
 STYLES = styles.STYLES
+PARTS = ("model", "twin", "style")
 
 
 def taught(folder: Path, model: str, task: str, name: str, options: argparse.Namespace) -> tuple[str, dict]:
@@ -237,14 +238,20 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--label", choices=("follows", "ended"), default="follows")
     parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
+    arms: list[dict] = []
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
-        arms = study_checks(folder, options.model, "reflect", options.model, options)
-        twin, record = taught(folder, options.model, TWIN, "twin", options)
-        found = study_checks(folder, twin, TWIN, "twin", options)
-        found[0]["config"]["train"] = record["plan"]
-        arms += found + study_styles(folder, options)
+        if "model" in options.parts:
+            arms += study_checks(folder, options.model, "reflect", options.model, options)
+        if "twin" in options.parts:
+            twin, record = taught(folder, options.model, TWIN, "twin", options)
+            found = study_checks(folder, twin, TWIN, "twin", options)
+            found[0]["config"]["train"] = record["plan"]
+            arms += found
+        if "style" in options.parts:
+            arms += study_styles(folder, options)
     finish(result(f"steering-{options.model}", arms), options.output)
     return 0
 
