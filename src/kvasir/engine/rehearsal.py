@@ -10,6 +10,7 @@ Legend: T rows, E model dim.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -75,8 +76,10 @@ def _forward(parts: StepParts, rows: int, varied: bool = False) -> None:
     still to be added. ``varied``: as if rows had variants."""
     model, batch = parts.model, _batch(parts, [(0, 1)] * rows)
     if varied:
-        batch.variants = torch.zeros(rows, dtype=torch.int32, device=parts.device)
+        batch.variants = zeros_T = torch.zeros(rows, dtype=torch.int32, device=parts.device)
         batch = model.begin(batch)
+        if batch.hooks is not None:  # no kernel has written them, and what records takes them for places
+            batch = replace(batch, variants=zeros_T, hooks=zeros_T)
     parts.backend.plan(batch)
     stream, angles = model.stream(batch.input_ids, model.embed(batch.input_ids)), model.angles(batch.positions)
     for i in {layer: i for i, layer in enumerate(model.spec.layers)}.values():
