@@ -82,9 +82,9 @@ def folder_of(shape: str) -> Iterator[str]:
         yield folder
 
 
-def train_tokenizer(folder: Path, size: int, most_bytes: int = TRAINED_BYTES) -> None:
+def train_tokenizer(folder: Path, size: int, most_bytes: int = TRAINED_BYTES, marks: tuple[str, ...] = ()) -> None:
     """Write a byte-level BPE of up to ``size`` words, trained on the Python sources of this machine, with ``</s>`` as
-    id 2."""
+    id 2 and ``marks`` behind it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts, left = [], most_bytes
@@ -98,7 +98,7 @@ def train_tokenizer(folder: Path, size: int, most_bytes: int = TRAINED_BYTES) ->
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special, alphabet = ["<unk>", "<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
+    special, alphabet = ["<unk>", "<s>", "</s>", *marks], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=special,
