@@ -4,6 +4,7 @@ none."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvasir.bench import drift
 from kvasir.errors import ConfigError
 from kvasir.learn import learner as module
 from kvasir.learn.branch_loss import branch_loss
-from kvasir.learn.learner import MOST_FAILED, Learner, Recipe, head_to_learn, tokens_and_forwards
+from kvasir.learn.learner import MOST_FAILED, MOST_SCALED, WIDTH, Learner, Recipe, head_to_learn, tokens_and_forwards
 from kvasir.learn.pace import LEAST_ROWS, SLICE_SECONDS, Pace
 from kvasir.learn.packed import pack
 from kvasir.learn.pieces import USES, Pieces, cut
@@ -121,15 +122,30 @@ def test_it_learns_and_proposes_what_gains(base, replay):
     assert all(torch.equal(learner._served[name], weights[name].float()) for name in weights)
 
 
-def test_random_weights_count_as_trained_after_three_gates_without_a_gain(base):
+def test_weights_that_gained_count_as_trained_after_three_gates_without_a_gain(base):
     learner = learner_for(base, replace(TINY, scratch_rate=0.0))
     for trace in traces_for(base, 20):
         learner.add(trace)
-    for _ in range(3):
-        assert learner.scratch and learner.rate == 0.0
-        for _ in learner._gate():
-            pass
-    assert not learner.scratch and learner.rate == TINY.rate and learner.candidate is None
+
+    def gates() -> None:
+        for _ in range(3):
+            assert learner.scratch and learner.rate == 0.0
+            for _ in learner._gate():
+                pass
+
+    gates()
+    assert learner.scratch, "random weights that never gained are still random"
+    learner.candidate = learner._copied(), 1.0, 1.1
+    learner.accepted()
+    gates()
+    assert not learner.scratch and learner.rate > 0 and learner.candidate is None
+
+
+def test_narrow_models_learn_faster(base):
+    learner = learner_for(base, Recipe())
+    assert base.dim < WIDTH and learner.rate == pytest.approx(1e-4 * min(MOST_SCALED, WIDTH / base.dim))
+    learner.base = SimpleNamespace(dim=2 * WIDTH)
+    assert learner.rate == 1e-4
 
 
 def test_nothing_is_proposed_without_enough_forwards(base):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from kvasir.errors import ConfigError
 from kvasir.learn import messages
+from kvasir.learn.learner import MOST_SCALED
 from kvasir.learn.messages import CARD, WEIGHTS, Order
 from kvasir.learn.online import Online
 from kvasir.learn.ring import TraceRing
@@ -21,7 +22,7 @@ from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from tests.learn.handmade import STEPS, nano, trace_of
 
-OPTIONS = {"rows": 96, "forwards": 1, "scratch_rate": 3e-2}
+OPTIONS = {"rows": 96, "forwards": 1, "scratch_rate": 3e-2 / MOST_SCALED}
 
 
 class FakeEngine:
@@ -158,7 +159,7 @@ def test_it_goes_on_from_the_weights_of_a_folder(made, base, tmp_path):
     head = heads.read("medusa", Path(bad_head(base, tmp_path / "head")))[0]
     online, *_ = made(drafter=str(tmp_path / "head"))
     assert torch.equal(online.learner.head.bias, head.bias) and not online.learner.scratch
-    assert online.learner.rate == 1e-5
+    assert online.learner.rate == 1e-5 * MOST_SCALED
 
 
 def test_orders_that_cannot_be_followed_are_refused(made, tmp_path):
@@ -195,7 +196,7 @@ def test_the_process_learns_and_is_gone_with_the_engine(base, tmp_path):
 
     ring = TraceRing.create(tmp_path, 16 << 20)
     head = bad_head(base, tmp_path / "head")
-    options = OPTIONS | {"rate": 3e-2}
+    options = OPTIONS | {"rate": 3e-2 / MOST_SCALED}
     trainer = Trainer(tmp_path, lambda: order_for(base, drafter=head, every=20, options=options))
     found, until = [], time.monotonic() + 120
     while time.monotonic() < until and not any(isinstance(m, messages.Candidate) for m in found):

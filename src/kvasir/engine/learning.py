@@ -9,6 +9,7 @@ version before comes back. Whatever fails (trainer, ring, file, numbers) ends le
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -172,6 +173,7 @@ class Learning:
             lam=wanted.lam,
             version=self._stats.candidates + self._versions.accepted + 1,
             base_version=self._base_version,
+            log_level=logging.getLevelName(log.getEffectiveLevel()),
         )
 
     def _export(self, folder: Path, weights: Any) -> None:

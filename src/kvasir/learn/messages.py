@@ -27,7 +27,7 @@ class Order(msgspec.Struct, kw_only=True):
     (`kvasir.speculation.heads.facts_of`), to be copied into its card. ``device``: cpu, cuda:N, or same (the engine's
     GPU, in slices). ``dtype``: the model's type. ``share``: most of the time that the trainer may compute on the
     engine's GPU. ``every``: steps between two candidates. ``lam``: weight of rejected rows. ``version``: of the first
-    candidate. ``base_version``: traces of an older one are not learned from."""
+    candidate. ``base_version``: traces of an older one are not learned from. ``log_level``: of what it prints."""
 
     model: str
     kind: str
@@ -41,6 +41,7 @@ class Order(msgspec.Struct, kw_only=True):
     lam: float = 0.25
     version: int = 1
     base_version: int = 0
+    log_level: str = "WARNING"
     options: dict[str, Any] = {}
 
     def write(self, folder: Path) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from kvasir import logs
 from kvasir.client.ipc import ClosedError
 from kvasir.errors import ConfigError
 from kvasir.learn import messages
@@ -33,7 +34,6 @@ INTAKE = 8  # traces taken between two slices
 WAIT = 0.02  # seconds between two looks when there is nothing to do
 REPORT_SECONDS = 1.0
 SAME = "same"
-NICE = 10  # the engine's threads come first on a CPU
 
 
 class Online:
@@ -156,9 +156,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvasir.learn.online", description="Train a drafter on an engine's traces.")
     parser.add_argument("--folder", type=Path, required=True, help="the engine's private folder")
     folder = parser.parse_args(arguments).folder
-    engine = Engine(folder)
-    if Order.read(folder).device == "cpu":
-        os.nice(NICE)
+    engine, order = Engine(folder), Order.read(folder)
+    logs.setup(order.log_level)
+    if order.device == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
     try:
         Online(folder, engine).run()
