@@ -2,8 +2,9 @@
 
 AdamW with fp32 masters, clipped at 0.5; 1e-4 from random weights, and 1e-5 from trained ones, or once three candidates
 in a row gained nothing over one that did. These are the rates of models of width 4,096; narrower heads learn at rates
-that grow as their width falls (Yang et al., arXiv 2203.03466), up to 20 times. Every ``every`` steps the weights are a *candidate*. It must give 1 % more tokens a
-forward than the served weights on traces that were held back; the engine then judges it by time.
+that grow as their width falls (Yang et al., arXiv 2203.03466), up to 20 times. Every ``every`` steps the weights are a
+*candidate*. It must give 1 % more tokens a forward than the served weights on traces that were held back; the engine
+then judges it by time.
 
 Legend: R rows, T tokens, J guesses, D levels, E model dim.
 """
