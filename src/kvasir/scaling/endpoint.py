@@ -42,8 +42,8 @@ class Caps:
 
     ``tokens``: token ids go in and out, so a reply can be continued, forked and cut (`Seq`). ``logprobs``: confidence
     of generated tokens. ``score``: confidence of any text. ``choose``: a distribution over given next tokens. ``fork``:
-    n samples compute the prompt once. ``schema`` and ``bound``: what a `Shape` asks for. ``reward``: its scores are those
-    of a reward model (`Score.reward`). ``writes``: it writes replies, which a reward model does not.
+    n samples compute the prompt once. ``schema`` and ``bound``: what a `Shape` asks for. ``reward``: its scores are
+    those of a reward model (`Score.reward`). ``writes``: it writes replies, which a reward model does not.
     """
 
     tokens: bool = False
@@ -141,8 +141,8 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Sample))
 class Score:
     """The score of a given text under a prompt.
 
-    ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: number of scored tokens. ``reward``: the score
-    of a reward model, from 0 to 1, which has no other one.
+    ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: number of scored tokens. ``reward``: the
+    score of a reward model, from 0 to 1, which has no other one.
     """
 
     confidence: float

@@ -85,8 +85,8 @@ class ClientEndpoint(Endpoint):
     faster). ``lease``: seconds for which a paused reply keeps its pages; needs the prefix cache. ``tenant``: salt of
     the prefix key. ``most``: most tokens of a reply, whatever a strategy asks for (0: no limit). ``without``: features
     of the engine not to use, to measure what they are worth: ``fork`` (the prompt once for n samples), ``score`` (the
-    score as one record) and ``group`` (a group that the engine ends itself). They change no reply. ``reward``: the model
-    is a reward model, with one score of a text and no tokens.
+    score as one record) and ``group`` (a group that the engine ends itself). They change no reply. ``reward``: the
+    model is a reward model, with one score of a text and no tokens.
     """
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True, schema=True, bound=True)

@@ -1,10 +1,10 @@
 """A* over solution steps (A*-Decoding, arXiv 2505.13672): always extend the most promising beginning, in k ways.
 
-A node is the beginning of a solution; f = g + h, and h = 1 - belief(node) comes from the judge or reward model. The sources that we
-read do not give the paper's g. Ours adds ``regret`` times every fall of belief along the path, which keeps f comparable
-across depths; ties go to the deeper node. The ``batch`` best nodes are expanded at once (1: the search as published).
-The search ends when the best node is a whole solution, or after ``expansions``. Then the best whole solution is the
-result, or the best beginning, written to its end.
+A node is the beginning of a solution; f = g + h, and h = 1 - belief(node) comes from the judge or reward model. The
+sources that we read do not give the paper's g. Ours adds ``regret`` times every fall of belief along the path, which
+keeps f comparable across depths; ties go to the deeper node. The ``batch`` best nodes are expanded at once (1: the
+search as published). The search ends when the best node is a whole solution, or after ``expansions``. Then the best
+whole solution is the result, or the best beginning, written to its end.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 ``by=confidence`` is free: the mean negative log-probability of the likeliest next tokens while decoding (DeepConf, Fu
 et al. 2025). ``lowest`` is that of the weakest passage, the paper's lowest group confidence. ``self``: P(yes) as the
 next token after "is your answer right?", one prompt for each reply. ``judge``: a written check, one reply for each.
-``prm``: the score of a
-reward model at the reply's last token. ``weighted`` takes the answer whose replies' scores sum to the most. Replies that were cut off lose to those that ended.
+``prm``: the score of a reward model at the reply's last token. ``weighted`` takes the answer whose replies' scores sum
+to the most. Replies that were cut off lose to those that ended.
 """
 
 from __future__ import annotations
