@@ -63,7 +63,7 @@ def test_labels_by_outcome_and_by_a_fresh_start(replies, nano, tokenizer):
         fresh = 1.0 if replies.right[i] else 1 - np.mean(others)
         assert np.allclose(restart[places], fresh)
     labelled = np.count_nonzero(~np.isnan(by_outcome))
-    assert labelled == sum(map(len, replies.lines)) + sum(map(len, replies.between))
+    assert labelled == sum(map(len, replies.lines)) + sum(map(len, replies.between)) + len(replies)
     with pytest.raises(ConfigError, match="labels=best"):
         label(replies, "best", nano, tokenizer)
 
@@ -151,7 +151,7 @@ def test_the_engine_scores_as_the_trainer_does_and_searches_take_the_folder(tmp_
             for i, problem in enumerate(replies.problems):
                 ids = replies.texts.text(i)[replies.texts.begins[i] :].tolist()
                 assert np.ptp(expected[i]) > 0.02, "scores that do not vary would show nothing"
-                for place in range(1, len(ids) + 1):
+                for place in range(len(ids) + 1):  # from the prompt's end
                     begun = Sample(0, "", place, "length", "nano", reward.vocabulary, tuple(ids[:place]))
                     found = await c.score(reward, problem.messages, begun)
                     assert abs(found.reward - expected[i][replies.texts.begins[i] + place - 1]) < 2e-3
@@ -180,7 +180,7 @@ def test_self_evaluation_learns_the_answer_alone_with_the_chance_of_its_label(re
     beginnings = label(replies, "restart", nano, tokenizer)
     made = self_evaluation.documents(beginnings, tokenizer, 0)
     yes, no, end = (tokenizer.encode(word, add_special_tokens=False).ids for word in ("Yes", "No", "<|im_end|>"))
-    assert len(made) == np.count_nonzero(~np.isnan(beginnings.label))
+    assert len(made) == sum(map(len, replies.lines)) + sum(map(len, replies.between))
     answers = [made.ids[a:b][made.trained[a:b]].tolist() for a, b in zip(made.bounds[:-1], made.bounds[1:])]
     assert all(told in (yes + end, no + end) for told in answers)
     share, expected = np.mean([told == yes + end for told in answers]), np.nanmean(beginnings.label)

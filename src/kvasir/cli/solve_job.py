@@ -88,6 +88,9 @@ class LabPrompts(Prompts):
     def self_evaluate(self, problem, reply):
         return forms.render("self_evaluate", problem, [reply])
 
+    def solution(self, reply):
+        return forms.solution(reply)
+
 
 class PlannedPrompts(LabPrompts):
     """The prompt forms of a task that knows plans and budgets. Its step i is its part i."""

@@ -238,13 +238,13 @@ class ClientEndpoint(Endpoint):
         begin = self.ids(prompt)
         reply = (
             list(sample.ids)
-            if sample.vocabulary == self.vocabulary
+            if sample.vocabulary == self.vocabulary and (sample.ids or not sample.text)
             else self.tokenizer.encode(sample.text, add_special=False)
         )
-        if not reply:
-            raise Refused("an empty reply has no score")
         if self.caps.reward:
             return await self._reward([*begin, *reply], len(reply), prompt.affinity, usage)
+        if not reply:
+            raise Refused("an empty reply has no score")
         k = self.confidences or DEFAULT_CONFIDENCES
         wanted = (
             {"prompt_logprobs": k}

@@ -29,13 +29,36 @@ class ScoredStrategy(Strategy):
         check_scorer(self.name, self.config, all_)
 
 
-async def step(scope: Context, seq: Seq, until: Sequence[str], max_tokens: int) -> bool:
+class Lookahead(StepScorer):
+    """Scores a beginning by where it leads: ``steps`` further steps at temperature 0, which are then discarded.
+
+    This is the lookahead search of Snell et al. 2024 (arXiv 2408.03314). ``tokens``: most tokens of a step.
+    """
+
+    def __init__(self, inner: StepScorer, steps: int, tokens: int) -> None:
+        super().__init__(inner.endpoint)
+        self.inner, self.steps, self.tokens = inner, steps, tokens
+
+    async def belief(self, context: Context, problem: Problem, seq: Seq) -> float:
+        (ahead,), known = seq.fork(1), len(seq.pieces)
+        try:
+            for _ in range(self.steps):
+                if ahead.done or not await step(context, ahead, STEP, self.tokens, temperature=0.0):
+                    break
+            return await self.inner.belief(context, problem, ahead)
+        finally:
+            ahead.truncate(known)
+
+
+async def step(
+    scope: Context, seq: Seq, until: Sequence[str], max_tokens: int, temperature: float | None = None
+) -> bool:
     """Write one more step of at most ``max_tokens`` and at most what the reply may still take.
 
     False when there is no room for another step.
     """
     left = min(max_tokens, scope.run.sampling.max_tokens - seq.tokens)
-    piece = await seq.generate(until, left, scope=scope) if left > 0 else None
+    piece = await seq.generate(until, left, temperature, scope=scope) if left > 0 else None
     return piece is not None and piece.tokens > 0
 
 

@@ -1,7 +1,8 @@
 """Training data of reward models: a model's own replies, and labels at the places where a search would ask.
 
-Places are the last token of every line, the last token of the reply, and a few in between, because pruning asks in the
-middle of a line. There are four ways to label a place:
+Places are the last token of every line, the last token of the reply, a few in between, because pruning asks in the
+middle of a line, and the last token of the prompt, whose score predicts how difficult the problem is. There are four
+ways to label a place:
 
 - ``outcome``: whether the reply that goes on from there is right, an estimate from one rollout;
 - ``rollouts``: the share of right replies among ``k`` fresh continuations of a line's end (Math-Shepherd, Wang et al.
@@ -157,6 +158,7 @@ def label(
         found[begin + replies.lines[i]] = values[i]
         if kind != "task":
             found[begin + replies.between[i]] = values[i]
+            found[begin + replies.texts.begins[i] - 1] = values[i]
     if kind == "task":
         _by_task(replies, found, tokenizer)
     if kind == "rollouts":
