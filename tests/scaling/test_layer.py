@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvasir.scaling.primitives import Context, EndpointDown, Run
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import Strategy, load_strategy
 from kvasir.technique import own
+from tests.scaling.rewarded import Reward
 from tests.scaling.tabular import ID, Tabular, answer, problem, table
 
 ALL = {
@@ -35,15 +37,20 @@ ALL = {
     "particle": "particle:N=4,steps=4,tokens=2",
     "beam": "beam:N=4,width=2,steps=4,tokens=2",
     "a_star": "a_star:k=3,expansions=5,tokens=2",
+    "adaptive_self_eval": "adaptive_self_eval:n=4,threshold=0.7",
+    "revisions": "revisions:chains=2,revisions=2,judge=small",
+    "compute_optimal": f"compute_optimal:table={Path(__file__).with_name('policy_table.json')},prm=prm",
     "plan_and_budget": "plan_and_budget:enforce=hard,plan_tokens=4",
 }
 SAMPLING = Sampling(max_tokens=12)
 
 
 def tiers(**options) -> list[Tabular]:
+    """Two models that write, and a reward model."""
     return [
         Tabular("small", table(0.4), **options),
         Tabular("large", table(0.7), parameters=10, price=Price(3.0, 0.3, 12.0), **options),
+        Reward(cache=options.get("cache", True)),
     ]
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvasir.cli.lab_policy import policy
 from kvasir.cli.lab_steer import app as steer
 from kvasir.cli.lab_train import train
 from kvasir.errors import ConfigError, nearest
@@ -22,6 +23,7 @@ app = typer.Typer(
     help="Tasks with exact checkers, and small models trained on them.",
 )
 app.command()(train)
+app.command()(policy)
 app.add_typer(steer, name="steer")
 # Characters of a long text that are shown, half from each end.
 SHOWN = 1600

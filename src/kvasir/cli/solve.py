@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvasir.cli import solve_ablation, solve_pool
-from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems
+from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems, missing_rewards
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import forms
@@ -49,6 +50,7 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
         )
     drawn = task.problems(job.split, job.seed, job.count)
     problems = lab_problems(task, drawn)
+    job = dataclasses.replace(job, rewards=missing_rewards(job, strategies.values()))
     endpoints = build_endpoints(job, config)
     for strategy in strategies.values():
         strategy.check(endpoints, problems[0].prompts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.ledger import Budget, Price
 from kvasir.scaling.problem import Problem, Prompts
 from kvasir.scaling.report import CURRENCIES, frontier
+from kvasir.scaling.strategy import Strategy
 
 if TYPE_CHECKING:
     from kvasir.lab.task import Problem as LabProblem
@@ -30,7 +31,8 @@ class Job:
     ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (replicas joined by commas), cheapest first.
     ``prices``: by model. ``minutes``: no further strategy starts after this time. ``pool``: draw this many replies per
     problem once and deal them out to every strategy, ``resamples`` times in another order; ``pool_file`` keeps them.
-    ``replicas``: engines of each model of this host.
+    ``replicas``: engines of each model of this host. ``rewards``: reward models that strategies name and ``models``
+    does not hold: folders, or names.
     """
 
     strategies: tuple[str, ...]
@@ -51,6 +53,7 @@ class Job:
     resamples: int = 4
     pool_file: Path | None = None
     replicas: int = 1
+    rewards: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, values in (("strategy", self.strategies), ("model", self.models)):
@@ -85,6 +88,9 @@ class LabPrompts(Prompts):
     def self_evaluate(self, problem, reply):
         return forms.render("self_evaluate", problem, [reply])
 
+    def solution(self, reply):
+        return forms.solution(reply)
+
 
 class PlannedPrompts(LabPrompts):
     """The prompt forms of a task that knows plans and budgets. Its step i is its part i."""
@@ -114,6 +120,12 @@ def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
         Problem(f"p{i}", p.messages, lambda text: task.answer(forms.solution(text)), prompts)
         for i, p in enumerate(drawn)
     ]
+
+
+def missing_rewards(job: Job, strategies: Iterable[Strategy]) -> tuple[str, ...]:
+    """The reward models that ``strategies`` ask and that no ``--model`` is named as."""
+    names = {model.rstrip("/").rsplit("/", 1)[-1] for model in job.models}
+    return tuple(dict.fromkeys(r for strategy in strategies for r in strategy.rewards() if r not in names))
 
 
 def parse_amounts(text: str | None, option: str) -> Budget | None:
@@ -174,9 +186,10 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
             if unknown
             else f"two models are named alike: {', '.join(names)}"
         )
-    local = [m for m in job.models if "://" not in m]
+    models = [*zip(job.models, names), *((r, r) for r in job.rewards)]
+    local = [m for m, _ in models if "://" not in m]
     found: list[Endpoint] = []
-    for model, name in zip(job.models, names):
+    for model, name in models:
         price = job.prices.get(name, Price())
         if "://" in model:
             key = os.environ.get("KVASIR_API_KEY", "")

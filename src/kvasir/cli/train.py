@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvasir.cli.options import check_output
+from kvasir.errors import ConfigError, nearest
 from kvasir.technique import own
 
 # Packages of `kvasir.lab.drafters.kind`, named here because importing it imports torch.
@@ -115,26 +116,78 @@ def _run(
     )
 
 
+Task = Annotated[str, typer.Option(help="Task whose replies are judged, with dials: countdown:min_numbers=4.")]
+OwnReplies = Annotated[
+    int | None,
+    typer.Option(min=8, help="Replies of the target to train on; default: tens of thousands on a GPU, 256 on a CPU."),
+]
+HeldOut = Annotated[int, typer.Option(min=8, help="Replies to other problems, to measure on.")]
+
+
 @app.command()
 def prm(
-    out: Annotated[Path, typer.Option(help="Folder to write: a model, to name as the judge of beam or particle.")],
+    out: Annotated[Path, typer.Option(help="Folder to write, for strategies to take as prm=FOLDER (or judge=NAME).")],
     target: Annotated[str, typer.Option(help="Base model: a lab checkpoint, by folder or name.")] = "base",
-    task: Annotated[str, typer.Option(help="Task whose steps are judged, with dials: chain:max_steps=12.")] = "chain",
+    task: Task = "countdown",
+    kind: Annotated[str, typer.Option(help="score (a head with one number) or judge (says Yes or No).")] = "score",
+    labels: Annotated[str, typer.Option(help="outcome, rollouts, task or restart (score only).")] = "outcome",
+    tune: Annotated[str, typer.Option(help="all weights, or the head alone (score only).")] = "all",
+    replies: OwnReplies = None,
+    each: Annotated[int, typer.Option(min=1, help="Replies to each problem (score only).")] = 8,
+    rollouts: Annotated[int, typer.Option(min=1, help="Continuations of a line's end, with labels=rollouts.")] = 4,
+    epochs: Annotated[float, typer.Option(min=0.01, help="Passes over the replies (score only).")] = 2.0,
+    held_out: HeldOut = 2048,
+    rank: Annotated[int, typer.Option(min=1, max=128, help="Rank of the trained change (judge only).")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps (judge only).")] = 300,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of 512 tokens (judge only).")] = 32,
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Train a process reward model, which scores the beginnings of solutions.
+
+    A score model learns from the target's own replies; a judge learns from right and wrong solutions of the task.
+    """
+    from kvasir.lab.drafters.training import default_device
+
+    check_output(out / "config.json", make=True)
+    place = device or default_device()
+    if kind == "judge":
+        from kvasir.lab.adapters import reward
+        from kvasir.models import checkpoint
+
+        judge = reward.Plan(task, rank=rank, steps=steps, rows=rows, count=held_out, seed=seed)
+        reward.train(judge, checkpoint.resolve(target), out, device=place)
+        return
+    if kind != "score":
+        raise ConfigError(f"--kind {kind} is neither score nor judge.{nearest(kind, ('score', 'judge'))}")
+    from kvasir.lab.rewards.score import REPLIES, Plan, train
+
+    count = replies or REPLIES.get(place.split(":")[0], REPLIES["cpu"])
+    plan = Plan(task, labels, tune, count, each, rollouts, epochs, held_out, seed)  # type: ignore[arg-type]
+    train(plan, target, out, device=place)
+
+
+@app.command("self_eval")
+def self_eval(
+    out: Annotated[Path, typer.Option(help="Folder to write: a model that also judges its own replies.")],
+    target: Annotated[str, typer.Option(help="Base model: a lab checkpoint, by folder or name.")] = "base",
+    task: Task = "countdown",
     rank: Annotated[int, typer.Option(min=1, max=128, help="Rank of the trained change.")] = 16,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 300,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of 512 tokens.")] = 32,
-    count: Annotated[int, typer.Option(min=1, help="Beginnings of solutions to measure the judge on.")] = 1000,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of problems and weights.")] = 0,
+    replies: OwnReplies = None,
+    held_out: HeldOut = 1024,
+    device: Device = None,
+    seed: Seed = 0,
 ) -> None:
-    """Train a process reward model: a judge of the beginnings of solutions."""
-    from kvasir.lab.adapters.reward import Plan, train
+    """Train a model to say in one token whether starting its reply again would do no better."""
     from kvasir.lab.drafters.training import default_device
-    from kvasir.models import checkpoint
+    from kvasir.lab.rewards.self_evaluation import REPLIES, Plan, train
 
     check_output(out / "config.json", make=True)
-    plan = Plan(task, rank=rank, steps=steps, rows=rows, count=count, seed=seed)
-    train(plan, checkpoint.resolve(target), out, device=device or default_device())
+    place = device or default_device()
+    count = replies or REPLIES.get(place.split(":")[0], REPLIES["cpu"])
+    train(Plan(task, rank, steps, rows, count, held_out=held_out, seed=seed), target, out, device=place)
 
 
 @app.command()

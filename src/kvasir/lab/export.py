@@ -80,13 +80,25 @@ def _write(weights: dict[str, torch.Tensor], folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def export(model: Model, tokenizer: Tokenizer, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write weights, config, generation defaults and tokenizer into ``folder``."""
+def export(
+    model: Model,
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    score_E: torch.Tensor | None = None,
+) -> None:
+    """Write weights, config, generation defaults and tokenizer into ``folder``.
+
+    ``score_E`` [dim]: the head of a model that scores texts, in place of the output matrix.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
-    _write(weights, folder)
     config = hf_config(model.shape, dtype)
+    if score_E is not None:
+        weights["score.weight"] = score_E.detach().to("cpu", dtype)[None].contiguous()
+        config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "right"}}
+    _write(weights, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     stops = [lab_tokenizer.SPECIAL.index(t) for t in ("<eos>", "<|im_end|>")]
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": stops, "pad_token_id": config["pad_token_id"]}
@@ -94,15 +106,18 @@ def export(model: Model, tokenizer: Tokenizer, folder: str | Path, dtype: torch.
     lab_tokenizer.write(tokenizer, folder, model.shape.positions)
 
 
-def load(folder: str | Path, device: str | torch.device = "cpu") -> Model:
+def load(
+    folder: str | Path, device: str | torch.device = "cpu", weights: dict[str, torch.Tensor] | None = None
+) -> Model:
     """Load the lab's own model with the weights of ``folder``, in fp32.
 
-    Raises ConfigError for a folder that is not a lab checkpoint.
+    ``weights``: those to take, where the folder has others as well (None: all). Raises ConfigError for a folder that is
+    not a lab checkpoint.
     """
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
-        weights = dict(read_tensors(folder))
+        weights = dict(read_tensors(folder)) if weights is None else weights
     except (OSError, json.JSONDecodeError, ConfigError) as e:
         raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
     if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings"):

@@ -165,11 +165,34 @@ def complete_all(
 
     None: the prompt leaves no room for a reply.
     """
+    coded = [e.ids for e in tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)]
+    stop_ids = [tokenizer.token_to_id(t) for t in STOPS]
+    found = continue_all(model, coded, max_new, stop_ids, temperature=temperature, seed=seed, complete=complete)
+    replies: list[str | None] = [None] * len(found)
+    known = [i for i, ids in enumerate(found) if ids is not None]
+    texts = tokenizer.decode_batch([found[i] or [] for i in known], skip_special_tokens=True)
+    for i, text in zip(known, texts, strict=True):
+        replies[i] = text
+    return replies
+
+
+def continue_all(
+    model: Model,
+    coded: Sequence[Sequence[int]],
+    max_new: int,
+    stop_ids: Sequence[int],
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    complete: Callable[..., list[list[int]]] = complete,
+) -> list[list[int] | None]:
+    """Continue any number of texts (ids), in batches that fit the device; stop tokens are left out.
+
+    None: the text leaves no room.
+    """
     device = model.model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    stop_ids = [tokenizer.token_to_id(t) for t in STOPS]
-    coded = [e.ids for e in tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)]
-    replies: list[str | None] = [None] * len(coded)
+    replies: list[list[int] | None] = [None] * len(coded)
     waiting = sorted(
         (i for i, ids in enumerate(coded) if len(ids) < model.shape.positions), key=lambda i: len(coded[i])
     )
@@ -187,6 +210,6 @@ def complete_all(
         new = complete(
             model, [coded[i] for i in chosen], max_new, stop_ids, temperature=temperature, generator=generator
         )
-        for i, text in zip(chosen, tokenizer.decode_batch(new, skip_special_tokens=True), strict=True):
-            replies[i] = text
+        for i, ids in zip(chosen, new, strict=True):
+            replies[i] = ids
     return replies

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kvasir.decoding.confidence import summed_up
+from kvasir.errors import ConfigError, nearest
 from kvasir.scaling.ledger import Price
 
 Finish = Literal["stop", "length", "cancelled", "group"]
@@ -41,7 +42,8 @@ class Caps:
 
     ``tokens``: token ids go in and out, so a reply can be continued, forked and cut (`Seq`). ``logprobs``: confidence
     of generated tokens. ``score``: confidence of any text. ``choose``: a distribution over given next tokens. ``fork``:
-    n samples compute the prompt once. ``schema`` and ``bound``: what a `Shape` asks for.
+    n samples compute the prompt once. ``schema`` and ``bound``: what a `Shape` asks for. ``reward``: its scores are
+    those of a reward model (`Score.reward`). ``writes``: it writes replies, which a reward model does not.
     """
 
     tokens: bool = False
@@ -51,6 +53,8 @@ class Caps:
     fork: bool = False
     schema: bool = False
     bound: bool = False
+    reward: bool = False
+    writes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +141,15 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Sample))
 class Score:
     """The score of a given text under a prompt.
 
-    ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: number of scored tokens.
+    ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: number of scored tokens. ``reward``: the
+    score of a reward model, from 0 to 1, which has no other one.
     """
 
     confidence: float
     logprob: float
     tokens: int
     lowest: float | None = None
+    reward: float | None = None
 
 
 @dataclass(slots=True)
@@ -228,6 +234,15 @@ class Endpoint(abc.ABC):
     async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
         """Log-probability of each option as the next token; the options' probabilities sum to 1."""
         raise Refused(f"{self.name} cannot choose")
+
+
+def find(endpoints: Sequence[Endpoint], name: str) -> Endpoint:
+    """The endpoint called ``name``. Raises ConfigError."""
+    for endpoint in endpoints:
+        if endpoint.name == name:
+            return endpoint
+    names = [e.name for e in endpoints]
+    raise ConfigError(f"no model named '{name}' in this run; there are {', '.join(names)}.{nearest(name, names)}")
 
 
 # ------------------------------------------------------------------------------------------------ samples from a stream

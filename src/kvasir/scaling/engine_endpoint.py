@@ -13,11 +13,12 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import struct
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-from kvasir.client.admission import MAX_LOGPROBS, MAX_N, admit
+from kvasir.client.admission import MAX_LOGPROBS, MAX_N, admit, admit_pooling
 from kvasir.client.front import Front
 from kvasir.client.interface import EngineClient
 from kvasir.client.pieces import PIECE
@@ -28,6 +29,7 @@ from kvasir.errors import ConfigError, RequestError
 from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
 from kvasir.models.families import build_spec
+from kvasir.models.pooling import read_pooling
 from kvasir.models.text_stream import TextStream, WindowStream
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.scaling.endpoint import (
@@ -50,6 +52,7 @@ from kvasir.scaling.ledger import Price
 from kvasir.types import (
     Event,
     Grammar,
+    PoolingParams,
     ProcessorParams,
     PromptScore,
     Request,
@@ -82,7 +85,8 @@ class ClientEndpoint(Endpoint):
     faster). ``lease``: seconds for which a paused reply keeps its pages; needs the prefix cache. ``tenant``: salt of
     the prefix key. ``most``: most tokens of a reply, whatever a strategy asks for (0: no limit). ``without``: features
     of the engine not to use, to measure what they are worth: ``fork`` (the prompt once for n samples), ``score`` (the
-    score as one record) and ``group`` (a group that the engine ends itself). They change no reply.
+    score as one record) and ``group`` (a group that the engine ends itself). They change no reply. ``reward``: the
+    model is a reward model, with one score of a text and no tokens.
     """
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True, schema=True, bound=True)
@@ -101,6 +105,7 @@ class ClientEndpoint(Endpoint):
         tenant: str = "",
         most: int = 0,
         without: Sequence[str] = (),
+        reward: bool = False,
     ) -> None:
         if confidences == 1:
             raise ConfigError(
@@ -119,6 +124,8 @@ class ClientEndpoint(Endpoint):
         self.caps = dataclasses.replace(self.caps, fork="fork" not in self.without)
         # The last prompt: a call asks for its length, then for its ids.
         self._encoded: tuple[Prompt | None, list[int]] = (None, [])
+        if reward:  # such a model has no head for tokens
+            self.caps = Caps(score=True, reward=True, writes=False)
 
     async def busy_seconds(self) -> float | None:
         asked = time.monotonic()
@@ -189,6 +196,11 @@ class ClientEndpoint(Endpoint):
 
     def request(self, ids: list[int], params: SamplingParams, affinity: str, priority: int = 0) -> Request:
         """A validated request for the engine. Raises Refused for one that the engine would reject."""
+        return self._admitted(admit, ids, params, affinity, priority)
+
+    def _admitted(
+        self, admit: Callable[..., Request], ids: list[int], params: object, affinity: str, priority: int
+    ) -> Request:
         try:
             made = admit(
                 ids,
@@ -226,9 +238,11 @@ class ClientEndpoint(Endpoint):
         begin = self.ids(prompt)
         reply = (
             list(sample.ids)
-            if sample.vocabulary == self.vocabulary
+            if sample.vocabulary == self.vocabulary and (sample.ids or not sample.text)
             else self.tokenizer.encode(sample.text, add_special=False)
         )
+        if self.caps.reward:
+            return await self._reward([*begin, *reply], len(reply), prompt.affinity, usage)
         if not reply:
             raise Refused("an empty reply has no score")
         k = self.confidences or DEFAULT_CONFIDENCES
@@ -252,6 +266,16 @@ class ClientEndpoint(Endpoint):
                 found = self._scored([entry for entry in event.prompt_logprobs[len(begin) :] if entry is not None])
         assert found is not None and found.tokens == len(reply), f"{found} of {len(reply)} tokens"
         return Score(found.confidence or 0.0, found.logprob, found.tokens, found.lowest)
+
+    async def _reward(self, ids: list[int], count: int, affinity: str, usage: Usage) -> Score:
+        """The score of a reward model at the last of ``ids``, of which ``count`` are the reply's."""
+        request = self._admitted(admit_pooling, ids, PoolingParams(), affinity, FIRST)
+        found = None
+        async for event in self.events(request):
+            _count(usage, request, event)
+            found = event.pooled or found
+        assert found is not None
+        return Score(0.0, 0.0, count, reward=struct.unpack("<f", found)[0])
 
     def _scored(self, entries: Sequence[TokenLogprob]) -> PromptScore:
         """The record that the engine would have made, from the likeliest alternatives of every token."""
@@ -306,16 +330,21 @@ class EngineEndpoint(ClientEndpoint):
         path = checkpoint.resolve(model.model, model.revision)
         source = checkpoint.resolve(model.tokenizer) if model.tokenizer else path
         file = source / "tokenizer.json" if source.is_dir() else source
+        hf = checkpoint.read_config(path)
+        pooling = read_pooling(path, hf, model.task, model.model)
+        if pooling is not None and pooling.task == "embed":
+            raise ConfigError(f"{path} makes embeddings, and strategies need a model that writes or a reward model")
         super().__init__(
             open_client(with_replicas(config, replicas)),
             Tokenizer.load(source, model.chat_template),
             name or model.model or path.name,
             price=price,
-            parameters=active_params(build_spec(checkpoint.read_config(path))),
+            parameters=active_params(build_spec(hf)),
             vocabulary=hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest(),
             confidences=confidences,
             lease=lease if config.cache.enable_prefix_caching else 0.0,
             without=without,
+            reward=pooling is not None,
         )
 
     async def start(self) -> None:

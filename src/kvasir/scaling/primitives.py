@@ -18,7 +18,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvasir.errors import ConfigError, nearest
+from kvasir.errors import ConfigError
 from kvasir.scaling import endpoint as io
 from kvasir.scaling.endpoint import (
     Draft,
@@ -98,17 +98,12 @@ class Context:
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
-        return self.run.endpoints
+        """The models that write, cheapest first."""
+        return [e for e in self.run.endpoints if e.caps.writes]
 
     def endpoint(self, name: str = "") -> Endpoint:
         """The endpoint called ``name``; "" is the last and strongest one. Raises ConfigError."""
-        if not name:
-            return self.endpoints[-1]
-        for endpoint in self.endpoints:
-            if endpoint.name == name:
-                return endpoint
-        names = [e.name for e in self.endpoints]
-        raise ConfigError(f"no model named '{name}' in this run; there are {', '.join(names)}.{nearest(name, names)}")
+        return io.find(self.run.endpoints, name) if name else self.endpoints[-1]
 
     def child(self, name: str) -> Context:
         """A scope inside this one. Each name may be used once."""

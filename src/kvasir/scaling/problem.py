@@ -100,6 +100,10 @@ class Prompts:
         """Ask about the beginning of a solution; the next token is one of ``verdicts``."""
         return self.self_evaluate(problem, steps)
 
+    def solution(self, reply: str) -> str:
+        """The solution in a reply to one of these conversations, without what was written before it."""
+        return reply
+
     def plan(self, problem: Problem) -> Messages:
         """Ask for a plan as JSON: ``level`` of the problem, and ``steps`` with their difficulty and credits."""
         return self._ask(

@@ -49,18 +49,23 @@ class Strategy(Technique, abc.ABC):
 
         Strategies with tiers use all of them.
         """
-        name = getattr(self.config, "model", None)
+        name, writers = getattr(self.config, "model", None), [e for e in all_ if e.caps.writes]
         if name is None:
-            return all_
-        chosen = [e for e in all_ if e.name == name] if name else all_[-1:]
+            return writers
+        chosen = [e for e in writers if e.name == name] if name else writers[-1:]
         if not chosen:
-            raise ConfigError(f"{self.name}:model={name}: there are {', '.join(e.name for e in all_)}")
+            raise ConfigError(f"{self.name}:model={name}: there are {', '.join(e.name for e in writers)}")
         return chosen
+
+    def rewards(self) -> list[str]:
+        """The reward models that it asks, by name or folder."""
+        name = getattr(self.config, "prm", "")
+        return [name] if name else []
 
     def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
         """Refuse before the first call what cannot work. Raises ConfigError."""
-        if not all_:
-            raise ConfigError(f"{self.name} needs at least one model")
+        if not any(e.caps.writes for e in all_):
+            raise ConfigError(f"{self.name} needs at least one model that writes")
         for endpoint in self.endpoints(all_):
             lacking = [need for need in self.needs if not getattr(endpoint.caps, need)]
             if lacking:

@@ -19,6 +19,7 @@ from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.adapters.methods import METHODS, Change
 from kvasir.lab.model import Model, losses
+from kvasir.lab.task import Documents
 from kvasir.lab.training.data import Batch, Mixture, Rows
 
 LOOK = 20  # steps between two reports
@@ -95,15 +96,23 @@ def loss_of(model: Model, batch: Batch) -> torch.Tensor:
 
 
 def train(
-    plan: Plan, source: Path, out: Path, say: Callable[[str], None] = print, device: str = "cpu"
+    plan: Plan,
+    source: Path,
+    out: Path,
+    say: Callable[[str], None] = print,
+    device: str = "cpu",
+    documents: dict[str, Documents] | None = None,
 ) -> dict[str, Any]:
     """Train an adapter of the lab model in ``source`` and write its training form to ``out``. Returns the record.
 
-    Raises ConfigError for an unknown task, and where the loss is no longer a number.
+    ``documents``: ready ones, by a name that begins with ``own/``, which may stand in the place of a task. Raises
+    ConfigError for an unknown task, and where the loss is no longer a number.
     """
     model, tokenizer = export.load(source, device), lab_tokenizer.load(source)
     rows = (Rows(plan.rows, plan.length, {plan.task: 1.0}),)
     mixture = Mixture(rows, tokenizer, plan.seed, pool=plan.pool)
+    for name, ready in (documents or {}).items():
+        mixture.add(name, ready)
     grams = {}
     if METHODS[plan.method].calibrated:
         grams = calibrate(model, [mixture.batch(i)[0] for i in range(CALIBRATION)])

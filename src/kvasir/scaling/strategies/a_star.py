@@ -1,10 +1,10 @@
 """A* over solution steps (A*-Decoding, arXiv 2505.13672): always extend the most promising beginning, in k ways.
 
-A node is the beginning of a solution; f = g + h, and h = 1 - belief(node) comes from the judge. The sources that we
-read do not give the paper's g. Ours adds ``regret`` times every fall of belief along the path, which keeps f comparable
-across depths; ties go to the deeper node. The ``batch`` best nodes are expanded at once (1: the search as published).
-The search ends when the best node is a whole solution, or after ``expansions``. Then the best whole solution is the
-result, or the best beginning, written to its end.
+A node is the beginning of a solution; f = g + h, and h = 1 - belief(node) comes from the judge or reward model. The
+sources that we read do not give the paper's g. Ours adds ``regret`` times every fall of belief along the path, which
+keeps f comparable across depths; ties go to the deeper node. The ``batch`` best nodes are expanded at once (1: the
+search as published). The search ends when the best node is a whole solution, or after ``expansions``. Then the best
+whole solution is the result, or the best beginning, written to its end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 
 from kvasir.scaling.primitives import Context, Seq
 from kvasir.scaling.problem import Problem
-from kvasir.scaling.steps import STEP, belief, discard_others, step
-from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority
+from kvasir.scaling.scorer import scorer
+from kvasir.scaling.steps import STEP, ScoredStrategy, discard_others, step
+from kvasir.scaling.strategy import Result, at_least, by_majority
 
 
 @dataclass(frozen=True)
 class Config:
-    """``judge``: the model whose belief counts ("" is the writer). ``tokens``: most tokens of a step."""
+    """``judge``: the model whose belief counts ("" is the writer), or ``prm``: the reward model whose score does.
+    ``tokens``: most tokens of a step."""
 
     k: int = 4
     expansions: int = 16
@@ -28,6 +30,7 @@ class Config:
     regret: float = 1.0
     tokens: int = 64
     judge: str = ""
+    prm: str = ""
     model: str = ""
 
     def __post_init__(self) -> None:
@@ -47,12 +50,10 @@ class _Node:
     belief: float = field(compare=False, default=1.0)
 
 
-class AStar(Strategy):
-    needs = ("tokens", "choose")
-
+class AStar(ScoredStrategy):
     async def run(self, context: Context, problem: Problem) -> Result:
         c = self.config
-        writer, judge = context.endpoint(c.model), context.endpoint(c.judge or c.model)
+        writer, scored = context.endpoint(c.model), scorer(context, c)
         frontier = [_Node(0.0, 0, 0, context.open(writer, problem.messages))]
         whole: list[_Node] = []
         made, number, expanded, found = [], 0, 0, None
@@ -65,7 +66,7 @@ class AStar(Strategy):
             seqs = [seq for node in popped for seq in node.seq.fork(c.k)]
 
             async def extend(scope: Context, seq: Seq) -> float | None:
-                return await belief(scope, judge, problem, seq.text) if await step(scope, seq, STEP, c.tokens) else None
+                return await scored.belief(scope, problem, seq) if await step(scope, seq, STEP, c.tokens) else None
 
             beliefs = await context.child(f"round{expanded}").map("extend", extend, seqs)
             expanded += len(popped)

@@ -1,7 +1,8 @@
 """Beam search over solution steps against a judge (Snell et al. 2024, arXiv 2408.03314).
 
-At each step the best N / width of N beams continue, each in ``width`` ways. Pruned beams are paid for: the ledger
-counts their tokens as discarded.
+At each step the best N / width of N beams continue, each in ``width`` ways. With ``lookahead``, a beam is scored by
+where ``lookahead`` further steps at temperature 0 lead; these cost as many tokens again and are discarded. Pruned beams
+are paid for: the ledger counts their tokens as discarded.
 """
 
 from __future__ import annotations
@@ -12,37 +13,41 @@ from kvasir.errors import ConfigError
 from kvasir.scaling.endpoint import Sample
 from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem, majority
-from kvasir.scaling.steps import discard_others, extend_all
-from kvasir.scaling.strategy import Result, Strategy, at_least, result
+from kvasir.scaling.scorer import scorer
+from kvasir.scaling.steps import Lookahead, ScoredStrategy, discard_others, extend_all
+from kvasir.scaling.strategy import Result, at_least, result
 
 
 @dataclass(frozen=True)
 class Config:
-    """``judge``: the model whose belief counts ("" is the writer)."""
+    """``judge``: the model whose belief counts ("" is the writer), or ``prm``: the reward model whose score does."""
 
     N: int = 8
     width: int = 4
     steps: int = 16
     tokens: int = 64
+    lookahead: int = 0
     judge: str = ""
+    prm: str = ""
     model: str = ""
 
     def __post_init__(self) -> None:
         at_least(1, N=self.N, width=self.width, steps=self.steps, tokens=self.tokens)
+        at_least(0, lookahead=self.lookahead)
         if self.N % self.width:
             raise ConfigError(f"beam: N={self.N} must be a multiple of width={self.width}")
 
 
-class Beam(Strategy):
-    needs = ("tokens", "choose")
-
+class Beam(ScoredStrategy):
     async def run(self, context: Context, problem: Problem) -> Result:
         c = self.config
-        writer, judge = context.endpoint(c.model), context.endpoint(c.judge or c.model)
+        writer, scored = context.endpoint(c.model), scorer(context, c)
+        if c.lookahead:
+            scored = Lookahead(scored, c.lookahead, c.tokens)
         seqs = [context.open(writer, problem.messages) for _ in range(c.N)]
         beliefs, made = [0.5] * c.N, []
         for t in range(c.steps):
-            beliefs, pieces = await extend_all(context.child(f"step{t}"), judge, problem, seqs, c.tokens, beliefs)
+            beliefs, pieces = await extend_all(context.child(f"step{t}"), scored, problem, seqs, c.tokens, beliefs)
             made += [(writer.name, piece) for written in pieces for piece in written]
             if all(s.done for s in seqs) or not any(pieces) or t == c.steps - 1:
                 break

@@ -3,43 +3,54 @@
 ``by=confidence`` is free: the mean negative log-probability of the likeliest next tokens while decoding (DeepConf, Fu
 et al. 2025). ``lowest`` is that of the weakest passage, the paper's lowest group confidence. ``self``: P(yes) as the
 next token after "is your answer right?", one prompt for each reply. ``judge``: a written check, one reply for each.
-``weighted`` takes the answer whose replies' scores sum to the most. Replies that were cut off lose to those that ended.
+``prm``: the score of a reward model at the reply's last token. ``weighted`` takes the answer whose replies' scores sum
+to the most. Replies that were cut off lose to those that ended.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvasir.errors import ConfigError
 from kvasir.scaling.endpoint import Endpoint, Sample
 from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem, majority
+from kvasir.scaling.scorer import check_scorer
 from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
 
-SCORES = ("confidence", "lowest", "logprob", "self", "judge")
+SCORES = ("confidence", "lowest", "logprob", "self", "judge", "prm")
 NEEDS = {"confidence": "logprobs", "lowest": "logprobs", "logprob": "logprobs", "self": "choose"}
 
 
 @dataclass(frozen=True)
 class Config:
-    """``by``: confidence, lowest, logprob (mean a token), self or judge."""
+    """``by``: confidence, lowest, logprob (mean a token), self, judge, or prm (then ``prm`` names the reward model)."""
 
     n: int = 8
     by: str = "confidence"
     weighted: bool = False
+    prm: str = ""
     model: str = ""
 
     def __post_init__(self) -> None:
         at_least(1, n=self.n)
         if self.by not in SCORES:
             raise ConfigError(f"best_of_n:by={self.by} is not one of {', '.join(SCORES)}")
+        if (self.by == "prm") != bool(self.prm):
+            raise ConfigError("best_of_n: by=prm and prm=NAME belong together; give both or none")
 
 
 class BestOfN(Strategy):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.needs = (NEEDS[config.by],) if config.by in NEEDS else ()  # type: ignore[misc]
+
+    def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
+        super().check(all_, prompts)
+        check_scorer(self.name, self.config, all_)
 
     async def run(self, context: Context, problem: Problem) -> Result:
         endpoint = context.endpoint(self.config.model)
@@ -57,7 +68,7 @@ class BestOfN(Strategy):
         scores = [low if s is None else s for s in found]
         if self.config.weighted:
             # Weights must not be negative, otherwise many replies would count for less than one.
-            weights = [s if self.config.by in ("self", "judge") else s - low + 1e-9 for s in scores]
+            weights = [s if self.config.by in ("self", "judge", "prm") else s - low + 1e-9 for s in scores]
             chosen = majority(problem, samples, weights)
         else:
             chosen = samples[
@@ -74,6 +85,9 @@ class BestOfN(Strategy):
             return sample.lowest
         if self.config.by == "logprob":
             return None if sample.logprob is None else sample.logprob / max(1, sample.tokens)
+        if self.config.by == "prm":
+            scored = await context.score(context.endpoint(self.config.prm), problem.messages, sample)
+            return scored.reward if scored else None
         if self.config.by == "self":
             found = await context.choose(endpoint, prompts.self_evaluate(problem, sample.text), prompts.verdicts)
             return math.exp(found[prompts.verdicts[0]]) if found else 0.0

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from kvasir.errors import ConfigError
 from kvasir.scaling.primitives import Context, Seq
 from kvasir.scaling.problem import Problem
-from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
+from kvasir.scaling.scorer import scorer
+from kvasir.scaling.steps import ScoredStrategy
+from kvasir.scaling.strategy import Result, at_least, by_majority, result
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,16 @@ class Config:
     """Options of the pruning.
 
     ``prefix``: tokens before the first probe. ``keep``: share of the replies that continue. ``pick``: the surest by a
-    last probe (self), or a majority of those that continued.
+    last probe (self), or a majority of those that continued. ``judge``: the model that is asked ("" is the writer), or
+    ``prm``: the reward model whose score is the probe.
     """
 
     n: int = 8
     prefix: int = 32
     keep: float = 0.5
     pick: str = "self"
+    judge: str = ""
+    prm: str = ""
     model: str = ""
 
     def __post_init__(self) -> None:
@@ -39,12 +44,10 @@ class Config:
             raise ConfigError(f"self_eval_prune:pick={self.pick} is neither self nor majority")
 
 
-class SelfEvalPrune(Strategy):
-    needs = ("tokens", "choose")
-
+class SelfEvalPrune(ScoredStrategy):
     async def run(self, context: Context, problem: Problem) -> Result:
         c, endpoint = self.config, context.endpoint(self.config.model)
-        prompts = problem.prompts
+        probed = scorer(context, c)
 
         async def start(scope: Context, _: int) -> Seq:
             seq = scope.open(endpoint, problem.messages)
@@ -52,8 +55,7 @@ class SelfEvalPrune(Strategy):
             return seq
 
         async def probe(scope: Context, seq: Seq) -> float:
-            found = await scope.choose(endpoint, prompts.self_evaluate(problem, seq.text), prompts.verdicts)
-            return math.exp(found[prompts.verdicts[0]]) if found else 0.0
+            return await probed.belief(scope, problem, seq)
 
         async def finish(scope: Context, seq: Seq) -> None:
             if not seq.done and (left := context.run.sampling.max_tokens - seq.tokens) > 0:

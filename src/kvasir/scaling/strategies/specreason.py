@@ -34,6 +34,7 @@ class SpecReason(Strategy):
 
     def check(self, all_, prompts) -> None:
         super().check(all_, prompts)
+        all_ = self.endpoints(all_)
         if len(all_) < 2:
             raise ConfigError("specreason needs two models, the small one first: --model small --model large")
         if all_[0].vocabulary != all_[-1].vocabulary:

@@ -111,6 +111,7 @@ class Config:
 class SqueezeEvolve(Strategy):
     def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
         super().check(all_, prompts)
+        all_ = self.endpoints(all_)
         c = self.config
         if len(all_) > 1 and len(c.bounds) != len(all_) - 1:
             raise ConfigError(
