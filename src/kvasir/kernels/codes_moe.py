@@ -21,7 +21,8 @@ import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
-from kvasir.kernels.codes_gemv import Coded, _one_row_codes, expert_at, factor_of, multiply, scales_of, weights_of
+from kvasir.kernels.code_tiles import expert_at, factor_of, scales_of, weights_of
+from kvasir.kernels.codes_gemv import Coded, _one_row_codes, multiply
 from kvasir.kernels.gemv import UNGATED
 from kvasir.kernels.moe_routing import Routing
 
