@@ -20,9 +20,9 @@ import torch
 from kvasir import tuned
 from kvasir.kernels import k_codes
 from kvasir.kernels import weight_codes as codes
-from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
+from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
-from kvasir.kernels.code_tiles import expert_at, factor_of, load_codes, scales_of, weights_of
+from kvasir.kernels.code_tiles import expert_at, factor_of, load_codes, load_scales, scales_of, tile_of, weights_of
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, gemv_reference, join
 
 LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3, "fp6": 4, "q6_k": 5, "q4_k": 6}
@@ -69,7 +69,8 @@ class Coded:
         assert not self.group or block_k % self.group == 0, "a block of whole groups"
         return {"B": self.codes.shape[-1], "G": self.num_groups, "BYTES": block_k // self.pair,
                 "GROUP": self.group, "GROUPS": block_k // self.group if self.group else 1, "PAIR": self.pair,
-                "LAYOUT": LAYOUTS[self.layout], "ZEROS": self.layout == "u4" and self.more is not None}
+                "LAYOUT": LAYOUTS[self.layout], "ZEROS": self.layout == "u4" and self.more is not None,
+                "ASM": not INTERPRETED}
 
     def numbers(self) -> torch.Tensor:
         """The matrix fp32 [..., N, K]."""
@@ -97,12 +98,18 @@ def codes_gemv_reference(x_TK: torch.Tensor, w: Coded, **options: object) -> tor
 
 
 @jit
-def _inputs(x_ptr, norm_ptr, k, squares, K, NORM: tl.constexpr):
+def _inputs(x_ptr, norm_ptr, k, squares, K, WHOLE: tl.constexpr, NORM: tl.constexpr):
     """Inputs k of one row in fp32, times the norm's weight, and the running squares."""
-    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    if WHOLE:
+        x = tl.load(x_ptr + k).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if NORM:
         squares += x * x
-        x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        if WHOLE:
+            x *= tl.load(norm_ptr + k).to(tl.float32)
+        else:
+            x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     return x, squares
 
 
@@ -110,7 +117,7 @@ def _inputs(x_ptr, norm_ptr, k, squares, K, NORM: tl.constexpr):
 def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_ptr, residual_ptr, eps,
                    OUT, K, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                    GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                   WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+                   ASM: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
                    RESIDUAL: tl.constexpr, PDL: tl.constexpr, ids_ptr=None, EXPERTS: tl.constexpr = False):
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end.
 
@@ -126,7 +133,6 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
         bias_ptr += expert * (2 * OUT if KIND >= 0 else OUT)
         y_ptr += tl.program_id(1) * OUT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    b = tl.arange(0, BYTES)
     live = n < OUT
     at = w_ptr + n.to(tl.int64)[:, None] * B
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
@@ -134,35 +140,43 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
     high_up_at = high_ptr + (n.to(tl.int64) + OUT)[:, None] * (B // 2)
     if PDL and not EXPERTS:
         tl.extra.cuda.gdc_launch_dependents()
-    w = load_codes(at, high_at, live, b, B, LAYOUT, WHOLE)
+    w = load_codes(at, high_at, live, 0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+    s, z = load_scales(w_scale_ptr, more_ptr, n, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
     if KIND >= 0:
-        w_up = load_codes(up_at, high_up_at, live, b, B, LAYOUT, WHOLE)
+        w_up = load_codes(up_at, high_up_at, live, 0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+        s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + OUT, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
     if PDL and not EXPERTS:
         tl.extra.cuda.gdc_wait()
-    squares = tl.zeros([BYTES], tl.float32)
+    squares = tl.zeros([PAIR * BYTES], tl.float32)
     acc = tl.zeros([BLOCK_N, BYTES], tl.float32)
     acc_up = acc
     for b0 in range(0, B, BYTES):
-        later = b0 + BYTES + b
         left = live & (b0 + BYTES < B)
-        ahead = load_codes(at, high_at, left, later, B, LAYOUT, False)  # is on its way while this block is multiplied
+        group = (b0 // BYTES + 1) * GROUPS
+        # What the next block needs is on its way while this one is multiplied.
+        ahead = load_codes(at, high_at, left, b0 + BYTES, B, LAYOUT, BLOCK_N, BYTES, False)
+        s_ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, left, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
         if KIND >= 0:
-            ahead_up = load_codes(up_at, high_up_at, left, later, B, LAYOUT, False)
-        x_even, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * PAIR, squares, K, NORM)
-        s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-        even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            ahead_up = load_codes(up_at, high_up_at, left, b0 + BYTES, B, LAYOUT, BLOCK_N, BYTES, False)
+            s_up_ahead, z_up_ahead = load_scales(w_scale_ptr, more_ptr, n + OUT, left, group, G, LAYOUT, ZEROS, GROUP,
+                                                 GROUPS)
+        x_even, squares = _inputs(x_ptr, norm_ptr, b0 * PAIR + tl.arange(0, PAIR * BYTES), squares, K, WHOLE, NORM)
+        x_odd = x_even
+        if PAIR == 2:
+            x_even, x_odd = tl.split(tl.reshape(x_even, [BYTES, 2]))
+        scale, zero = scales_of(s, z, LAYOUT)
+        even, odd = weights_of(w, scale, zero, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
         acc += even * x_even[None, :]
         if PAIR == 2:
-            x_odd, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * 2 + 1, squares, K, NORM)
             acc += odd * x_odd[None, :]
-        w = ahead
+        w, s, z = ahead, s_ahead, z_ahead
         if KIND >= 0:
-            s, z = scales_of(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = weights_of(w_up, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            scale, zero = scales_of(s_up, z_up, LAYOUT)
+            even, odd = weights_of(w_up, scale, zero, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
             acc_up += even * x_even[None, :]
             if PAIR == 2:
                 acc_up += odd * x_odd[None, :]
-            w_up = ahead_up
+            w_up, s_up, z_up = ahead_up, s_up_ahead, z_up_ahead
     y = tl.sum(acc, 1)
     factor = 1.0
     if NORM:
@@ -182,10 +196,14 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
 
 
 @jit
-def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, NORM: tl.constexpr):
+def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+             NORM: tl.constexpr):
     """Inputs k of x^T [., ROWS] in its dtype, times the norm's weight, and the running sums of squares of its rows."""
     at = x_ptr + tl.arange(0, ROWS)[None, :] * x_row + k[:, None]
-    x = tl.load(at, mask=live_m[None, :] & (k < K)[:, None], other=0.0)
+    if WHOLE:
+        x = tl.load(at, mask=live_m[None, :], other=0.0)
+    else:
+        x = tl.load(at, mask=live_m[None, :] & (k < K)[:, None], other=0.0)
     if NORM:
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 0)
@@ -194,11 +212,16 @@ def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, 
 
 
 @jit
-def multiply(acc, even, odd, x_even, x_odd, PAIR: tl.constexpr):
-    dtype = x_even.dtype
-    acc = tl.dot(even.to(dtype), x_even, acc, input_precision="ieee")
-    if PAIR == 2:
-        acc = tl.dot(odd.to(dtype), x_odd, acc, input_precision="ieee")
+def add_product(acc, w, s, z, x, LAYOUT: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+                BYTES: tl.constexpr, PAIR: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr):
+    """Add the product of a block of codes [N, BYTES] and x^T [inputs, M] to acc [N, M], but for ``factor_of``. A scale
+    that all inputs of the block share multiplies sums, in fp32."""
+    s, z = scales_of(s, z, LAYOUT)
+    a = tile_of(w, s, z, x.dtype, LAYOUT, N, GROUPS, BYTES, PAIR, ZEROS, GROUPS > 1, ASM)
+    if LAYOUT <= 1 and GROUP != 0 and GROUPS == 1:
+        acc += tl.dot(a, x, input_precision="ieee") * s
+    else:
+        acc = tl.dot(a, x, acc, input_precision="ieee")
     return acc
 
 
@@ -207,8 +230,9 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
                     bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share, OUT, K, B, G,
                     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                     GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                    STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
-                    BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+                    ASM: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+                    NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+                    PDL: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` bytes of a row of W, ``part`` [splits, T, N] fp32 and
     ``squares`` [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -216,7 +240,7 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     start = split * share
     stop = tl.minimum(start + share, B)
     m = tl.arange(0, ROWS)
-    b = tl.arange(0, BYTES)
+    k = tl.arange(0, PAIR * BYTES)
     live, live_m = n < OUT, m < rows
     at = w_ptr + n.to(tl.int64)[:, None] * B
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
@@ -224,24 +248,27 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     high_up_at = high_ptr + (n.to(tl.int64) + OUT)[:, None] * (B // 2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    group = start // BYTES * GROUPS
+    s, z = load_scales(w_scale_ptr, more_ptr, n, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    if KIND >= 0:
+        s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     acc_up = acc
     for b0 in tl.range(start, stop, BYTES, num_stages=STAGES):
-        w = load_codes(at, high_at, live, b0 + b, B, LAYOUT, WHOLE)
-        s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-        x_even, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * PAIR, live_m, squares, K, ROWS, NORM)
-        x_odd = x_even
-        if PAIR == 2:
-            x_odd, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * 2 + 1, live_m, squares, K, ROWS, NORM)
-        even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-        acc = multiply(acc, even, odd, x_even, x_odd, PAIR)
+        w = load_codes(at, high_at, live, b0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+        x, squares = _columns(x_ptr, norm_ptr, x_row, b0 * PAIR + k, live_m, squares, K, ROWS, WHOLE, NORM)
+        group = (b0 // BYTES + 1) * GROUPS
+        ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        acc = add_product(acc, w, s, z, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+        s, z = ahead, z_ahead
         if KIND >= 0:
-            w = load_codes(up_at, high_up_at, live, b0 + b, B, LAYOUT, WHOLE)
-            s, z = scales_of(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-            acc_up = multiply(acc_up, even, odd, x_even, x_odd, PAIR)
+            w = load_codes(up_at, high_up_at, live, b0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+            ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            acc_up = add_product(acc_up, w, s_up, z_up, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+            s_up, z_up = ahead, z_ahead
     acc *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
     if KIND >= 0:
         acc_up *= factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
@@ -319,24 +346,20 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
 @jit
 def _write_matrix(w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
                   GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr,
-                  ZEROS: tl.constexpr):
+                  ZEROS: tl.constexpr, ASM: tl.constexpr):
     """A block of the matrix itself."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b0 = tl.program_id(1) * BYTES
-    b = b0 + tl.arange(0, BYTES)
     live = n < rows
     wide = n.to(tl.int64)[:, None]
-    w = load_codes(w_ptr + wide * B, high_ptr + wide * (B // 2), live, b, B, LAYOUT, False)
-    s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-    s *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
-    even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+    w = load_codes(w_ptr + wide * B, high_ptr + wide * (B // 2), live, b0, B, LAYOUT, BLOCK_N, BYTES, False)
+    s, z = load_scales(w_scale_ptr, more_ptr, n, live, b0 // BYTES * GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    s, z = scales_of(s, z, LAYOUT)
+    factor = factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
+    y = tile_of(w, s, z, tl.float32, LAYOUT, BLOCK_N, GROUPS, BYTES, PAIR, ZEROS, GROUP != 0, ASM) * factor
+    k = b0 * PAIR + tl.arange(0, PAIR * BYTES)
     at = y_ptr + n.to(tl.int64)[:, None] * (B * PAIR)
-    if PAIR == 2:
-        both = tl.reshape(tl.join(even, odd), [BLOCK_N, 2 * BYTES])
-        k = 2 * b0 + tl.arange(0, 2 * BYTES)
-        tl.store(at + k[None, :], both.to(y_ptr.dtype.element_ty), mask=live[:, None] & (k < 2 * B)[None, :])
-    else:
-        tl.store(at + b[None, :], even.to(y_ptr.dtype.element_ty), mask=live[:, None] & (b < B)[None, :])
+    tl.store(at + k[None, :], y.to(y_ptr.dtype.element_ty), mask=live[:, None] & (k < B * PAIR)[None, :])
 
 
 def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:

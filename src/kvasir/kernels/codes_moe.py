@@ -21,8 +21,8 @@ import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
-from kvasir.kernels.code_tiles import expert_at, factor_of, scales_of, weights_of
-from kvasir.kernels.codes_gemv import Coded, _one_row_codes, multiply
+from kvasir.kernels.code_tiles import expert_at, factor_of, load_scales, scales_of, weights_of
+from kvasir.kernels.codes_gemv import Coded, _one_row_codes, add_product
 from kvasir.kernels.gemv import UNGATED
 from kvasir.kernels.moe_routing import Routing
 
@@ -48,7 +48,7 @@ def _grouped_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, out_ptr, order
                    N: tl.constexpr, D: tl.constexpr, B: tl.constexpr, G: tl.constexpr, TOP_K: tl.constexpr,
                    KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIR: tl.constexpr,
-                   LAYOUT: tl.constexpr, ZEROS: tl.constexpr, PDL: tl.constexpr):
+                   LAYOUT: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr):
     """One tile of pairs, BLOCK_N outputs of its expert, as ``moe._grouped`` has it. KIND of the activation >= 0: the
     matrix has gate and up, rows are gathered from x [T, D], and out [P, N] is in sorted order. Else x [P, D] is in
     sorted order and out [P, N] in the order of pairs."""
@@ -66,26 +66,28 @@ def _grouped_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, out_ptr, order
         row = pair // TOP_K if GATED else m.to(tl.int64)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         b = tl.arange(0, BYTES)
+        k = tl.arange(0, PAIR * BYTES)
         live = n < N
         w_ptr, w_scale_ptr, more_ptr = expert_at(w_ptr, w_scale_ptr, more_ptr, expert * ROWS, B, G, ZEROS)
         at = w_ptr + n.to(tl.int64)[:, None] * B
         up_at = w_ptr + (n.to(tl.int64) + N)[:, None] * B
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        s, z = load_scales(w_scale_ptr, more_ptr, n, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        if GATED:
+            s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + N, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
         for b0 in range(0, B, BYTES):
             w = _codes(at, live, b0 + b, B)
-            s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            x_even = _gathered(x_ptr, x_row, row, live_m, (b0 + b) * PAIR, D)
-            x_odd = x_even
-            if PAIR == 2:
-                x_odd = _gathered(x_ptr, x_row, row, live_m, (b0 + b) * 2 + 1, D)
-            even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-            acc = multiply(acc, even, odd, x_even, x_odd, PAIR)
+            x = _gathered(x_ptr, x_row, row, live_m, b0 * PAIR + k, D)
+            group = (b0 // BYTES + 1) * GROUPS
+            ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            acc = add_product(acc, w, s, z, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+            s, z = ahead, z_ahead
             if GATED:
                 w = _codes(up_at, live, b0 + b, B)
-                s, z = scales_of(w_scale_ptr, more_ptr, n + N, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-                even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-                acc_up = multiply(acc_up, even, odd, x_even, x_odd, PAIR)
+                ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n + N, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+                acc_up = add_product(acc_up, w, s_up, z_up, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+                s_up, z_up = ahead, z_ahead
         acc *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
         if GATED:
             acc_up *= factor_of(w_scale_ptr, more_ptr, n + N, live, LAYOUT, GROUP)[:, None]
@@ -107,7 +109,7 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
                     D: tl.constexpr, B: tl.constexpr, G: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr,
                     RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                     GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                    PDL: tl.constexpr):
+                    ASM: tl.constexpr, PDL: tl.constexpr):
     """BLOCK_N outputs of a single row from all its experts: out [N] is their weighted sum, added to its old value if
     RESIDUAL. See ``moe._down_row``."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -127,16 +129,20 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
         expert = tl.load(ids_ptr + k).to(tl.int64)
         weight = tl.load(weights_ptr + k)
         at, scale, more = expert_at(w_ptr, w_scale_ptr, more_ptr, expert * N, B, G, ZEROS)
-        factor = factor_of(scale, more, n, live, LAYOUT, GROUP)[:, None] * weight
+        own = tl.zeros([BLOCK_N, BYTES], tl.float32)
         for b0 in tl.static_range(0, B, BYTES):
             if k > 0 or b0 > 0:
                 w = _codes(at + row, live, b0 + b, B)
-            s, z = scales_of(scale, more, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = weights_of(w, s * factor, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-            d = (b0 + b) * PAIR
-            acc += even * tl.load(inner_ptr + k * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            s, z = load_scales(scale, more, n, live, b0 // BYTES * GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            s, z = scales_of(s, z, LAYOUT)
+            even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
+            d = b0 * PAIR + tl.arange(0, PAIR * BYTES)
+            x = tl.load(inner_ptr + k * D + d, mask=d < D, other=0.0).to(tl.float32)
             if PAIR == 2:
-                acc += odd * tl.load(inner_ptr + k * D + d + 1, mask=d < D, other=0.0).to(tl.float32)[None, :]
+                x, x_odd = tl.split(tl.reshape(x, [BYTES, 2]))
+                own += odd * x_odd[None, :]
+            own += even * x[None, :]
+        acc += own * (factor_of(scale, more, n, live, LAYOUT, GROUP)[:, None] * weight)
         if BIAS:
             out += weight * tl.load(bias_ptr + expert * N + n, mask=live, other=0.0).to(tl.float32)
     out += tl.sum(acc, 1)
