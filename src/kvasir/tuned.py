@@ -425,13 +425,44 @@ F8_GEMV = Tuned(
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
 )
 CODES_GEMV = Tuned(
-    (({"rows": 1}, (8, 512, 4, 1, 1)), ({"rows": 32}, (64, 128, 4, 4, 256)), ({}, (64, 64, 8, 4, 256))),
-    "Products of a few rows with other codes: outputs of a program, bytes of a block, warps, stages, and programs for "
-    "which K is split. Measured at 1, 8 and 64 rows with MXFP4; nobody measured the other formats.",
+    (
+        ({"rows": 1, "layout": "q6_k"}, (8, 1024, 4, 1, 1)),
+        ({"rows": 1, "layout": "fp6"}, (8, 1024, 4, 1, 1)),
+        ({"rows": 1, "layout": "i8"}, (8, 512, 4, 1, 1)),
+        ({"rows": 1}, (32, 128, 2, 4, 512)),
+        ({"rows": 16}, (64, 128, 4, 4, 384)),
+        ({"rows": 64, "gated": True}, (64, 128, 4, 3, 264)),
+        ({"rows": 64}, (64, 128, 4, 3, 264)),
+    ),
+    "Products of a few rows with other codes: outputs of a program, inputs of a block, warps, stages, and programs for "
+    "which K is split. Fewer than 16 outputs: the kernel without tensor cores. Chosen by the compiler's code for a "
+    "Hopper GPU; nobody measured it.",
     ("kvasir.kernels.codes_gemv.choose",),
     "NVIDIA H100",
-    ("h100/gpu_codes-mxfp4.json",),
-    "python -m tools.kernels codes RESULT.json --skip-checks",
+    (),
+    "python -m tools.kernels codes RESULT.json --quick",
+)
+CODES_MOE = Tuned(
+    (
+        ({"pairs": 8}, ((16, 64, 128, 4, 4), (16, 64, 128, 4, 4))),
+        ({"pairs": 24}, ((32, 64, 128, 4, 3), (32, 64, 128, 4, 4))),
+        ({}, ((64, 64, 128, 4, 3), (64, 64, 128, 4, 3))),
+    ),
+    "MOE_TILINGS for experts of codes in 16 bits: codes become numbers once for each tile of pairs. Chosen by the "
+    "compiler's code for a Hopper GPU; nobody measured it.",
+    ("kvasir.kernels.moe.CODE_TILINGS",),
+    "NVIDIA H100",
+    (),
+    "python -m tools.kernels codes RESULT.json --quick",
+)
+CODES_ROW = Tuned(
+    ((8, 4, 256), (8, 8, 256)),
+    "Experts of codes for a single row, gate and up, then down: outputs and warps of a program, and bytes of an output "
+    "in flight. Those of plain experts; nobody measured it.",
+    ("kvasir.kernels.codes_moe.GATE_UP_ROW", "kvasir.kernels.codes_moe.DOWN_ROW"),
+    "NVIDIA H100",
+    (),
+    "python -m tools.kernels codes RESULT.json --quick",
 )
 STREAMED_PAIRS = Tuned(
     64,

@@ -113,7 +113,7 @@ def _twice(x):
 
 
 @jit
-def _wide(pairs):
+def wide(pairs):
     """The numbers of pairs in fp32: of the even and of the odd inputs."""
     return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
 
@@ -125,9 +125,9 @@ def _multiply_add(pairs, factors, terms, ASM: tl.constexpr):
         pairs = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, factors, terms],
                                           dtype=tl.int32, is_pure=True, pack=1)
     else:
-        even, odd = _wide(pairs)
-        even_factor, odd_factor = _wide(factors)
-        even_term, odd_term = _wide(terms)
+        even, odd = wide(pairs)
+        even_factor, odd_factor = wide(factors)
+        even_term, odd_term = wide(terms)
         even = (even * even_factor + even_term).to(tl.int32, bitcast=True)
         odd = (odd * odd_factor + odd_term).to(tl.int32, bitcast=True)
         pairs = (even >> 16 & 0xFFFF) | (odd & -65536)
@@ -181,7 +181,7 @@ def weights_of(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.conste
         even = (_whole(w & 15 | w >> 4 & 48) - 32) * s
         odd = (_whole(w >> 4 & 15 | w >> 6 & 48) - 32) * s
     else:
-        even, odd = _wide(_pairs(w, s, z, LAYOUT, N, GROUPS, BYTES, ZEROS, ASM))
+        even, odd = wide(_pairs(w, s, z, LAYOUT, N, GROUPS, BYTES, ZEROS, ASM))
     if LAYOUT <= 1 and SCALED:
         s = _spread(s, N, GROUPS, BYTES)
         even *= s
@@ -213,3 +213,27 @@ def expert_at(w_ptr, scale_ptr, more_ptr, rows, B, G, ZEROS: tl.constexpr):
     else:
         more_ptr += rows
     return w_ptr + rows * B, scale_ptr + rows * G, more_ptr
+
+
+@jit
+def inputs_of(x_ptr, b, B, PAIR: tl.constexpr, WHOLE: tl.constexpr):
+    """The even and the odd inputs of the bytes b of one row, in fp32; of 8 bits all, twice. The two bf16 inputs of a
+    byte are loaded as one word, so that a layout's change moves them together: x begins at a whole word."""
+    if PAIR == 1:
+        at = x_ptr + b
+        if WHOLE:
+            even = tl.load(at).to(tl.float32)
+        else:
+            even = tl.load(at, mask=b < B, other=0.0).to(tl.float32)
+        odd = even
+    elif x_ptr.dtype.element_ty == tl.bfloat16:
+        words = x_ptr.to(tl.pointer_type(tl.int32)) + b
+        if WHOLE:
+            pairs = tl.load(words)
+        else:
+            pairs = tl.load(words, mask=b < B, other=0)
+        even, odd = wide(pairs)
+    else:
+        even = tl.load(x_ptr + 2 * b, mask=b < B, other=0.0).to(tl.float32)
+        odd = tl.load(x_ptr + 2 * b + 1, mask=b < B, other=0.0).to(tl.float32)
+    return even, odd

@@ -22,7 +22,16 @@ from kvasir.kernels import k_codes
 from kvasir.kernels import weight_codes as codes
 from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
-from kvasir.kernels.code_tiles import expert_at, factor_of, load_codes, load_scales, scales_of, tile_of, weights_of
+from kvasir.kernels.code_tiles import (
+    expert_at,
+    factor_of,
+    inputs_of,
+    load_codes,
+    load_scales,
+    scales_of,
+    tile_of,
+    weights_of,
+)
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, gemv_reference, join
 
 LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3, "fp6": 4, "q6_k": 5, "q4_k": 6}
@@ -98,22 +107,6 @@ def codes_gemv_reference(x_TK: torch.Tensor, w: Coded, **options: object) -> tor
 
 
 @jit
-def _inputs(x_ptr, norm_ptr, k, squares, K, WHOLE: tl.constexpr, NORM: tl.constexpr):
-    """Inputs k of one row in fp32, times the norm's weight, and the running squares."""
-    if WHOLE:
-        x = tl.load(x_ptr + k).to(tl.float32)
-    else:
-        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    if NORM:
-        squares += x * x
-        if WHOLE:
-            x *= tl.load(norm_ptr + k).to(tl.float32)
-        else:
-            x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    return x, squares
-
-
-@jit
 def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_ptr, residual_ptr, eps,
                    OUT, K, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                    GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
@@ -147,7 +140,8 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
         s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + OUT, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
     if PDL and not EXPERTS:
         tl.extra.cuda.gdc_wait()
-    squares = tl.zeros([PAIR * BYTES], tl.float32)
+    b = tl.arange(0, BYTES)
+    squares = tl.zeros([BYTES], tl.float32)
     acc = tl.zeros([BLOCK_N, BYTES], tl.float32)
     acc_up = acc
     for b0 in range(0, B, BYTES):
@@ -160,10 +154,14 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
             ahead_up = load_codes(up_at, high_up_at, left, b0 + BYTES, B, LAYOUT, BLOCK_N, BYTES, False)
             s_up_ahead, z_up_ahead = load_scales(w_scale_ptr, more_ptr, n + OUT, left, group, G, LAYOUT, ZEROS, GROUP,
                                                  GROUPS)
-        x_even, squares = _inputs(x_ptr, norm_ptr, b0 * PAIR + tl.arange(0, PAIR * BYTES), squares, K, WHOLE, NORM)
-        x_odd = x_even
-        if PAIR == 2:
-            x_even, x_odd = tl.split(tl.reshape(x_even, [BYTES, 2]))
+        x_even, x_odd = inputs_of(x_ptr, b0 + b, B, PAIR, WHOLE)
+        if NORM:
+            norm_even, norm_odd = inputs_of(norm_ptr, b0 + b, B, PAIR, WHOLE)
+            squares += x_even * x_even
+            x_even *= norm_even
+            if PAIR == 2:
+                squares += x_odd * x_odd
+                x_odd *= norm_odd
         scale, zero = scales_of(s, z, LAYOUT)
         even, odd = weights_of(w, scale, zero, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
         acc += even * x_even[None, :]
@@ -326,6 +324,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
     programs = cdiv(outputs, config.block_n)
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
+        assert x_TK.data_ptr() % 4 == 0, "the two inputs of a byte are one word"
         _one_row_codes[(programs,)](x_TK, *planes, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
         return y_TO
     share = cdiv(cdiv(width // w.pair, size), config.splits) * size
@@ -377,9 +376,10 @@ def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
 
 def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config:
     """Config for ``num_rows`` rows of codes and ``rows`` rows of x, 1 to 64."""
-    block_n, size, warps, stages, programs = tuned.look_up(tuned.CODES_GEMV.value, rows=rows)
-    block_k = max(w.group or 1, min(size * w.pair, next_power_of_2(w.num_inputs)))
-    if rows == 1:
+    block_n, block_k, warps, stages, programs = tuned.look_up(tuned.CODES_GEMV.value, rows=rows, layout=w.layout,
+                                                              gated=gated)
+    block_k = max(w.group or 1, 16 * w.pair, min(block_k, next_power_of_2(w.num_inputs)))
+    if block_n < 16:
         return Config(block_n, block_k, warps)
     outputs, splits = num_rows // 2 if gated else num_rows, 1
     while cdiv(outputs, block_n) * splits < programs and w.num_inputs // (2 * splits) >= SHORTEST:

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
-from kvasir.kernels.code_tiles import expert_at, factor_of, load_scales, scales_of, weights_of
+from kvasir.kernels.code_tiles import expert_at, factor_of, inputs_of, load_scales, scales_of, weights_of
 from kvasir.kernels.codes_gemv import Coded, _one_row_codes, add_product
 from kvasir.kernels.gemv import UNGATED
 from kvasir.kernels.moe_routing import Routing
 
-ROW_N, ROW_WARPS = 8, 4  # outputs and warps of a program for one row; unmeasured, those of plain experts
-ROW_BYTES = 256  # of codes of one output in flight: 16 a thread
-SUMS = 1024  # of a product, and as many of up, that a warp holds: with twice as many, the compiler spills
+# For a single row: outputs and warps of a program, and bytes of codes of one output in flight.
+GATE_UP_ROW, DOWN_ROW = tuned.CODES_ROW.value
 
 
 @jit
@@ -136,12 +136,10 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
             s, z = load_scales(scale, more, n, live, b0 // BYTES * GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
             s, z = scales_of(s, z, LAYOUT)
             even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
-            d = b0 * PAIR + tl.arange(0, PAIR * BYTES)
-            x = tl.load(inner_ptr + k * D + d, mask=d < D, other=0.0).to(tl.float32)
+            x_even, x_odd = inputs_of(inner_ptr + k * D, b0 + b, B, PAIR, False)
+            own += even * x_even[None, :]
             if PAIR == 2:
-                x, x_odd = tl.split(tl.reshape(x, [BYTES, 2]))
                 own += odd * x_odd[None, :]
-            own += even * x[None, :]
         acc += own * (factor_of(scale, more, n, live, LAYOUT, GROUP)[:, None] * weight)
         if BIAS:
             out += weight * tl.load(bias_ptr + expert * N + n, mask=live, other=0.0).to(tl.float32)
@@ -174,7 +172,6 @@ def grouped_codes(x: torch.Tensor, w: Coded, bias: torch.Tensor | None, out_PN: 
     """Write one of the two products of all pairs; see ``_grouped_codes``. ``tile``: pairs, outputs, inputs, warps and
     stages. ``activation`` None: it is that of ``down``."""
     (pairs, outputs, inputs, warps, stages), num_outputs = tile, out_PN.shape[1]
-    outputs = min(outputs, SUMS * warps // pairs)
     _grouped_codes[(cdiv(num_outputs, outputs), len(routing.tiles))](
         x, *planes_of(w), x if bias is None else bias, out_PN, routing.order, routing.tiles, routing.num_tiles,
         x.stride(0), N=num_outputs,
@@ -187,22 +184,24 @@ def gate_up_row_codes(x_1D: torch.Tensor, w: Coded, bias: torch.Tensor | None, i
                       norm: tuple[torch.Tensor, float] | None, activation: str, early: dict[str, bool]) -> None:
     """Write activation(gate) * up of a single row's experts ``ids`` [K]: [K, N], after the norm."""
     num_outputs, norm_D, eps = out_KN.shape[1], *(norm or (x_1D, 0.0))
-    constants = w.constants(block_of(w, min(ROW_BYTES * w.pair, next_power_of_2(w.num_inputs))))
-    whole = w.codes.shape[-1] % constants["BYTES"] == 0 and num_outputs % ROW_N == 0
-    _one_row_codes[(cdiv(num_outputs, ROW_N), len(ids))](
+    block_n, warps, size = GATE_UP_ROW
+    constants = w.constants(block_of(w, min(size * w.pair, next_power_of_2(w.num_inputs))))
+    whole = w.codes.shape[-1] % constants["BYTES"] == 0 and num_outputs % block_n == 0
+    _one_row_codes[(cdiv(num_outputs, block_n), len(ids))](
         x_1D, *w.pointers(), out_KN, norm_D, x_1D if bias is None else bias, out_KN, eps, num_outputs, w.num_inputs,
-        **constants, BLOCK_N=ROW_N, WHOLE=whole, NORM=norm is not None, BIAS=bias is not None,
-        KIND=KINDS[ACTIVATIONS[activation]], RESIDUAL=False, ids_ptr=ids, EXPERTS=True, num_warps=ROW_WARPS, **early)
+        **constants, BLOCK_N=block_n, WHOLE=whole, NORM=norm is not None, BIAS=bias is not None,
+        KIND=KINDS[ACTIVATIONS[activation]], RESIDUAL=False, ids_ptr=ids, EXPERTS=True, num_warps=warps, **early)
 
 
 def down_row_codes(inner_KD: torch.Tensor, w: Coded, bias: torch.Tensor | None, ids: torch.Tensor,
                    weights: torch.Tensor, out_1N: torch.Tensor, residual: bool, early: dict[str, bool]) -> None:
     """Write, or add to ``out_1N``, the weighted sum of a single row's experts."""
-    num_outputs, inputs = out_1N.shape[1], min(ROW_BYTES * w.pair, next_power_of_2(w.num_inputs))
-    _down_row_codes[(cdiv(num_outputs, ROW_N),)](
+    num_outputs, (block_n, warps, size) = out_1N.shape[1], DOWN_ROW
+    inputs = min(size * w.pair, next_power_of_2(w.num_inputs))
+    _down_row_codes[(cdiv(num_outputs, block_n),)](
         inner_KD, *planes_of(w), inner_KD if bias is None else bias, ids, weights, out_1N, N=num_outputs,
-        D=w.num_inputs, TOP_K=len(ids), BIAS=bias is not None, RESIDUAL=residual, BLOCK_N=ROW_N,
-        **w.constants(block_of(w, inputs)), num_warps=2 * ROW_WARPS, **early)
+        D=w.num_inputs, TOP_K=len(ids), BIAS=bias is not None, RESIDUAL=residual, BLOCK_N=block_n,
+        **w.constants(block_of(w, inputs)), num_warps=warps, **early)
 
 
 # ------------------------------------------------------------------------------------------------------------ test grid
