@@ -246,9 +246,11 @@ def time_tiles(what: Any, rows: int, run: Callable[[], None]) -> dict[str, float
     """Microseconds of a layer for every shape of tile that is tried, the fastest first."""
     spent = {}
     if rows == 1:
-        for name in ("GATE_UP_ROW", "DOWN_ROW"):
+        usual = {is_gated: codes_moe.row_shape(is_gated) for is_gated in (True, False)}
+        for is_gated, name in ((True, "gate_up"), (False, "down")):
             for shape in ROW_SHAPES:
-                with mock.patch.object(codes_moe, name, shape):
+                shapes = usual | {is_gated: shape}
+                with mock.patch.object(codes_moe, "row_shape", shapes.__getitem__):
                     spent[f"{name} {shape}"] = tried((what, name, shape), partial(graph_seconds, run, 7))
     else:
         tiles = TILES[8 if rows * OSS.top_k <= 8 * OSS.num_experts else 256]

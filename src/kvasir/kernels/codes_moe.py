@@ -27,9 +27,6 @@ from kvasir.kernels.codes_gemv import Coded, _one_row_codes, add_product
 from kvasir.kernels.gemv import UNGATED
 from kvasir.kernels.moe_routing import Routing
 
-# For a single row: outputs and warps of a program, and bytes of codes of one output in flight.
-GATE_UP_ROW, DOWN_ROW = tuned.CODES_ROW.value
-
 
 @jit
 def _codes(at, live, b, B):
@@ -150,6 +147,11 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
 # ------------------------------------------------------------------------------------------------------------ launchers
 
 
+def row_shape(gated: bool) -> tuple[int, int, int]:
+    """Outputs and warps of a program for a single row, and bytes of codes of one output in flight."""
+    return tuned.look_up(tuned.CODES_ROW.value, gated=gated)
+
+
 def block_of(w: Coded, inputs: int) -> int:
     """Inputs that a program takes at a time: about so many, in whole groups."""
     return max(inputs, w.group, 16 * w.pair)
@@ -184,7 +186,7 @@ def gate_up_row_codes(x_1D: torch.Tensor, w: Coded, bias: torch.Tensor | None, i
                       norm: tuple[torch.Tensor, float] | None, activation: str, early: dict[str, bool]) -> None:
     """Write activation(gate) * up of a single row's experts ``ids`` [K]: [K, N], after the norm."""
     num_outputs, norm_D, eps = out_KN.shape[1], *(norm or (x_1D, 0.0))
-    block_n, warps, size = GATE_UP_ROW
+    block_n, warps, size = row_shape(True)
     constants = w.constants(block_of(w, min(size * w.pair, next_power_of_2(w.num_inputs))))
     whole = w.codes.shape[-1] % constants["BYTES"] == 0 and num_outputs % block_n == 0
     _one_row_codes[(cdiv(num_outputs, block_n), len(ids))](
@@ -196,7 +198,7 @@ def gate_up_row_codes(x_1D: torch.Tensor, w: Coded, bias: torch.Tensor | None, i
 def down_row_codes(inner_KD: torch.Tensor, w: Coded, bias: torch.Tensor | None, ids: torch.Tensor,
                    weights: torch.Tensor, out_1N: torch.Tensor, residual: bool, early: dict[str, bool]) -> None:
     """Write, or add to ``out_1N``, the weighted sum of a single row's experts."""
-    num_outputs, (block_n, warps, size) = out_1N.shape[1], DOWN_ROW
+    num_outputs, (block_n, warps, size) = out_1N.shape[1], row_shape(False)
     inputs = min(size * w.pair, next_power_of_2(w.num_inputs))
     _down_row_codes[(cdiv(num_outputs, block_n),)](
         inner_KD, *planes_of(w), inner_KD if bias is None else bias, ids, weights, out_1N, N=num_outputs,
