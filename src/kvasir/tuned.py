@@ -388,6 +388,7 @@ CODES_GEMV = Tuned(
         ({"rows": 1, "bits": 4}, (32, 128, 2, 4, 512)),
         ({"rows": 1}, (8, 512, 4, 1, 1)),
         ({"rows": 16}, (64, 128, 4, 4, 384)),
+        ({"gated": True}, (64, 128, 4, 3, 132)),
         ({}, (64, 128, 4, 3, 264)),
     ),
     "Products of a few rows with other codes: outputs of a program, inputs of a block, warps, stages, and programs for "

@@ -2,9 +2,12 @@
 streaming the codes once.
 
 These are the two kernels of ``kernels.gemv`` with the same work fused in: norm before, bias, gate and residual after,
-and the early start. A byte of two codes is loaded once; the even and the odd inputs of x are loaded apart, so codes
-never change places. One row: numbers times scales are summed in fp32. Several rows go through tensor cores with the
-numbers times their group's scale, rounded to x's type; a scale of the whole tensor or of an output multiplies the sum.
+and the early start. ``kernels.code_tiles`` makes numbers of the codes.
+
+Several rows, or one where that is faster, go through tensor cores. Their numbers are exact in bf16 and so is their
+scale in ``mxfp4`` and ``nvfp4``. In ``u4`` and ``i8`` a scale that a block of inputs shares multiplies the block's sums
+in fp32; several scales multiply numbers, which rounds them. A scale of the whole tensor or of an output multiplies the
+sum. The kernel without tensor cores sums numbers times scales in fp32.
 
 Bytes: those of the planes. Legend: T rows, K inputs, N rows of W (F of gate, then F of up, where they are gated), O
 outputs, G groups of inputs.

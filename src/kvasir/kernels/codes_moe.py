@@ -1,12 +1,9 @@
 """Products of experts whose weights are codes with scales by group: ``kernels.moe`` launches them where the matrices
 are ``codes_gemv.Coded``.
 
-The codes stay packed in memory and become numbers in registers: even and odd inputs of x are loaded apart, as in
-``kernels.codes_gemv``, whose kernel of one row takes the gate and up of a row's experts, too. A tile of pairs is a
-product W x^T: the weights are the left side, which tensor cores of Hopper read from registers.
-
-Several rows take numbers times their group's scale, rounded to x's type: exact for ``mxfp4`` and ``nvfp4`` in bf16. A
-scale of an output or of the tensor multiplies the sum.
+The codes stay packed in memory and become numbers in registers, as in ``kernels.codes_gemv``, whose kernel of one row
+takes the gate and up of a row's experts, too. A tile of pairs is a product W x^T: the weights are the left side, which
+tensor cores of Hopper read from registers.
 
 Bytes: those of the planes of every expert that has rows, once for each tile of its pairs. Legend: T rows, X experts, K
 experts per row, P = T * K pairs, N outputs and D inputs of one product, B bytes and G groups of a row of W.
