@@ -422,9 +422,9 @@ CODES_MOE = Tuned(
     "python -m tools.kernels codes RESULT.json --quick",
 )
 CODES_ROW = Tuned(
-    (({"gated": True}, (8, 4, 256)), ({}, (8, 8, 256))),
-    "Experts of codes for a single row: outputs and warps of a program, and bytes of an output in flight. Those of "
-    "plain experts; nobody measured it.",
+    (({"gated": True}, (8, 4, 256)), ({}, (4, 4, 512))),
+    "Experts of codes for a single row: outputs and warps of a program, and bytes of an output in flight. By the "
+    "compiler's code for a Hopper GPU; nobody measured it.",
     ("kvasir.kernels.codes_moe.row_shape",),
     "NVIDIA H100",
     (),

@@ -108,6 +108,7 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
     RESIDUAL. See ``moe._down_row``."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.arange(0, BYTES)
+    wide_b = tl.broadcast_to(b[None, :], [BLOCK_N, BYTES])  # in the layout of the codes: nothing changes places
     live = n < N
     acc = tl.zeros([BLOCK_N, BYTES], tl.float32)
     out = tl.zeros([BLOCK_N], tl.float32)
@@ -130,10 +131,10 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
             s, z = load_scales(scale, more, n, live, b0 // BYTES * GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
             s, z = scales_of(s, z, LAYOUT)
             even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
-            x_even, x_odd = inputs_of(inner_ptr + k * D, b0 + b, B, PAIR, False)
-            own += even * x_even[None, :]
+            x_even, x_odd = inputs_of(inner_ptr + k * D, b0 + wide_b, B, PAIR, False)
+            own += even * x_even
             if PAIR == 2:
-                own += odd * x_odd[None, :]
+                own += odd * x_odd
         acc += own * (factor_of(scale, more, n, live, LAYOUT, GROUP)[:, None] * weight)
         if BIAS:
             out += weight * tl.load(bias_ptr + expert * N + n, mask=live, other=0.0).to(tl.float32)
