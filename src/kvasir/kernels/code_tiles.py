@@ -119,7 +119,7 @@ def wide(pairs):
 
 
 @jit
-def _multiply_add(pairs, factors, terms, ASM: tl.constexpr):
+def multiply_add(pairs, factors, terms, ASM: tl.constexpr):
     """Pairs times factors plus terms, which are pairs: exact here, since every result is in bf16."""
     if ASM:
         pairs = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, factors, terms],
@@ -145,16 +145,16 @@ def _pairs(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
             terms = _spread(_twice(-128.0 - z), N, GROUPS, BYTES)
         else:
             terms = tl.full([1, 1], -1022835960, tl.int32)  # -136
-        pairs = _multiply_add((wide * 0x1001) & 0x000F000F | 0x43004300, tl.full([1, 1], 0x3F803F80, tl.int32), terms,
+        pairs = multiply_add((wide * 0x1001) & 0x000F000F | 0x43004300, tl.full([1, 1], 0x3F803F80, tl.int32), terms,
                               ASM)
     elif LAYOUT == 4:
         both = wide & 0xF | (wide & 0xF0) << 12 | (wide & 0x300) >> 4 | (wide & 0xC00) << 10
-        pairs = _multiply_add((both & 0x001F001F) << 5 | (both & 0x00200020) << 10,
+        pairs = multiply_add((both & 0x001F001F) << 5 | (both & 0x00200020) << 10,
                               tl.full([1, 1], 0x7D807D80, tl.int32), tl.full([1, 1], -2147450880, tl.int32), ASM)
     else:
         bits = (wide * 0x40040) & 0x01C001C0 | (wide * 0x01001000) & -2147450880
         factors = _spread(_twice(s * 1.9807040628566084e28), N, GROUPS, BYTES)  # 2^(126 - 32)
-        pairs = _multiply_add(bits, factors, tl.full([1, 1], -2147450880, tl.int32), ASM)
+        pairs = multiply_add(bits, factors, tl.full([1, 1], -2147450880, tl.int32), ASM)
     return pairs
 
 
@@ -190,19 +190,28 @@ def weights_of(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.conste
 
 
 @jit
+def in_order(pairs, dtype: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr):
+    """The numbers of pairs [N, WORDS] in ``dtype`` and in the order of their inputs: [N, 2 WORDS]."""
+    if dtype == tl.bfloat16:
+        even = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        odd = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        even, odd = wide(pairs)
+    return tl.reshape(tl.join(even.to(dtype), odd.to(dtype)), [N, 2 * WORDS])
+
+
+@jit
 def tile_of(w, s, z, dtype: tl.constexpr, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
             BYTES: tl.constexpr, PAIR: tl.constexpr, ZEROS: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr):
     """``weights_of`` as [N, inputs] in ``dtype``, in the order of the inputs."""
     if dtype == tl.bfloat16 and (LAYOUT >= 2 and LAYOUT <= 4 or LAYOUT == 1 and not SCALED):
-        pairs = _pairs(w, s, z, LAYOUT, N, GROUPS, BYTES, ZEROS, ASM)
-        even = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        odd = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        y = in_order(_pairs(w, s, z, LAYOUT, N, GROUPS, BYTES, ZEROS, ASM), dtype, N, BYTES)
     else:
         even, odd = weights_of(w, s, z, LAYOUT, N, GROUPS, BYTES, ZEROS, SCALED, ASM)
-        even, odd = even.to(dtype), odd.to(dtype)
-    if PAIR == 2:
-        even = tl.reshape(tl.join(even, odd), [N, 2 * BYTES])
-    return even
+        y = even.to(dtype)
+        if PAIR == 2:
+            y = tl.reshape(tl.join(y, odd.to(dtype)), [N, 2 * BYTES])
+    return y
 
 
 @jit

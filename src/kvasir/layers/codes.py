@@ -111,7 +111,8 @@ class CodeFormat(WeightFormat):
             return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
         w, y_TN = self.coded(weight), x_TK.new_empty((rows, weight.num_outputs), dtype=torch.float32)
         x_TK, parameters = with_norm(x_TK, norm, normed_TK)
-        return codes_gemv(x_TK, w, choose(rows, weight.num_outputs, w), norm=parameters, bias_N=bias_N, out_TO=y_TN)
+        config = choose(rows, weight.num_outputs, w, True)  # that of the product: other splits would have other bits
+        return codes_gemv(x_TK, w, config, norm=parameters, bias_N=bias_N, out_TO=y_TN)
 
     def grouped(self, weight: Weight, pairs: float) -> Experts:
         w = self.coded(weight)
