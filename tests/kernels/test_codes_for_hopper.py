@@ -36,7 +36,7 @@ def test_few_rows_of_f8(rows, width, kind, dtype, compiler):
     sizes = dict.fromkeys(("OUT", "y_row", "residual_row"), outputs) | dict.fromkeys(("K", "x_row", "share"), width)
     constants = {"ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages,
                  "SPLIT": False, "WHOLE_K": width % config.block_k == 0, "WHOLE": False, "B": 0, "KIND": kind,
-                 "RESIDUAL": kind < 0, "WORDS": True, "ASM": True, **FUSED, **sizes}  # fmt: skip
+                 "RESIDUAL": kind < 0, **FUSED, **sizes}  # fmt: skip
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "scale_ptr", "bias_ptr", "residual_ptr"), dtype)
     pointers |= {"w_ptr": "u8"} | dict.fromkeys(("w_scale_ptr", "part_ptr", "squares_ptr"), "fp32")
     found = compiler("f8_gemv", "_few_rows_f8", {"num_warps": config.warps}, constants, pointers)

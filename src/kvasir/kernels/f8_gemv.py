@@ -20,7 +20,7 @@ import torch
 from kvasir import tuned
 from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
-from kvasir.kernels.code_tiles import in_order, inputs_of, multiply_add
+from kvasir.kernels.code_tiles import inputs_of
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, _rows, gemv_reference, join
 
@@ -151,32 +151,12 @@ def _one_row_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, scale_ptr, bias_ptr, residual_
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
-@jit
-def _tile(w, dtype: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr):
-    """The numbers [N, BLOCK_K] of codes. WORDS: two codes at a time, by integer operations. An instruction from FP8 to
-    bf16 does not exist, and the compiler's way takes one of a slow unit for each number. The code's bits stand in
-    bf16's places with an exponent 120 too low, so a NaN becomes 480."""
-    if WORDS:
-        both = w.to(tl.int32)
-        if ASM:
-            both = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [both], dtype=tl.int32,
-                                             is_pure=True, pack=1)
-        else:
-            both = both & 0xFF | (both & 0xFF00) << 8
-        pairs = multiply_add((both << 4) & 0x07F007F0 | (both << 8) & -2147450880,
-                             tl.full([1, 1], 0x7B807B80, tl.int32), tl.full([1, 1], -2147450880, tl.int32), ASM)
-        y = in_order(pairs, dtype, N, BLOCK_K // 2)
-    else:
-        y = from_e4m3(w, dtype)
-    return y
-
-
 @jit(do_not_specialize=["rows"])
 def _few_rows_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows,
                  x_row, y_row, residual_row, share, OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE_K: tl.constexpr,
                  WHOLE: tl.constexpr, B: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-                 RESIDUAL: tl.constexpr, PDL: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr):
+                 RESIDUAL: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` of K, ``part`` [splits, T, N] fp32 and ``squares``
     [splits, T]. B 0: a scale for each output; else ``BLOCK_N`` and ``BLOCK_K`` divide B."""
     first = tl.program_id(0) * BLOCK_N
@@ -187,50 +167,42 @@ def _few_rows_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, squares_ptr, scale_
     m = tl.arange(0, ROWS)
     k = start + tl.arange(0, BLOCK_K)
     live, live_m = n < OUT, m < rows
-    PAIR: tl.constexpr = 2 if WORDS else 1
-    COLUMNS: tl.constexpr = BLOCK_K // PAIR
-    codes = w_ptr
-    if WORDS:
-        codes = w_ptr.to(tl.pointer_type(tl.int16))
-    columns = K // PAIR
-    j = start // PAIR + tl.arange(0, COLUMNS)
-    at = codes + n.to(tl.int64)[:, None] * columns
-    up_at = codes + (n.to(tl.int64) + OUT)[:, None] * columns
+    at = w_ptr + n.to(tl.int64)[:, None] * K
+    up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * K
     s_at, s_up_at = w_scale_ptr, w_scale_ptr
     if B:
         s_at += first // B * ((K + B - 1) // B)
         s_up_at += (first + OUT) // B * ((K + B - 1) // B)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    w = _codes(at, live, j, columns, WHOLE)
+    w = _codes(at, live, k, K, WHOLE)
     if KIND >= 0:
-        w_up = _codes(up_at, live, j, columns, WHOLE)
+        w_up = _codes(up_at, live, k, K, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     dtype = x_ptr.dtype.element_ty
     x, squares = _rows(x_ptr, scale_ptr, x_row, k, live_m, tl.zeros([ROWS], tl.float32), K, ROWS, WHOLE_K, NORM)
-    acc = tl.dot(_tile(w, dtype, BLOCK_N, BLOCK_K, WORDS, ASM), x, input_precision="ieee")
+    acc = tl.dot(from_e4m3(w, dtype), x, input_precision="ieee")
     if B:
         acc *= tl.load(s_at + start // B)
     if KIND >= 0:
-        acc_up = tl.dot(_tile(w_up, dtype, BLOCK_N, BLOCK_K, WORDS, ASM), x, input_precision="ieee")
+        acc_up = tl.dot(from_e4m3(w_up, dtype), x, input_precision="ieee")
         if B:
             acc_up *= tl.load(s_up_at + start // B)
     for k0 in tl.range(BLOCK_K, stop - start, BLOCK_K, num_stages=STAGES):
-        w = _codes(at, live, k0 // PAIR + j, columns, WHOLE)
+        w = _codes(at, live, k0 + k, K, WHOLE)
         x, squares = _rows(x_ptr, scale_ptr, x_row, k0 + k, live_m, squares, K, ROWS, WHOLE_K, NORM)
         if B:
-            part = tl.dot(_tile(w, dtype, BLOCK_N, BLOCK_K, WORDS, ASM), x, input_precision="ieee")
-            acc += part * tl.load(s_at + (start + k0) // B)
+            acc += tl.dot(from_e4m3(w, dtype), x, input_precision="ieee") * tl.load(s_at + (start + k0) // B)
         else:
-            acc = tl.dot(_tile(w, dtype, BLOCK_N, BLOCK_K, WORDS, ASM), x, acc, input_precision="ieee")
+            acc = tl.dot(from_e4m3(w, dtype), x, acc, input_precision="ieee")
         if KIND >= 0:
-            w_up = _codes(up_at, live, k0 // PAIR + j, columns, WHOLE)
+            w_up = _codes(up_at, live, k0 + k, K, WHOLE)
             if B:
-                up = tl.dot(_tile(w_up, dtype, BLOCK_N, BLOCK_K, WORDS, ASM), x, input_precision="ieee")
+                up = tl.dot(from_e4m3(w_up, dtype), x, input_precision="ieee")
                 acc_up += up * tl.load(s_up_at + (start + k0) // B)
             else:
-                acc_up = tl.dot(_tile(w_up, dtype, BLOCK_N, BLOCK_K, WORDS, ASM), x, acc_up, input_precision="ieee")
+                acc_up = tl.dot(from_e4m3(w_up, dtype), x, acc_up, input_precision="ieee")
     if not B:
         acc *= tl.load(w_scale_ptr + n, mask=live, other=0.0)[:, None]
         if KIND >= 0:
@@ -240,10 +212,10 @@ def _few_rows_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, squares_ptr, scale_
         N = OUT
         if KIND >= 0:
             N = 2 * OUT
-        to = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
-        tl.store(to, acc, mask=held)
+        part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
+        tl.store(part, acc, mask=held)
         if KIND >= 0:
-            tl.store(to + OUT, acc_up, mask=held)
+            tl.store(part + OUT, acc_up, mask=held)
         if NORM:
             tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
     else:
@@ -307,8 +279,7 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
     _few_rows_f8[(programs, splits)](
         x_TK, w.bytes, w.scale, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0),
         y_TO.stride(0), share, **shape,
-        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1,
-        WORDS=width % 2 == 0, ASM=not INTERPRETED, **fused)
+        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
     if splits > 1:
         join(part, squares, y_TO, bias, eps, width, fused)
     return y_TO
