@@ -7,9 +7,11 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
-from kvasir.kernels import codes_moe, f8_gemv
-from kvasir.kernels.moe import TILINGS
+from kvasir.kernels import codes_gemv, f8_gemv
+from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels.moe import CODE_TILINGS
 from tests.kernels.hopper_compiler import compile_for_hopper
 
 pytest.importorskip("triton")
@@ -41,15 +43,49 @@ def test_few_rows_of_f8(rows, width, kind, dtype, compiler):
     assert found["shared"] <= SHARED
 
 
-@pytest.mark.parametrize("tiling", [tiling for _, tiling in TILINGS[1:]], ids=str)
+WIDE = {"i8": 0, "u4": 128, "mxfp4": 32, "nvfp4": 16, "fp6": 0}  # layouts, and inputs of a scale
+
+
+def pointers_of(layout: str, dtype: str) -> dict[str, str]:
+    """Element types of the planes, and of what is computed with them."""
+    scale = "u8" if layout in ("mxfp4", "nvfp4") else "fp32"
+    types = {"w_ptr": "i8" if layout == "i8" else "u8", "high_ptr": "u8", "w_scale_ptr": scale, "more_ptr": "fp32"}
+    types |= dict.fromkeys(("part_ptr", "squares_ptr"), "fp32")
+    return types | dict.fromkeys(("x_ptr", "y_ptr", "norm_ptr", "bias_ptr", "residual_ptr"), dtype)
+
+
+@pytest.mark.parametrize("layout, dtype", [(layout, "bf16") for layout in WIDE] + [("mxfp4", "fp32")])
+@pytest.mark.parametrize("rows, kind", [(1, -1), (16, 0), (64, -1), (64, 0)])
+def test_few_rows_of_codes(rows, kind, layout, dtype, compiler):
+    """What ``choose`` takes fits shared memory and registers, and copies blocks ahead. fp32 is for tests alone: it may
+    spill."""
+    group, width, outputs = WIDE[layout], 4096, 4096
+    pair = 1 if layout == "i8" else 2
+    planes = (torch.empty(shape, device="meta") for shape in ((2 * outputs, width // pair), (0,)))
+    w = Coded(layout, *planes, None, group)
+    config = codes_gemv.choose(rows, 2 * outputs if kind >= 0 else outputs, w, kind >= 0)
+    if config.block_n < 16:
+        pytest.skip("the kernel without tensor cores")
+    sizes = {"OUT": outputs, "y_row": outputs, "residual_row": outputs, "K": width, "x_row": width,
+             "share": width // pair, "B": width // pair, "G": w.num_groups}  # fmt: skip
+    constants = w.constants(config.block_k) | sizes | {
+        "ROWS": max(16, rows), "BLOCK_N": config.block_n, "STAGES": config.stages, "SPLIT": False, "WHOLE": True,
+        "KIND": kind, "RESIDUAL": kind < 0, "ASM": True, "NORM": False, "BIAS": False, "PDL": True}  # fmt: skip
+    pointers = pointers_of(layout, dtype)
+    found = compiler("codes_gemv", "_few_rows_codes", {"num_warps": config.warps}, constants, pointers)
+    assert found["shared"] <= SHARED
+    if dtype == "bf16":
+        assert not found["spilled"] and found["copies"] and (found["wgmma"] or found["mma"])
+
+
+@pytest.mark.parametrize("tiling", [tiling for _, tiling in CODE_TILINGS], ids=str)
 def test_experts_of_gpt_oss(tiling, compiler):
     """Both products in MXFP4, at every tiling of 16 bits."""
     pointers = {"w_ptr": "u8", "w_scale_ptr": "u8", "more_ptr": "fp32", "x_ptr": "bf16", "bias_ptr": "bf16"}
     for tile, kind in ((tiling.gate_up, 3), (tiling.down, -1)):
-        outputs = min(tile.n, codes_moe.SUMS * tile.warps // tile.m)
         constants = {"N": 2880, "D": 2880, "B": 1440, "G": 90, "TOP_K": 4, "KIND": kind, "BIAS": True, "GROUP": 32,
-                     "PAIR": 2, "LAYOUT": 2, "ZEROS": False, "PDL": True, "BLOCK_M": tile.m, "BLOCK_N": outputs,
-                     "BYTES": tile.d // 2, "GROUPS": tile.d // 32, "x_row": 2880}  # fmt: skip
+                     "PAIR": 2, "LAYOUT": 2, "ZEROS": False, "ASM": True, "PDL": True, "BLOCK_M": tile.m,
+                     "BLOCK_N": tile.n, "BYTES": tile.d // 2, "GROUPS": tile.d // 32, "x_row": 2880}  # fmt: skip
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         found = compiler("codes_moe", "_grouped_codes", options, constants, pointers)
         assert found["shared"] <= SHARED and not found["spilled"]

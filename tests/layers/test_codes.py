@@ -5,6 +5,9 @@ import torch
 
 from kvasir.kernels import weight_codes as wc
 from kvasir.layers.codes import FACTOR, HIGH, SCALE, TENSOR_SCALE
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.products import FUSED_NORM_ROWS, with_norm
+from kvasir.layers.spec import NormSpec
 from kvasir.layers.weight_format import MATRIX, Weight, load_format
 from kvasir.layers.weights import Placement
 
@@ -129,3 +132,20 @@ def test_the_bound_can_fail(name, what):
 def test_resident_bytes_are_those_of_the_codes(name, bits):
     weight = made(name, torch.randn(64, 256))
     assert weight.num_bytes * 8 == bits * 64 * 256
+
+
+def test_the_norm_of_more_rows_is_a_kernel_of_its_own():
+    """A product of few rows gets the norm's parameters, one of more rows what the norm computes: by the rows alone, so
+    that a product and its ``sums`` agree."""
+    place = Placement(torch.device("cpu"), torch.float32)
+    norm = RMSNorm(8, NormSpec(), place)
+    norm.weight.uniform_(0.5, 2)
+    few, more = torch.randn(FUSED_NORM_ROWS, 8), torch.randn(FUSED_NORM_ROWS + 1, 8)
+    for normed in (None, norm(few)):
+        x, parameters = with_norm(few, norm, normed)
+        assert x is few and parameters == norm.parameters
+    x, parameters = with_norm(more, norm, None)
+    assert parameters is None and torch.equal(x, norm(more))
+    normed = norm(more)
+    assert with_norm(more, norm, normed)[0] is normed
+    assert with_norm(more, None, more) == (more, None)

@@ -22,7 +22,7 @@ from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from tests.learn.handmade import STEPS, nano, trace_of
 
-OPTIONS = {"rows": 96, "forwards": 1, "scratch_rate": 3e-2 / MOST_SCALED}
+OPTIONS = {"rows": 96, "forwards": 1, "scratch_rate": 3e-3 / MOST_SCALED}
 
 
 class FakeEngine:
@@ -100,7 +100,7 @@ def bad_head(base, folder):
 
 
 def test_a_candidate_is_a_whole_folder_and_waits_for_its_verdict(made, base, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvasir.learn.learner.GAIN", 0.1)  # the first candidate passes
+    monkeypatch.setattr("kvasir.learn.learner.GAIN", 0.5)  # the first candidate passes
     online, engine, ring = made()
     for _ in range(8):
         if engine.of(messages.Candidate):

@@ -1,4 +1,8 @@
-"""Products with weights as codes against their references, and timed: a Llama's few rows, and experts of gpt-oss.
+"""Products with weights as codes against their references, and timed: a few rows of Llama-8B and gpt-oss-20b, experts.
+
+Few rows: every shape of tile of ``ONE`` and ``FEW`` beside bf16, the fastest first; the best of each format and number
+of rows is printed at the end, as lines for ``tuned.CODES_GEMV``. ``--quick`` times the smaller matrices. A format is
+left out where the inputs of a matrix are no whole groups.
 
 Experts: one layer of gpt-oss-20b (32 experts, 4 a row, 2880 x 2880) in each layout, as a CUDA graph over several
 layers, beside the same layer in bf16 and beside codes that are written out as bf16 for every step.
@@ -7,14 +11,21 @@ layers, beside the same layer in bf16 and beside codes that are written out as b
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 
-from kvasir.kernels import codes_gemv, gemv
+from kvasir.errors import ConfigError
+from kvasir.kernels import codes_gemv, codes_moe, gemv, moe
+from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.gemv import Config
+from kvasir.kernels.moe import Tile, Tiling
 from kvasir.layers import codes
 from kvasir.layers.ffn.moe import FFN
 from kvasir.layers.linear import Linear
@@ -36,36 +47,79 @@ from tools.kernels.frame import (
 )
 
 GRIDS = {name: Grid(cases, check, {BF16: 1, torch.float32: 1}) for name, (cases, check) in CHECKS.items()}
-FORMATS = ("mxfp4", "nvfp4", "u4:group=128", "u4:group=32,zeros=true", "i8")
-# Name -> outputs and inputs of Llama-8B.
-MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-FEW_ROWS, FEW = (1, 8, 64), [
+FORMATS = ("mxfp4", "nvfp4", "u4:group=128", "u4:group=32", "i8")
+# Name -> outputs, inputs, and whether the outputs are gate and up, of Llama-8B and of gpt-oss-20b.
+MATRICES = {
+    "qkv": (6144, 4096, False),
+    "o": (4096, 4096, False),
+    "gate_up": (28672, 4096, True),
+    "down": (4096, 14336, False),
+    "oss qkv": (5120, 2880, False),
+    "oss o": (2880, 4096, False),
+}
+QUICK = ("qkv", "o", "gate_up", "oss qkv")
+SPLITS = (1, 2, 4)
+ONE = [Config(n, k, w) for n, k, w in ((8, 1024, 4), (4, 1024, 4), (8, 512, 4))] + [
     Config(n, k, warps, stages, splits)
-    for n, k, warps in ((32, 128, 4), (32, 256, 4), (64, 256, 4), (64, 128, 8))
-    for stages in (2, 4)
-    for splits in (1, 2, 4)
-]  # fmt: skip
-ONE = [Config(n, k, w) for n in (2, 4, 8) for k in (512, 1024, 2048) for w in (4, 8)]
+    for n, k, warps, stages in ((32, 128, 2, 4), (32, 256, 2, 3), (64, 128, 4, 4))
+    for splits in SPLITS
+]
+FEW = {
+    16: ((32, 128, 2, 4), (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 8, 3)),
+    64: ((64, 128, 4, 3), (64, 64, 4, 4), (128, 128, 8, 3)),
+}
 OSS, DIM, LAYERS = (
     MoESpec(num_experts=32, top_k=4, intermediate_size=2880, renormalize=True, activation="clamped_swiglu",
             bias=True, router_bias=True),
     2880,
     3,
 )  # fmt: skip
-ROWS = (1, 2, 8, 64, 256, 512, 1024, 2048)
+ROWS = (1, 2, 8, 64, 256)
+ROW_SHAPES = ((8, 4, 256), (8, 8, 256), (4, 4, 512), (16, 8, 256))
+TILES = {
+    8: (Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 2, 4), Tile(16, 64, 256, 4, 3), Tile(16, 128, 128, 8, 3)),
+    256: (Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 8, 3)),
+}
 GPU = torch.device("cuda")
+# By format, rows and gating: by tile: times of its best split, by matrix, compared with the best of the matrix.
+Ranks = defaultdict[tuple[str, int, bool], defaultdict[tuple[int, int, int, int], dict[str, float]]]
 
 
-def coded(spec: str, n: int, k: int) -> list[Coded]:
-    """Matrices of random codes that together do not fit the L2 cache."""
+def configs(rows: int) -> list[Config]:
+    """The shapes of tile that are timed for so many rows."""
+    if rows == 1:
+        return ONE
+    tiles = next(tiles for most, tiles in FEW.items() if rows <= most)
+    return [Config(*tile, splits) for tile in tiles for splits in SPLITS]
+
+
+def coded(spec: str, n: int, k: int, cold: int = COLD_BYTES) -> list[Coded]:
+    """Matrices of random codes that take ``cold`` bytes together: by default more than the L2 cache holds."""
     place = Placement(GPU, BF16, formats=lambda slots: load_format(spec))
     found: list[Coded] = []
-    while not found or len(found) * found[0].codes.nbytes < COLD_BYTES:
+    while not found or len(found) * found[0].codes.nbytes < cold:
         weight = Linear(k, {"w": n}, bias=False, place=place).weight
         for slot in weight.slots().values():
             draw(slot.target, slot.random)
         found.append(weight.format.coded(weight))
     return found
+
+
+def usable(w: Coded, config: Config) -> bool:
+    """Whether a block of the config holds whole groups."""
+    return not w.group or config.block_k % w.group == 0
+
+
+def compile_few(spec: str, rows: int, k: int, is_gated: bool) -> None:
+    """Launch every shape of tile once: what is compiled lies in Triton's cache on disk then."""
+    try:
+        (w,) = coded(spec, 512, k, 0)
+    except ConfigError:
+        return
+    x = torch.randn(rows, k, dtype=BF16, device=GPU)
+    for config in configs(rows):
+        if usable(w, config) and config.splits <= 2:
+            codes_gemv.codes_gemv(x, w, config, activation="silu" if is_gated else None)
 
 
 def draw(target: torch.Tensor, bounds: tuple[float, float] | None) -> None:
@@ -80,26 +134,32 @@ def draw(target: torch.Tensor, bounds: tuple[float, float] | None) -> None:
         target.fill_(bounds[0])
 
 
-def time_few(report: Report, spec: str, name: str, bandwidth: float) -> None:
+def time_few(report: Report, spec: str, name: str, all_rows: Iterable[int], bandwidth: float, best: Ranks) -> None:
     """Products of a few rows: every shape of tile, and bf16 as the engine computes it."""
-    n, k = MATRICES[name]
-    matrices = coded(spec, n, k)
+    n, k, is_gated = MATRICES[name]
+    activation = "silu" if is_gated else None
+    try:
+        matrices = coded(spec, n, k)
+    except ConfigError as error:
+        print(f"{spec} {name}: left out: {error}", flush=True)
+        return
     plain = [torch.randn(n, k, device=GPU, dtype=BF16) for _ in range(2 + COLD_BYTES // (2 * n * k))]
     moved = sum(p.nbytes for p in (matrices[0].codes, matrices[0].scales, matrices[0].more) if p is not None)
-    for rows in FEW_ROWS:
+    for rows in all_rows:
         x = torch.randn(rows, k, dtype=BF16, device=GPU)
-        chosen, spent = codes_gemv.choose(rows, n, matrices[0]), {}
-        for config in dict.fromkeys([chosen, *(ONE if rows == 1 else FEW)]):
-            if matrices[0].group and config.block_k % matrices[0].group:
+        chosen, spent = codes_gemv.choose(rows, n, matrices[0], is_gated), {}
+        for config in dict.fromkeys([chosen, *configs(rows)]):
+            if not usable(matrices[0], config):
                 continue
-            calls = [partial(codes_gemv.codes_gemv, x, w, config) for w in matrices]
+            calls = [partial(codes_gemv.codes_gemv, x, w, config, activation=activation) for w in matrices]
             if (found := tried((spec, name, rows, config), partial(each, calls))) is not None:
                 spent[config] = found
-        config = gemv.choose(rows, n, k)
-        product = (lambda w, x=x: torch.mm(x, w.t())) if config is None else (
-            lambda w, x=x, c=config: gemv.gemv(x, w, c))  # fmt: skip
-        bf16 = each([partial(product, w) for w in plain])
+        bf16 = each([plain_product(x, w, activation) for w in plain])
         ranked = sorted(spent, key=spent.__getitem__)
+        for config, seconds in spent.items():
+            tile = config.block_n, config.block_k, config.warps, config.stages
+            rank = best[spec, rows, is_gated][tile]
+            rank[name] = min(seconds / spent[ranked[0]], rank.get(name, float("inf")))
         report.add(
             f"{spec} gemv {name}",
             {"rows": rows, "N": n, "K": k},
@@ -113,6 +173,25 @@ def time_few(report: Report, spec: str, name: str, bandwidth: float) -> None:
             },
         )
     report.save()
+
+
+def plain_product(x: torch.Tensor, w: torch.Tensor, activation: str | None) -> Callable[[], Any]:
+    """The product with a bf16 matrix as the engine computes it."""
+    config = gemv.choose(x.shape[0], *w.shape)
+    if config is not None:
+        return partial(gemv.gemv, x, w, config, activation=activation)
+    if activation is None:
+        return partial(torch.mm, x, w.t())
+    return lambda: gated(torch.mm(x, w.t()), ACTIVATIONS[activation])
+
+
+def print_best(best: Ranks) -> None:
+    """Print the tile with the least time on average over the matrices, compared with each one's best."""
+    for (spec, rows, is_gated), tiles in best.items():
+        mean = {tile: statistics.mean(times.values()) for tile, times in tiles.items()}
+        ranked = sorted(mean, key=mean.__getitem__)[:3]
+        found = ", ".join(f"{tile} {mean[tile]:.3f}" for tile in ranked)
+        print(f"best {spec} rows {rows}{' gated' if is_gated else ''}: {found}", flush=True)
 
 
 def make_layers(spec: str, count: int) -> list[FFN]:
@@ -131,9 +210,14 @@ def make_layers(spec: str, count: int) -> list[FFN]:
     return layers
 
 
-def time_experts(report: Report, spec: str, bandwidth: float) -> None:
-    layers = make_layers(spec, LAYERS)
-    for rows in ROWS:
+def time_experts(report: Report, spec: str, all_rows: Iterable[int], bandwidth: float) -> None:
+    """One layer of experts: as the engine runs it, and with every other tile."""
+    try:
+        layers = make_layers(spec, LAYERS)
+    except ConfigError as error:
+        print(f"{spec} experts: left out: {error}", flush=True)
+        return
+    for rows in all_rows:
         x = torch.randn(rows, DIM, device=GPU, dtype=BF16)
         active = sum(int(layer.route(x)[1].unique().numel()) for layer in layers) / len(layers)
         moved = active / OSS.num_experts * (layers[0].gate_up.num_bytes + layers[0].down.num_bytes)
@@ -150,11 +234,42 @@ def time_experts(report: Report, spec: str, bandwidth: float) -> None:
             "kernels_us": {name: round(us / LAYERS, 2) for name, us in kernel_times(run, 6).items()},
         }
         if spec != "plain":
+            metrics["tiles_us"] = time_tiles((spec, rows), rows, run)
             for name, most in (("codes_us", float("inf")), ("written_out_us", -1.0)):
                 if (found := tried((spec, rows, name), partial(with_copies, most, run))) is not None:
                     metrics[name] = round(found * 1e6, 2)
         report.add(f"{spec} experts of gpt-oss-20b", {"rows": rows}, metrics)
     report.save()
+
+
+def time_tiles(what: Any, rows: int, run: Callable[[], None]) -> dict[str, float]:
+    """Microseconds of a layer for every shape of tile that is tried, the fastest first."""
+    spent = {}
+    if rows == 1:
+        usual = {is_gated: codes_moe.row_shape(is_gated) for is_gated in (True, False)}
+        for is_gated, name in ((True, "gate_up"), (False, "down")):
+            for shape in ROW_SHAPES:
+                shapes = usual | {is_gated: shape}
+                with mock.patch.object(codes_moe, "row_shape", shapes.__getitem__):
+                    spent[f"{name} {shape}"] = tried((what, name, shape), partial(graph_seconds, run, 7))
+    else:
+        tiles = TILES[8 if rows * OSS.top_k <= 8 * OSS.num_experts else 256]
+        for tile in tiles:
+            with mock.patch.object(moe, "tiling_for", lambda *given, tile=tile: Tiling(tile, tile)):
+                spent[str(tuple(tile))] = tried((what, tile), partial(graph_seconds, run, 7))
+    known = {name: seconds for name, seconds in spent.items() if seconds is not None}
+    return {name: round(known[name] * 1e6 / LAYERS, 2) for name in sorted(known, key=known.__getitem__)}
+
+
+def compile_experts(spec: str, rows: int) -> None:
+    """Run a layer with every tile once."""
+    try:
+        (layer,) = make_layers(spec, 1)
+    except ConfigError:
+        return
+    x = torch.randn(rows, DIM, device=GPU, dtype=BF16)
+    time_tiles((spec, rows), rows, lambda: layer.forward(x))
+    layer.forward(x)
 
 
 def with_copies(most: float | None, run: Callable[[], None]) -> float:
@@ -169,6 +284,8 @@ def with_copies(most: float | None, run: Callable[[], None]) -> float:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--skip-few", action="store_true")
     parser.add_argument("--skip-experts", action="store_true")
@@ -179,12 +296,24 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     report = Report("gpu_codes", options.output)
     bandwidth, _ = measure_limits(report)
-    check_grids(report, __name__, {} if options.skip_checks else GRIDS, [])
+    names = QUICK if options.quick else tuple(MATRICES)
+    kinds = {(k, is_gated) for _, k, is_gated in (MATRICES[name] for name in names)}
+    expert_rows = [rows for rows in ROWS if not options.quick or rows in (1, 8, 64)]
+    compiling: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    for spec in options.formats:
+        if not options.skip_few:
+            compiling += [(compile_few, (spec, rows, *kind)) for rows in options.rows for kind in kinds]
+        if not options.skip_experts:
+            compiling += [(compile_experts, (spec, rows)) for rows in expert_rows]
+    check_grids(report, __name__, {} if options.skip_checks else GRIDS, compiling)
+    print(f"checked and compiled after {report.seconds:.0f} s", flush=True)
     if not options.skip_experts:
         for spec in ("plain", *options.formats):
-            time_experts(report, spec, bandwidth)
+            time_experts(report, spec, expert_rows, bandwidth)
     if not options.skip_few:
+        best: Ranks = defaultdict(lambda: defaultdict(dict))
         for spec in options.formats:
-            for name in MATRICES:
-                time_few(report, spec, name, bandwidth)
+            for name in names:
+                time_few(report, spec, name, options.rows, bandwidth, best)
+        print_best(best)
     return report.end()

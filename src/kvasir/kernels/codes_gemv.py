@@ -2,9 +2,12 @@
 streaming the codes once.
 
 These are the two kernels of ``kernels.gemv`` with the same work fused in: norm before, bias, gate and residual after,
-and the early start. A byte of two codes is loaded once; the even and the odd inputs of x are loaded apart, so codes
-never change places. One row: numbers times scales are summed in fp32. Several rows go through tensor cores with the
-numbers times their group's scale, rounded to x's type; a scale of the whole tensor or of an output multiplies the sum.
+and the early start. ``kernels.code_tiles`` makes numbers of the codes.
+
+Several rows, or one where that is faster, go through tensor cores. Their numbers are exact in bf16 and so is their
+scale in ``mxfp4`` and ``nvfp4``. In ``u4`` and ``i8`` a scale that a block of inputs shares multiplies the block's sums
+in fp32; several scales multiply numbers, which rounds them. A scale of the whole tensor or of an output multiplies the
+sum. The kernel without tensor cores sums numbers times scales in fp32.
 
 Bytes: those of the planes. Legend: T rows, K inputs, N rows of W (F of gate, then F of up, where they are gated), O
 outputs, G groups of inputs.
@@ -20,8 +23,18 @@ import torch
 from kvasir import tuned
 from kvasir.kernels import k_codes
 from kvasir.kernels import weight_codes as codes
-from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
+from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
+from kvasir.kernels.code_tiles import (
+    expert_at,
+    factor_of,
+    inputs_of,
+    load_codes,
+    load_scales,
+    scales_of,
+    tile_of,
+    weights_of,
+)
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, gemv_reference, join
 
 LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3, "fp6": 4, "q6_k": 5, "q4_k": 6}
@@ -68,7 +81,8 @@ class Coded:
         assert not self.group or block_k % self.group == 0, "a block of whole groups"
         return {"B": self.codes.shape[-1], "G": self.num_groups, "BYTES": block_k // self.pair,
                 "GROUP": self.group, "GROUPS": block_k // self.group if self.group else 1, "PAIR": self.pair,
-                "LAYOUT": LAYOUTS[self.layout], "ZEROS": self.layout == "u4" and self.more is not None}
+                "LAYOUT": LAYOUTS[self.layout], "ZEROS": self.layout == "u4" and self.more is not None,
+                "ASM": not INTERPRETED}
 
     def numbers(self) -> torch.Tensor:
         """The matrix fp32 [..., N, K]."""
@@ -96,149 +110,10 @@ def codes_gemv_reference(x_TK: torch.Tensor, w: Coded, **options: object) -> tor
 
 
 @jit
-def _bytes(at, live, b, B, WHOLE: tl.constexpr):
-    """A block of bytes. It is read once, and should not evict anything from the L2 cache."""
-    if WHOLE:
-        w = tl.load(at + b[None, :], eviction_policy="evict_first")
-    else:
-        w = tl.load(at + b[None, :], mask=live[:, None] & (b < B)[None, :], other=0, eviction_policy="evict_first")
-    return w
-
-
-@jit
-def _codes(at, high_at, live, b, B, LAYOUT: tl.constexpr, WHOLE: tl.constexpr):
-    """A block of codes, a byte each time; codes of six bits have the upper ones of both above the byte."""
-    w = _bytes(at, live, b, B, WHOLE)
-    if LAYOUT == 4 or LAYOUT == 5:
-        upper = _bytes(high_at, live, b // 2, B // 2, WHOLE).to(tl.int16)
-        w = w.to(tl.int16) | (upper >> (b % 2 * 4)[None, :].to(tl.int16) & 15) << 8
-    return w
-
-
-@jit
-def _number(code, zero, LAYOUT: tl.constexpr):
-    """fp32 numbers of codes, before their scale. The bits of E2M1 and E3M2 stand in fp32's places, with an exponent 126
-    or 124 too low."""
-    if LAYOUT == 5:
-        y = code.to(tl.float32) - 32
-    elif LAYOUT == 6:
-        y = code.to(tl.float32)
-    elif LAYOUT == 4:
-        wide = code.to(tl.int32)
-        y = ((wide & 32) << 26 | (wide & 31) << 21).to(tl.float32, bitcast=True) * 2.1267647932558654e37
-    elif LAYOUT >= 2:
-        wide = code.to(tl.int32)
-        y = ((wide & 8) << 28 | (wide & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    elif LAYOUT == 1:
-        y = code.to(tl.float32) - zero
-    else:
-        y = code.to(tl.float32)
-    return y
-
-
-@jit
-def _spread(x, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
-    """A number a group as a number a byte: [N, BYTES] of [N, GROUPS]; or [N, 1]."""
-    if GROUPS > 1:
-        x = tl.reshape(tl.broadcast_to(x[:, :, None], [N, GROUPS, BYTES // GROUPS]), [N, BYTES])
-    return x
-
-
-@jit
-def scales_of(scale_ptr, more_ptr, n, live, first, G, LAYOUT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
-            GROUPS: tl.constexpr):
-    """Scales fp32 [N, GROUPS] of the outputs n for the inputs from ``first`` on, and zero points. GROUP 0: the scales
-    of all inputs, which ``factor_of`` multiplies with later."""
-    if GROUP == 0:
-        g = tl.zeros([1], tl.int32)
-    else:
-        g = first // GROUP + tl.arange(0, GROUPS)
-    at = n.to(tl.int64)[:, None] * G + g[None, :]
-    mask = live[:, None] & (g < G)[None, :]
-    if GROUP == 0:
-        s = tl.zeros_like(at).to(tl.float32) + 1.0
-    elif LAYOUT == 2:  # a power of two: fp32's exponent has the same bias
-        wide = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32)
-        s = tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
-    elif LAYOUT == 3:  # E4M3's bits in fp32's places, with an exponent 120 too low
-        wide = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32)
-        s = ((wide & 128) << 24 | (wide & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    elif LAYOUT == 5:  # 16 groups share a factor
-        d = tl.load(more_ptr + n.to(tl.int64)[:, None] * (G // 16) + (g // 16)[None, :], mask=mask, other=0.0)
-        s = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.float32) * d.to(tl.float32)
-    elif LAYOUT == 6:  # 8 groups share two factors, of the scale and of what is taken off
-        factor = more_ptr + (n.to(tl.int64)[:, None] * (G // 8) + (g // 8)[None, :]) * 2
-        d = tl.load(factor, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(scale_ptr + 2 * at, mask=mask, other=0).to(tl.float32) * d
-    else:
-        s = tl.load(scale_ptr + at, mask=mask, other=0.0)
-    if ZEROS:
-        z = tl.load(more_ptr + at, mask=mask, other=0).to(tl.float32)
-    elif LAYOUT == 6:
-        d = tl.load(factor + 1, mask=mask, other=0.0).to(tl.float32)
-        z = tl.load(scale_ptr + 2 * at + 1, mask=mask, other=0).to(tl.float32) * d
-    else:
-        z = tl.zeros_like(s) + 8.0
-    return s, z
-
-
-@jit
-def factor_of(scale_ptr, more_ptr, n, live, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
-    """The factor of each output's sum."""
-    if LAYOUT == 3:
-        f = tl.load(more_ptr + n, mask=live, other=0.0)
-    elif GROUP == 0:
-        f = tl.load(scale_ptr + n, mask=live, other=0.0)
-    else:
-        f = tl.zeros_like(n).to(tl.float32) + 1.0
-    return f
-
-
-@jit
-def weights_of(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
-    """The weights fp32 of the even and the odd inputs of a block of bytes; of 8 bits all, twice."""
-    s = _spread(s, N, GROUPS, BYTES)
-    z = _spread(z, N, GROUPS, BYTES)
-    if LAYOUT == 0:
-        even = _number(w, z, LAYOUT) * s
-        odd = even
-    elif LAYOUT == 6:
-        even = _number(w & 15, z, LAYOUT) * s - z
-        odd = _number(w >> 4, z, LAYOUT) * s - z
-    elif LAYOUT == 4 or LAYOUT == 5:
-        even = _number(w & 15 | w >> 4 & 48, z, LAYOUT) * s
-        odd = _number(w >> 4 & 15 | w >> 6 & 48, z, LAYOUT) * s
-    else:
-        even = _number(w & 15, z, LAYOUT) * s
-        odd = _number(w >> 4, z, LAYOUT) * s
-    return even, odd
-
-
-@jit
-def expert_at(w_ptr, scale_ptr, more_ptr, rows, B, G, ZEROS: tl.constexpr):
-    """The planes of an expert's matrix, which stands after so many ``rows`` of those before it."""
-    if ZEROS:
-        more_ptr += rows * G
-    else:
-        more_ptr += rows
-    return w_ptr + rows * B, scale_ptr + rows * G, more_ptr
-
-
-@jit
-def _inputs(x_ptr, norm_ptr, k, squares, K, NORM: tl.constexpr):
-    """Inputs k of one row in fp32, times the norm's weight, and the running squares."""
-    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    if NORM:
-        squares += x * x
-        x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    return x, squares
-
-
-@jit
 def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_ptr, bias_ptr, residual_ptr, eps,
                    OUT, K, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                    GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                   WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+                   ASM: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
                    RESIDUAL: tl.constexpr, PDL: tl.constexpr, ids_ptr=None, EXPERTS: tl.constexpr = False):
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BYTES] running products, summed at the end.
 
@@ -254,7 +129,6 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
         bias_ptr += expert * (2 * OUT if KIND >= 0 else OUT)
         y_ptr += tl.program_id(1) * OUT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    b = tl.arange(0, BYTES)
     live = n < OUT
     at = w_ptr + n.to(tl.int64)[:, None] * B
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
@@ -262,35 +136,48 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
     high_up_at = high_ptr + (n.to(tl.int64) + OUT)[:, None] * (B // 2)
     if PDL and not EXPERTS:
         tl.extra.cuda.gdc_launch_dependents()
-    w = _codes(at, high_at, live, b, B, LAYOUT, WHOLE)
+    w = load_codes(at, high_at, live, 0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+    s, z = load_scales(w_scale_ptr, more_ptr, n, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
     if KIND >= 0:
-        w_up = _codes(up_at, high_up_at, live, b, B, LAYOUT, WHOLE)
+        w_up = load_codes(up_at, high_up_at, live, 0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+        s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + OUT, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
     if PDL and not EXPERTS:
         tl.extra.cuda.gdc_wait()
+    b = tl.arange(0, BYTES)
     squares = tl.zeros([BYTES], tl.float32)
     acc = tl.zeros([BLOCK_N, BYTES], tl.float32)
     acc_up = acc
     for b0 in range(0, B, BYTES):
-        later = b0 + BYTES + b
         left = live & (b0 + BYTES < B)
-        ahead = _codes(at, high_at, left, later, B, LAYOUT, False)  # is on its way while this block is multiplied
+        group = (b0 // BYTES + 1) * GROUPS
+        # What the next block needs is on its way while this one is multiplied.
+        ahead = load_codes(at, high_at, left, b0 + BYTES, B, LAYOUT, BLOCK_N, BYTES, False)
+        s_ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, left, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
         if KIND >= 0:
-            ahead_up = _codes(up_at, high_up_at, left, later, B, LAYOUT, False)
-        x_even, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * PAIR, squares, K, NORM)
-        s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-        even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            ahead_up = load_codes(up_at, high_up_at, left, b0 + BYTES, B, LAYOUT, BLOCK_N, BYTES, False)
+            s_up_ahead, z_up_ahead = load_scales(w_scale_ptr, more_ptr, n + OUT, left, group, G, LAYOUT, ZEROS, GROUP,
+                                                 GROUPS)
+        x_even, x_odd = inputs_of(x_ptr, b0 + b, B, PAIR, WHOLE)
+        if NORM:
+            norm_even, norm_odd = inputs_of(norm_ptr, b0 + b, B, PAIR, WHOLE)
+            squares += x_even * x_even
+            x_even *= norm_even
+            if PAIR == 2:
+                squares += x_odd * x_odd
+                x_odd *= norm_odd
+        scale, zero = scales_of(s, z, LAYOUT)
+        even, odd = weights_of(w, scale, zero, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
         acc += even * x_even[None, :]
         if PAIR == 2:
-            x_odd, squares = _inputs(x_ptr, norm_ptr, (b0 + b) * 2 + 1, squares, K, NORM)
             acc += odd * x_odd[None, :]
-        w = ahead
+        w, s, z = ahead, s_ahead, z_ahead
         if KIND >= 0:
-            s, z = scales_of(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = weights_of(w_up, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+            scale, zero = scales_of(s_up, z_up, LAYOUT)
+            even, odd = weights_of(w_up, scale, zero, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
             acc_up += even * x_even[None, :]
             if PAIR == 2:
                 acc_up += odd * x_odd[None, :]
-            w_up = ahead_up
+            w_up, s_up, z_up = ahead_up, s_up_ahead, z_up_ahead
     y = tl.sum(acc, 1)
     factor = 1.0
     if NORM:
@@ -310,10 +197,14 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
 
 
 @jit
-def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, NORM: tl.constexpr):
+def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+             NORM: tl.constexpr):
     """Inputs k of x^T [., ROWS] in its dtype, times the norm's weight, and the running sums of squares of its rows."""
     at = x_ptr + tl.arange(0, ROWS)[None, :] * x_row + k[:, None]
-    x = tl.load(at, mask=live_m[None, :] & (k < K)[:, None], other=0.0)
+    if WHOLE:
+        x = tl.load(at, mask=live_m[None, :], other=0.0)
+    else:
+        x = tl.load(at, mask=live_m[None, :] & (k < K)[:, None], other=0.0)
     if NORM:
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 0)
@@ -322,11 +213,16 @@ def _columns(x_ptr, norm_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, 
 
 
 @jit
-def multiply(acc, even, odd, x_even, x_odd, PAIR: tl.constexpr):
-    dtype = x_even.dtype
-    acc = tl.dot(even.to(dtype), x_even, acc, input_precision="ieee")
-    if PAIR == 2:
-        acc = tl.dot(odd.to(dtype), x_odd, acc, input_precision="ieee")
+def add_product(acc, w, s, z, x, LAYOUT: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+                BYTES: tl.constexpr, PAIR: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr):
+    """Add the product of a block of codes [N, BYTES] and x^T [inputs, M] to acc [N, M], but for ``factor_of``. A scale
+    that all inputs of the block share multiplies sums, in fp32."""
+    s, z = scales_of(s, z, LAYOUT)
+    a = tile_of(w, s, z, x.dtype, LAYOUT, N, GROUPS, BYTES, PAIR, ZEROS, GROUPS > 1, ASM)
+    if LAYOUT <= 1 and GROUP != 0 and GROUPS == 1:
+        acc += tl.dot(a, x, input_precision="ieee") * s
+    else:
+        acc = tl.dot(a, x, acc, input_precision="ieee")
     return acc
 
 
@@ -335,8 +231,9 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
                     bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share, OUT, K, B, G,
                     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                     GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                    STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
-                    BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+                    ASM: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+                    NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+                    PDL: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` bytes of a row of W, ``part`` [splits, T, N] fp32 and
     ``squares`` [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -344,7 +241,7 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     start = split * share
     stop = tl.minimum(start + share, B)
     m = tl.arange(0, ROWS)
-    b = tl.arange(0, BYTES)
+    k = tl.arange(0, PAIR * BYTES)
     live, live_m = n < OUT, m < rows
     at = w_ptr + n.to(tl.int64)[:, None] * B
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * B
@@ -352,24 +249,38 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     high_up_at = high_ptr + (n.to(tl.int64) + OUT)[:, None] * (B // 2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    group = start // BYTES * GROUPS
+    w = load_codes(at, high_at, live, start, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+    s, z = load_scales(w_scale_ptr, more_ptr, n, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, live, group + GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    if KIND >= 0:
+        w_up = load_codes(up_at, high_up_at, live, start, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+        s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        up_ahead, z_up_ahead = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group + GROUPS, G, LAYOUT, ZEROS,
+                                           GROUP, GROUPS)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    x, squares = _columns(x_ptr, norm_ptr, x_row, start * PAIR + k, live_m, squares, K, ROWS, WHOLE, NORM)
     acc_up = acc
-    for b0 in tl.range(start, stop, BYTES, num_stages=STAGES):
-        w = _codes(at, high_at, live, b0 + b, B, LAYOUT, WHOLE)
-        s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-        x_even, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * PAIR, live_m, squares, K, ROWS, NORM)
-        x_odd = x_even
-        if PAIR == 2:
-            x_odd, squares = _columns(x_ptr, norm_ptr, x_row, (b0 + b) * 2 + 1, live_m, squares, K, ROWS, NORM)
-        even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-        acc = multiply(acc, even, odd, x_even, x_odd, PAIR)
+    acc = add_product(acc, w, s, z, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+    s, z = ahead, z_ahead
+    if KIND >= 0:
+        acc_up = add_product(acc_up, w_up, s_up, z_up, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+        s_up, z_up = up_ahead, z_up_ahead
+    for b0 in tl.range(start + BYTES, stop, BYTES, num_stages=STAGES):
+        w = load_codes(at, high_at, live, b0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+        x, squares = _columns(x_ptr, norm_ptr, x_row, b0 * PAIR + k, live_m, squares, K, ROWS, WHOLE, NORM)
+        group = (b0 // BYTES + 1) * GROUPS
+        ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        acc = add_product(acc, w, s, z, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+        s, z = ahead, z_ahead
         if KIND >= 0:
-            w = _codes(up_at, high_up_at, live, b0 + b, B, LAYOUT, WHOLE)
-            s, z = scales_of(w_scale_ptr, more_ptr, n + OUT, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-            acc_up = multiply(acc_up, even, odd, x_even, x_odd, PAIR)
+            w = load_codes(up_at, high_up_at, live, b0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
+            ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            acc_up = add_product(acc_up, w, s_up, z_up, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+            s_up, z_up = ahead, z_ahead
     acc *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
     if KIND >= 0:
         acc_up *= factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
@@ -427,6 +338,7 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
     programs = cdiv(outputs, config.block_n)
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
+        assert x_TK.data_ptr() % 4 == 0, "the two inputs of a byte are one word"
         _one_row_codes[(programs,)](x_TK, *planes, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
         return y_TO
     share = cdiv(cdiv(width // w.pair, size), config.splits) * size
@@ -447,24 +359,20 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
 @jit
 def _write_matrix(w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
                   GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr,
-                  ZEROS: tl.constexpr):
+                  ZEROS: tl.constexpr, ASM: tl.constexpr):
     """A block of the matrix itself."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b0 = tl.program_id(1) * BYTES
-    b = b0 + tl.arange(0, BYTES)
     live = n < rows
     wide = n.to(tl.int64)[:, None]
-    w = _codes(w_ptr + wide * B, high_ptr + wide * (B // 2), live, b, B, LAYOUT, False)
-    s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-    s *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
-    even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
+    w = load_codes(w_ptr + wide * B, high_ptr + wide * (B // 2), live, b0, B, LAYOUT, BLOCK_N, BYTES, False)
+    s, z = load_scales(w_scale_ptr, more_ptr, n, live, b0 // BYTES * GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    s, z = scales_of(s, z, LAYOUT)
+    factor = factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
+    y = tile_of(w, s, z, tl.float32, LAYOUT, BLOCK_N, GROUPS, BYTES, PAIR, ZEROS, GROUP != 0, ASM) * factor
+    k = b0 * PAIR + tl.arange(0, PAIR * BYTES)
     at = y_ptr + n.to(tl.int64)[:, None] * (B * PAIR)
-    if PAIR == 2:
-        both = tl.reshape(tl.join(even, odd), [BLOCK_N, 2 * BYTES])
-        k = 2 * b0 + tl.arange(0, 2 * BYTES)
-        tl.store(at + k[None, :], both.to(y_ptr.dtype.element_ty), mask=live[:, None] & (k < 2 * B)[None, :])
-    else:
-        tl.store(at + b[None, :], even.to(y_ptr.dtype.element_ty), mask=live[:, None] & (b < B)[None, :])
+    tl.store(at + k[None, :], y.to(y_ptr.dtype.element_ty), mask=live[:, None] & (k < B * PAIR)[None, :])
 
 
 def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
@@ -482,9 +390,11 @@ def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
 
 def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config:
     """Config for ``num_rows`` rows of codes and ``rows`` rows of x, 1 to 64."""
-    block_n, size, warps, stages, programs = tuned.look_up(tuned.CODES_GEMV.value, rows=rows)
-    block_k = max(w.group or 1, min(size * w.pair, next_power_of_2(w.num_inputs)))
-    if rows == 1:
+    bits = 8 if w.pair == 1 else 4 if w.high is None else 6
+    block_n, block_k, warps, stages, programs = tuned.look_up(tuned.CODES_GEMV.value, rows=rows, bits=bits,
+                                                              group=w.group, gated=gated)
+    block_k = max(w.group or 1, 16 * w.pair, min(block_k, next_power_of_2(w.num_inputs)))
+    if block_n < 16:
         return Config(block_n, block_k, warps)
     outputs, splits = num_rows // 2 if gated else num_rows, 1
     while cdiv(outputs, block_n) * splits < programs and w.num_inputs // (2 * splits) >= SHORTEST:

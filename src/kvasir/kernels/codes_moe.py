@@ -1,12 +1,9 @@
 """Products of experts whose weights are codes with scales by group: ``kernels.moe`` launches them where the matrices
 are ``codes_gemv.Coded``.
 
-The codes stay packed in memory and become numbers in registers: even and odd inputs of x are loaded apart, as in
-``kernels.codes_gemv``, whose kernel of one row takes the gate and up of a row's experts, too. A tile of pairs is a
-product W x^T: the weights are the left side, which tensor cores of Hopper read from registers.
-
-Several rows take numbers times their group's scale, rounded to x's type: exact for ``mxfp4`` and ``nvfp4`` in bf16. A
-scale of an output or of the tensor multiplies the sum.
+The codes stay packed in memory and become numbers in registers, as in ``kernels.codes_gemv``, whose kernel of one row
+takes the gate and up of a row's experts, too. A tile of pairs is a product W x^T: the weights are the left side, which
+tensor cores of Hopper read from registers.
 
 Bytes: those of the planes of every expert that has rows, once for each tile of its pairs. Legend: T rows, X experts, K
 experts per row, P = T * K pairs, N outputs and D inputs of one product, B bytes and G groups of a row of W.
@@ -19,15 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
-from kvasir.kernels.codes_gemv import Coded, _one_row_codes, expert_at, factor_of, multiply, scales_of, weights_of
+from kvasir.kernels.code_tiles import expert_at, factor_of, inputs_of, load_scales, scales_of, weights_of
+from kvasir.kernels.codes_gemv import Coded, _one_row_codes, add_product
 from kvasir.kernels.gemv import UNGATED
 from kvasir.kernels.moe_routing import Routing
-
-ROW_N, ROW_WARPS = 8, 4  # outputs and warps of a program for one row; unmeasured, those of plain experts
-ROW_BYTES = 256  # of codes of one output in flight: 16 a thread
-SUMS = 1024  # of a product, and as many of up, that a warp holds: with twice as many, the compiler spills
 
 
 @jit
@@ -47,7 +42,7 @@ def _grouped_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, out_ptr, order
                    N: tl.constexpr, D: tl.constexpr, B: tl.constexpr, G: tl.constexpr, TOP_K: tl.constexpr,
                    KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIR: tl.constexpr,
-                   LAYOUT: tl.constexpr, ZEROS: tl.constexpr, PDL: tl.constexpr):
+                   LAYOUT: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr):
     """One tile of pairs, BLOCK_N outputs of its expert, as ``moe._grouped`` has it. KIND of the activation >= 0: the
     matrix has gate and up, rows are gathered from x [T, D], and out [P, N] is in sorted order. Else x [P, D] is in
     sorted order and out [P, N] in the order of pairs."""
@@ -65,26 +60,28 @@ def _grouped_codes(x_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, out_ptr, order
         row = pair // TOP_K if GATED else m.to(tl.int64)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         b = tl.arange(0, BYTES)
+        k = tl.arange(0, PAIR * BYTES)
         live = n < N
         w_ptr, w_scale_ptr, more_ptr = expert_at(w_ptr, w_scale_ptr, more_ptr, expert * ROWS, B, G, ZEROS)
         at = w_ptr + n.to(tl.int64)[:, None] * B
         up_at = w_ptr + (n.to(tl.int64) + N)[:, None] * B
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        s, z = load_scales(w_scale_ptr, more_ptr, n, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
+        if GATED:
+            s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + N, live, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
         for b0 in range(0, B, BYTES):
             w = _codes(at, live, b0 + b, B)
-            s, z = scales_of(w_scale_ptr, more_ptr, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            x_even = _gathered(x_ptr, x_row, row, live_m, (b0 + b) * PAIR, D)
-            x_odd = x_even
-            if PAIR == 2:
-                x_odd = _gathered(x_ptr, x_row, row, live_m, (b0 + b) * 2 + 1, D)
-            even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-            acc = multiply(acc, even, odd, x_even, x_odd, PAIR)
+            x = _gathered(x_ptr, x_row, row, live_m, b0 * PAIR + k, D)
+            group = (b0 // BYTES + 1) * GROUPS
+            ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            acc = add_product(acc, w, s, z, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+            s, z = ahead, z_ahead
             if GATED:
                 w = _codes(up_at, live, b0 + b, B)
-                s, z = scales_of(w_scale_ptr, more_ptr, n + N, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-                even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-                acc_up = multiply(acc_up, even, odd, x_even, x_odd, PAIR)
+                ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n + N, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
+                acc_up = add_product(acc_up, w, s_up, z_up, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
+                s_up, z_up = ahead, z_ahead
         acc *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
         if GATED:
             acc_up *= factor_of(w_scale_ptr, more_ptr, n + N, live, LAYOUT, GROUP)[:, None]
@@ -106,11 +103,12 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
                     D: tl.constexpr, B: tl.constexpr, G: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr,
                     RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
                     GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr, ZEROS: tl.constexpr,
-                    PDL: tl.constexpr):
+                    ASM: tl.constexpr, PDL: tl.constexpr):
     """BLOCK_N outputs of a single row from all its experts: out [N] is their weighted sum, added to its old value if
     RESIDUAL. See ``moe._down_row``."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.arange(0, BYTES)
+    wide_b = tl.broadcast_to(b[None, :], [BLOCK_N, BYTES])  # in the layout of the codes: nothing changes places
     live = n < N
     acc = tl.zeros([BLOCK_N, BYTES], tl.float32)
     out = tl.zeros([BLOCK_N], tl.float32)
@@ -126,16 +124,18 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
         expert = tl.load(ids_ptr + k).to(tl.int64)
         weight = tl.load(weights_ptr + k)
         at, scale, more = expert_at(w_ptr, w_scale_ptr, more_ptr, expert * N, B, G, ZEROS)
-        factor = factor_of(scale, more, n, live, LAYOUT, GROUP)[:, None] * weight
+        own = tl.zeros([BLOCK_N, BYTES], tl.float32)
         for b0 in tl.static_range(0, B, BYTES):
             if k > 0 or b0 > 0:
                 w = _codes(at + row, live, b0 + b, B)
-            s, z = scales_of(scale, more, n, live, b0 * PAIR, G, LAYOUT, ZEROS, GROUP, GROUPS)
-            even, odd = weights_of(w, s * factor, z, LAYOUT, BLOCK_N, GROUPS, BYTES)
-            d = (b0 + b) * PAIR
-            acc += even * tl.load(inner_ptr + k * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            s, z = load_scales(scale, more, n, live, b0 // BYTES * GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
+            s, z = scales_of(s, z, LAYOUT)
+            even, odd = weights_of(w, s, z, LAYOUT, BLOCK_N, GROUPS, BYTES, ZEROS, GROUP != 0, ASM)
+            x_even, x_odd = inputs_of(inner_ptr + k * D, b0 + wide_b, B, PAIR, False)
+            own += even * x_even
             if PAIR == 2:
-                acc += odd * tl.load(inner_ptr + k * D + d + 1, mask=d < D, other=0.0).to(tl.float32)[None, :]
+                own += odd * x_odd
+        acc += own * (factor_of(scale, more, n, live, LAYOUT, GROUP)[:, None] * weight)
         if BIAS:
             out += weight * tl.load(bias_ptr + expert * N + n, mask=live, other=0.0).to(tl.float32)
     out += tl.sum(acc, 1)
@@ -143,6 +143,11 @@ def _down_row_codes(inner_ptr, w_ptr, w_scale_ptr, more_ptr, bias_ptr, ids_ptr, 
 
 
 # ------------------------------------------------------------------------------------------------------------ launchers
+
+
+def row_shape(gated: bool) -> tuple[int, int, int]:
+    """Outputs and warps of a program for a single row, and bytes of codes of one output in flight."""
+    return tuned.look_up(tuned.CODES_ROW.value, gated=gated)
 
 
 def block_of(w: Coded, inputs: int) -> int:
@@ -167,7 +172,6 @@ def grouped_codes(x: torch.Tensor, w: Coded, bias: torch.Tensor | None, out_PN: 
     """Write one of the two products of all pairs; see ``_grouped_codes``. ``tile``: pairs, outputs, inputs, warps and
     stages. ``activation`` None: it is that of ``down``."""
     (pairs, outputs, inputs, warps, stages), num_outputs = tile, out_PN.shape[1]
-    outputs = min(outputs, SUMS * warps // pairs)
     _grouped_codes[(cdiv(num_outputs, outputs), len(routing.tiles))](
         x, *planes_of(w), x if bias is None else bias, out_PN, routing.order, routing.tiles, routing.num_tiles,
         x.stride(0), N=num_outputs,
@@ -180,22 +184,24 @@ def gate_up_row_codes(x_1D: torch.Tensor, w: Coded, bias: torch.Tensor | None, i
                       norm: tuple[torch.Tensor, float] | None, activation: str, early: dict[str, bool]) -> None:
     """Write activation(gate) * up of a single row's experts ``ids`` [K]: [K, N], after the norm."""
     num_outputs, norm_D, eps = out_KN.shape[1], *(norm or (x_1D, 0.0))
-    constants = w.constants(block_of(w, min(ROW_BYTES * w.pair, next_power_of_2(w.num_inputs))))
-    whole = w.codes.shape[-1] % constants["BYTES"] == 0 and num_outputs % ROW_N == 0
-    _one_row_codes[(cdiv(num_outputs, ROW_N), len(ids))](
+    block_n, warps, size = row_shape(True)
+    constants = w.constants(block_of(w, min(size * w.pair, next_power_of_2(w.num_inputs))))
+    whole = w.codes.shape[-1] % constants["BYTES"] == 0 and num_outputs % block_n == 0
+    _one_row_codes[(cdiv(num_outputs, block_n), len(ids))](
         x_1D, *w.pointers(), out_KN, norm_D, x_1D if bias is None else bias, out_KN, eps, num_outputs, w.num_inputs,
-        **constants, BLOCK_N=ROW_N, WHOLE=whole, NORM=norm is not None, BIAS=bias is not None,
-        KIND=KINDS[ACTIVATIONS[activation]], RESIDUAL=False, ids_ptr=ids, EXPERTS=True, num_warps=ROW_WARPS, **early)
+        **constants, BLOCK_N=block_n, WHOLE=whole, NORM=norm is not None, BIAS=bias is not None,
+        KIND=KINDS[ACTIVATIONS[activation]], RESIDUAL=False, ids_ptr=ids, EXPERTS=True, num_warps=warps, **early)
 
 
 def down_row_codes(inner_KD: torch.Tensor, w: Coded, bias: torch.Tensor | None, ids: torch.Tensor,
                    weights: torch.Tensor, out_1N: torch.Tensor, residual: bool, early: dict[str, bool]) -> None:
     """Write, or add to ``out_1N``, the weighted sum of a single row's experts."""
-    num_outputs, inputs = out_1N.shape[1], min(ROW_BYTES * w.pair, next_power_of_2(w.num_inputs))
-    _down_row_codes[(cdiv(num_outputs, ROW_N),)](
+    num_outputs, (block_n, warps, size) = out_1N.shape[1], row_shape(False)
+    inputs = min(size * w.pair, next_power_of_2(w.num_inputs))
+    _down_row_codes[(cdiv(num_outputs, block_n),)](
         inner_KD, *planes_of(w), inner_KD if bias is None else bias, ids, weights, out_1N, N=num_outputs,
-        D=w.num_inputs, TOP_K=len(ids), BIAS=bias is not None, RESIDUAL=residual, BLOCK_N=ROW_N,
-        **w.constants(block_of(w, inputs)), num_warps=2 * ROW_WARPS, **early)
+        D=w.num_inputs, TOP_K=len(ids), BIAS=bias is not None, RESIDUAL=residual, BLOCK_N=block_n,
+        **w.constants(block_of(w, inputs)), num_warps=warps, **early)
 
 
 # ------------------------------------------------------------------------------------------------------------ test grid

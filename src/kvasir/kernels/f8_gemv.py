@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from kvasir import tuned
-from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
+from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
+from kvasir.kernels.code_tiles import inputs_of
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
-from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, _row, _rows, gemv_reference, join
+from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, _rows, gemv_reference, join
 
 LAUNCH_ROWS = 2 * MAX_ROWS  # rows of x that one launch takes
 SHORTEST = 512  # inputs of a split at least
@@ -46,55 +47,89 @@ def _codes(at, live, k, K, WHOLE: tl.constexpr):
 
 
 @jit
-def _scaled(x, s_at, k, K, B: tl.constexpr):
-    """A block of x times the scales of its inputs, from ``s_at`` on."""
+def _numbers(words, ASM: tl.constexpr):
+    """The numbers fp32 of two codes each: of the even and of the odd inputs."""
+    if ASM:
+        halves = tl.inline_asm_elementwise("cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [words], dtype=tl.int32, is_pure=True,
+                                           pack=1)
+        even = (halves & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        odd = (halves >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        even = from_e4m3((words & 255).to(tl.uint8), tl.float32)
+        odd = from_e4m3((words >> 8).to(tl.uint8), tl.float32)
+    return even.to(tl.float32), odd.to(tl.float32)
+
+
+@jit
+def _add_row(acc, w, even, odd, s_at, j, columns, B: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of a block of words and the inputs of one row, times the scales of these from ``s_at`` on."""
     if B:
-        x *= tl.load(s_at + k // B, mask=k < K, other=0.0)
-    return x
+        s = tl.load(s_at + 2 * j // B, mask=j < columns, other=0.0)
+        even *= s
+        odd *= s
+    w_even, w_odd = _numbers(w, ASM)
+    acc += w_even * even[None, :]
+    acc += w_odd * odd[None, :]
+    return acc
+
+
+@jit
+def _row_inputs(x_ptr, scale_ptr, j, columns, squares, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
+    """The even and the odd inputs of words j of one row in fp32, times the norm's weight, and the running squares."""
+    even, odd = inputs_of(x_ptr, j, columns, 2, WHOLE_K)
+    if NORM:
+        squares += even * even + odd * odd
+        scale, scale_odd = inputs_of(scale_ptr, j, columns, 2, WHOLE_K)
+        even *= scale
+        odd *= scale_odd
+    return even, odd, squares
 
 
 @jit
 def _one_row_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, WHOLE: tl.constexpr,
                 B: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
-                PDL: tl.constexpr):
-    """``BLOCK_N`` outputs of one row: [BLOCK_N, BLOCK_K] running products, summed at the end. B 0: a scale for each
+                PDL: tl.constexpr, ASM: tl.constexpr):
+    """``BLOCK_N`` outputs of one row: running products of words of two codes, summed at the end. B 0: a scale for each
     output; else ``BLOCK_N`` divides B."""
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    WORDS: tl.constexpr = BLOCK_K // 2
+    j = tl.arange(0, WORDS)
+    columns = K // 2
     live = n < OUT
-    at = w_ptr + n.to(tl.int64)[:, None] * K
-    up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * K
+    words = w_ptr.to(tl.pointer_type(tl.int16))
+    at = words + n.to(tl.int64)[:, None] * columns
+    up_at = words + (n.to(tl.int64) + OUT)[:, None] * columns
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    w = _codes(at, live, k, K, WHOLE)
+    w = _codes(at, live, j, columns, WHOLE)
     if KIND >= 0:
-        w_up = _codes(up_at, live, k, K, WHOLE)
+        w_up = _codes(up_at, live, j, columns, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     s_at, s_up_at = w_scale_ptr, w_scale_ptr
     if B:
         s_at += first // B * ((K + B - 1) // B)
         s_up_at += (first + OUT) // B * ((K + B - 1) // B)
-    last = (K - 1) // BLOCK_K * BLOCK_K
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    last = (columns - 1) // WORDS * WORDS
+    squares = tl.zeros([WORDS], tl.float32)
+    acc = tl.zeros([BLOCK_N, WORDS], tl.float32)
     acc_up = acc
-    for k0 in range(0, last, BLOCK_K):
-        ahead = _codes(at, live, k0 + BLOCK_K + k, K, WHOLE)  # is on its way while this block is multiplied
+    for j0 in range(0, last, WORDS):
+        ahead = _codes(at, live, j0 + WORDS + j, columns, WHOLE)  # is on its way while this block is multiplied
         if KIND >= 0:
-            ahead_up = _codes(up_at, live, k0 + BLOCK_K + k, K, WHOLE)
-        x, squares = _row(x_ptr, scale_ptr, k0 + k, squares, K, WHOLE_K, NORM)
-        acc += from_e4m3(w, tl.float32) * _scaled(x, s_at, k0 + k, K, B)[None, :]
+            ahead_up = _codes(up_at, live, j0 + WORDS + j, columns, WHOLE)
+        even, odd, squares = _row_inputs(x_ptr, scale_ptr, j0 + j, columns, squares, WHOLE_K, NORM)
+        acc = _add_row(acc, w, even, odd, s_at, j0 + j, columns, B, ASM)
         w = ahead
         if KIND >= 0:
-            acc_up += from_e4m3(w_up, tl.float32) * _scaled(x, s_up_at, k0 + k, K, B)[None, :]
+            acc_up = _add_row(acc_up, w_up, even, odd, s_up_at, j0 + j, columns, B, ASM)
             w_up = ahead_up
-    x, squares = _row(x_ptr, scale_ptr, last + k, squares, K, WHOLE_K, NORM)
-    acc += from_e4m3(w, tl.float32) * _scaled(x, s_at, last + k, K, B)[None, :]
+    even, odd, squares = _row_inputs(x_ptr, scale_ptr, last + j, columns, squares, WHOLE_K, NORM)
+    acc = _add_row(acc, w, even, odd, s_at, last + j, columns, B, ASM)
     if KIND >= 0:
-        acc_up += from_e4m3(w_up, tl.float32) * _scaled(x, s_up_at, last + k, K, B)[None, :]
+        acc_up = _add_row(acc_up, w_up, even, odd, s_up_at, last + j, columns, B, ASM)
     y = tl.sum(acc, 1)
     factor = 1.0
     if NORM:
@@ -231,7 +266,9 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
     programs = cdiv(outputs, config.block_n)
     if not few:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
-        _one_row_f8[(programs,)](x_TK, w.bytes, w.scale, y_TO, scale, bias, y_TO, eps, **shape, **fused)
+        assert width % 2 == 0 and x_TK.data_ptr() % 4 == 0, "two inputs are one word"
+        _one_row_f8[(programs,)](x_TK, w.bytes, w.scale, y_TO, scale, bias, y_TO, eps, ASM=not INTERPRETED, **shape,
+                                 **fused)
         return y_TO
     share = cdiv(cdiv(width, config.block_k), config.splits) * config.block_k
     splits = cdiv(width, share)  # none of them empty
@@ -253,8 +290,9 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
 
 def choose(rows: int, num_rows: int, width: int, block: int, gated: bool = False) -> Config:
     """Config for codes [N, K] and ``rows`` rows of x, 1 to 128."""
-    block_n, block_k, warps, stages, programs = tuned.look_up(tuned.F8_GEMV.value, rows=rows, gated=gated)
-    if rows == 1:
+    least = max(rows, 1 + width % 2)  # the kernel of one row takes pairs of inputs
+    block_n, block_k, warps, stages, programs = tuned.look_up(tuned.F8_GEMV.value, rows=least, gated=gated)
+    if block_n < 16:
         return Config(block_n, min(block_k, next_power_of_2(width)), warps)
     if block:
         block_n, block_k = min(block_n, block), min(block_k, block)

@@ -349,17 +349,22 @@ class Tiling(NamedTuple):
 
 
 TILINGS = tuple((conditions, Tiling(*(Tile(*tile) for tile in tiles))) for conditions, tiles in tuned.MOE_TILINGS.value)
+CODE_TILINGS = tuple((conditions, Tiling(*(Tile(*tile) for tile in tiles)))
+                     for conditions, tiles in tuned.CODES_MOE.value)
 FIXED_PAIRS = 96  # pairs an expert whose tiling every step of exact mode takes; another number would change its bits
 
 
 @functools.cache  # every layer asks
-def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool = False) -> Tiling:
+def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool = False,
+               coded: bool = False) -> Tiling:
     """Tiles for ``num_pairs`` pairs, by the pairs that an expert has on average.
 
     fp32 products are not for the tensor cores: they fill registers, which hold small tiles only. In 16 bits the
     weights' bytes are the bound up to some 190 pairs an expert on an H200. ``fixed``: exact mode, one tiling for every
-    step.
+    step. ``coded``: the weights are ``Coded``.
     """
+    if coded and dtype != torch.float32:
+        return tuned.look_up(CODE_TILINGS, pairs=num_pairs / num_experts)
     return tuned.look_up(TILINGS, dtype=name_of(dtype), pairs=FIXED_PAIRS if fixed else num_pairs / num_experts)
 
 
@@ -393,7 +398,8 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts
                                                                      device=x_TE.device)
     if num_rows == 0:
         return out_TE
-    tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
+    coded = isinstance(gate_up_XFE, Coded)
+    tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed, coded)
     assert tiling.gate_up.m == tiling.down.m, "both products run over the same tiles"
     routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m, routed)
     overlap = pdl(x_TE.device)

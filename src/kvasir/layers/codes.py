@@ -22,7 +22,7 @@ from kvasir.kernels.gemv import MAX_ROWS
 from kvasir.kernels.moe import Experts
 from kvasir.kernels.weight_codes import round_inputs
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.products import finish, linear
+from kvasir.layers.products import finish, linear, with_norm
 from kvasir.layers.weight_format import MATRIX, Weight, WeightFormat
 from kvasir.layers.weights import Placement
 
@@ -83,11 +83,12 @@ class CodeFormat(WeightFormat):
         rows = x_TK.shape[0]
         if weight.streams and rows <= MAX_ROWS:
             w = self.coded(weight)
+            x_TK, parameters = with_norm(x_TK, norm, normed_TK)
             return codes_gemv(
                 x_TK,
                 w,
                 choose(rows, weight.num_outputs, w, activation is not None),
-                norm=None if norm is None else norm.parameters,
+                norm=parameters,
                 bias_N=bias_N,
                 activation=activation,
                 residual_TO=residual_TO,
@@ -109,8 +110,9 @@ class CodeFormat(WeightFormat):
         if not weight.streams or rows > MAX_ROWS:
             return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
         w, y_TN = self.coded(weight), x_TK.new_empty((rows, weight.num_outputs), dtype=torch.float32)
-        scale = None if norm is None else norm.parameters
-        return codes_gemv(x_TK, w, choose(rows, weight.num_outputs, w), norm=scale, bias_N=bias_N, out_TO=y_TN)
+        x_TK, parameters = with_norm(x_TK, norm, normed_TK)
+        config = choose(rows, weight.num_outputs, w, True)  # that of the product: other splits would have other bits
+        return codes_gemv(x_TK, w, config, norm=parameters, bias_N=bias_N, out_TO=y_TN)
 
     def grouped(self, weight: Weight, pairs: float) -> Experts:
         w = self.coded(weight)

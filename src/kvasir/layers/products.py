@@ -13,12 +13,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kvasir import tuned
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated, gated_reference
 from kvasir.kernels.matmul import matmul_invariant
+from kvasir.layers.norm import RMSNorm
 from kvasir.layers.weights import Placement
 
 TILE = 32
+FUSED_NORM_ROWS = tuned.FUSED_NORM_ROWS.value
 # outputs; below, a BLAS may compute the last rows of a tile by another kernel (seen on an AMD EPYC: 5 to 7 and 9 to 11)
 NARROW = 16
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may look at when it picks a kernel
@@ -36,6 +39,16 @@ def streams(place: Placement) -> bool:
     """Whether products of few rows may take the kernels of ``kernels.gemv``, whose bits depend on the number of
     rows."""
     return place.device.type == "cuda" and place.dtype == torch.bfloat16 and place.fused and not place.exact
+
+
+def with_norm(
+    x_TK: torch.Tensor, norm: RMSNorm | None, normed_TK: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, float] | None]:
+    """The rows that a product of few rows with codes reads, and the norm that it applies to them itself. Beyond
+    ``FUSED_NORM_ROWS`` rows it reads ``norm``(x): ``normed_TK``, where the caller has it."""
+    if norm is None or x_TK.shape[0] <= FUSED_NORM_ROWS:
+        return x_TK, None if norm is None else norm.parameters
+    return norm(x_TK) if normed_TK is None else normed_TK, None
 
 
 def linear(

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvasir.kernels import code_tiles
+from kvasir.kernels._triton import jit, tl
 from kvasir.kernels.codes_gemv import codes_gemv, grid, matrix_of
 from kvasir.kernels.gemv import Config
 from tests.kernels.check_codes import check_gemv, weights
@@ -49,6 +51,40 @@ def test_the_matrix_is_that_of_the_reference(layout, group, zeros, device):
     for outputs, inputs in ((33, 256 if layout.endswith("_k") else 192), (16, 512)):
         w = weights(Draw(0, torch.float32, device), layout, outputs, inputs, group, zeros)
         torch.testing.assert_close(matrix_of(w, torch.float32), w.numbers(), rtol=2e-7, atol=0)
+
+
+@jit
+def _write_tile(w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
+                GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIR: tl.constexpr, LAYOUT: tl.constexpr,
+                ZEROS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """A matrix of one block as a tensor core gets it."""
+    n = tl.arange(0, BLOCK_N)
+    w = code_tiles.load_codes(
+        w_ptr + n[:, None] * B, high_ptr + n[:, None] * (B // 2), n < rows, 0, B, LAYOUT, BLOCK_N, BYTES, True
+    )
+    s, z = code_tiles.load_scales(w_scale_ptr, more_ptr, n, n < rows, 0, G, LAYOUT, ZEROS, GROUP, GROUPS)
+    s, z = code_tiles.scales_of(s, z, LAYOUT)
+    y = code_tiles.tile_of(w, s, z, tl.bfloat16, LAYOUT, BLOCK_N, GROUPS, BYTES, PAIR, ZEROS, GROUPS > 1, ASM)
+    tl.store(y_ptr + n[:, None] * (B * PAIR) + tl.arange(0, BYTES * PAIR)[None, :], y)
+
+
+@pytest.mark.parametrize("layout, group, zeros", [("u4", 128, False), ("u4", 128, True), *LAYOUTS[4:7]])
+def test_numbers_in_bf16_are_exact(layout, group, zeros, device):
+    """What the integer operations make of codes: every number, times its scale where that is exact, and the factor that
+    sums are multiplied with."""
+    w = weights(Draw(0, torch.float32, device), layout, 16, 128, group, zeros)
+    want = w.numbers()
+    if layout == "mxfp4":  # the ends of what is exact
+        w.scales[:2], w.scales[2:4] = 127 - 100, 127 + 33
+        want = w.numbers()
+    elif layout == "nvfp4":
+        want = want / w.more[:, None]
+    elif layout == "u4" or layout == "fp6":  # the scale multiplies sums
+        want = replace(w, scales=torch.ones_like(w.scales)).numbers()
+    got = torch.empty(16, 128, dtype=torch.bfloat16, device=device)
+    _write_tile[(1,)](*w.pointers(), got, 16, BLOCK_N=16, **w.constants(128))
+    factor = 2.0**32 if layout in ("mxfp4", "nvfp4") else 1.0
+    torch.testing.assert_close(got.float() * factor, want, rtol=2e-7 if layout == "nvfp4" else 0, atol=0)
 
 
 WRONG = {

@@ -20,7 +20,7 @@ from kvasir.kernels import f8, f8_matmul
 from kvasir.kernels.f8 import E4M3, F8, LARGEST
 from kvasir.kernels.f8_gemv import LAUNCH_ROWS, choose, f8_gemv
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.products import finish, linear
+from kvasir.layers.products import finish, linear, with_norm
 from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
 from kvasir.layers.weights import Placement
 
@@ -121,11 +121,12 @@ class Eight(WeightFormat):
             parts = [self.product(weight, x, residual_TO=residual, **how) for x, residual in (first, last)]
             return torch.cat(parts) if residual_TO is None else residual_TO
         if weight.streams and rows <= self._most(place):
+            x_TK, parameters = with_norm(x_TK, norm, normed_TK)
             return f8_gemv(
                 x_TK,
                 w,
                 choose(rows, *w.codes.shape, w.block, activation is not None),
-                norm=None if norm is None else norm.parameters,
+                norm=parameters,
                 bias_N=bias_N,
                 activation=activation,
                 residual_TO=residual_TO,
@@ -153,8 +154,10 @@ class Eight(WeightFormat):
         if not weight.streams or rows > min(LAUNCH_ROWS, self._most(weight.place)):
             return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
         y_TN = x_TK.new_empty((rows, w.codes.shape[0]), dtype=torch.float32)
-        scale = None if norm is None else norm.parameters
-        return f8_gemv(x_TK, w, choose(rows, *w.codes.shape, w.block, True), norm=scale, bias_N=bias_N, out_TO=y_TN)
+        x_TK, parameters = with_norm(x_TK, norm, normed_TK)
+        return f8_gemv(
+            x_TK, w, choose(rows, *w.codes.shape, w.block, True), norm=parameters, bias_N=bias_N, out_TO=y_TN
+        )
 
     def grouped(self, weight: Weight, pairs: float) -> torch.Tensor | F8:
         # The kernels of experts take whole blocks, and steps of up to 128 inputs within one.
