@@ -1,11 +1,13 @@
 """Measure drafters on `base` at the cost of a large model, under `goodput`: one engine a drafter, three batch sizes.
 
     python tools/drafters_wide.py RESULT.json [--size 8b] [--batch 1 4 16] [--exits FOLDER] [--drafter NAME ...]
+    python tools/drafters_wide.py RESULT.json --idlm ADAPTER --batch 1 4 16 64
 
 Needs an NVIDIA GPU and some 40 GB of disk in --folder. `base` is widened with its layers spread
 (`widen_checkpoint.py`), so that an exit costs its share of the layers; heads are widened to fit, and `nano` drafts as
 it is. --exits: a checkpoint of `kvasir train exits --target base`, for `layer_skip` against its static exits; its plain
-run is its own. --drafter measures these alone. Requests come in groups of the batch size. Results are written as they
+run is its own. --drafter measures these alone. --idlm: an adapter of `kvasir train drafter idlm`, measured alone, on
+`base` whose layers come first in the large model, since its adapter is widened with them. Requests come in groups of the batch size. Results are written as they
 come.
 """
 
@@ -30,6 +32,7 @@ from kvasir.bench.speculation import TASKS, draft_metrics, task_loads  # noqa: E
 from kvasir.models.checkpoint import resolve  # noqa: E402
 from tools.widen_checkpoint import SIZES  # noqa: E402
 from tools.widen_head import widen  # noqa: E402
+from tools.widen_idlm import widen as widen_idlm  # noqa: E402
 
 NODES = 24  # most drafts of a sequence and step
 ROUNDS = 2  # measured rounds, after one that warms up
@@ -46,17 +49,22 @@ ARMS = (
 )
 
 
-def widened(name: str, size: str, folder: Path) -> Path:
+def widened(name: str, size: str, folder: Path, spread: bool = True) -> Path:
     """The folder of a widened checkpoint, made if it is not there."""
-    out = folder / f"{Path(name).name}-{size}"
+    out = folder / f"{Path(name).name}-{size}{'' if spread else '-first'}"
     if not (out / "config.json").exists():
         tool = [sys.executable, str(ROOT / "tools" / "widen_checkpoint.py")]
-        subprocess.run([*tool, name, str(out), "--size", size, "--spread"], check=True)
+        subprocess.run([*tool, name, str(out), "--size", size, *(["--spread"] if spread else [])], check=True)
     return out
 
 
 def spec_of(drafter: str, size: str, folder: Path) -> str:
     """The drafter's spec, with a widened head where it has one."""
+    name, _, adapter = drafter.partition(":model=")
+    if name == "idlm":
+        out = folder / f"idlm-{size}"
+        widen_idlm(Path(adapter), resolve("base"), out, SIZES[size])
+        return f"idlm:model={out}"
     if drafter not in ("medusa", "ppd"):
         return drafter
     out = folder / f"{drafter}-{size}"
@@ -77,7 +85,7 @@ def measure(model: Path, drafter: str, batches: list[int], known: dict[int, list
         enable_prefix_caching=False,
     ) as llm:
         for batch in batches:
-            count = {1: 2, 4: 4}.get(batch, 8)  # problems of each task
+            count = {1: 2, 4: 4}.get(batch, max(8, batch // len(TASKS)))  # problems of each task
             loads = task_loads("base", TASKS, count, 1 + ROUNDS, 128, 0.0)
             rates, outputs = [], []
             for r, load in enumerate(loads):
@@ -113,18 +121,19 @@ def main() -> int:
     parser.add_argument("--drafter", nargs="+")
     parser.add_argument("--exits", default="", help="folder of a checkpoint that was trained to exit early")
     parser.add_argument("--static", nargs="+", default=["16+4", "24+4"], help="EXIT+DRAFTS of static baselines")
+    parser.add_argument("--idlm", default="", help="folder of an I-DLM adapter of base, measured alone")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "drafters-wide")
     parser.add_argument("--commit")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    plans = [("base", list(options.drafter or ARMS))]
+    plans = [("base", [f"idlm:model={options.idlm}"] if options.idlm else list(options.drafter or ARMS))]
     if options.exits:
         static = [f"layer_skip:exits={s.split('+')[0]},static={s.split('+')[1]}" for s in options.static]
         plans.append((options.exits, ["layer_skip", *static]))
     arms: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for name, drafters in plans:
-        model, known, plain = widened(name, options.size, options.folder), {}, {}
+        model, known, plain = widened(name, options.size, options.folder, not options.idlm), {}, {}
         for drafter in ["", *drafters]:
             try:
                 found = measure(model, drafter and spec_of(drafter, options.size, options.folder), options.batch, known)
@@ -133,7 +142,7 @@ def main() -> int:
                 continue
             plain = plain or found
             for batch, metrics in found.items():
-                label = f"{Path(name).name} {drafter or 'plain'} {batch}"
+                label = f"{Path(name).name} {drafter.partition(':model=/')[0] or 'plain'} {batch}"
                 arms.append(arm(label, {"model": Path(name).name, "drafter": drafter, "batch": batch}, metrics))
                 ratios[f"tokens_per_second {label}/plain"] = round(
                     metrics["tokens_per_second"] / plain[batch]["tokens_per_second"], 4
