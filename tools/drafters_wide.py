@@ -7,8 +7,8 @@ Needs an NVIDIA GPU and some 40 GB of disk in --folder. `base` is widened with i
 (`widen_checkpoint.py`), so that an exit costs its share of the layers; heads are widened to fit, and `nano` drafts as
 it is. --exits: a checkpoint of `kvasir train exits --target base`, for `layer_skip` against its static exits; its plain
 run is its own. --drafter measures these alone. --idlm: an adapter of `kvasir train drafter idlm`, measured alone, on
-`base` whose layers come first in the large model, since its adapter is widened with them. Requests come in groups of the batch size. Results are written as they
-come.
+`base` whose layers come first in the large model, since its adapter is widened with them. Requests come in groups of
+the batch size. Results are written as they come.
 """
 
 from __future__ import annotations
