@@ -148,9 +148,8 @@ def _pairs(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
         pairs = multiply_add((wide * 0x1001) & 0x000F000F | 0x43004300, tl.full([1, 1], 0x3F803F80, tl.int32), terms,
                               ASM)
     elif LAYOUT == 4:
-        both = wide & 0xF | (wide & 0xF0) << 12 | (wide & 0x300) >> 4 | (wide & 0xC00) << 10
-        pairs = multiply_add((both & 0x001F001F) << 5 | (both & 0x00200020) << 10,
-                              tl.full([1, 1], 0x7D807D80, tl.int32), tl.full([1, 1], -2147450880, tl.int32), ASM)
+        bits = (wide * 0x20020) & 0x01E001E0 | (wide * 0x8002) & 0x02000200 | (wide * 0x100040) & -2147450880
+        pairs = multiply_add(bits, tl.full([1, 1], 0x7D807D80, tl.int32), tl.full([1, 1], -2147450880, tl.int32), ASM)
     else:
         bits = (wide * 0x40040) & 0x01C001C0 | (wide * 0x01001000) & -2147450880
         factors = _spread(_twice(s * 1.9807040628566084e28), N, GROUPS, BYTES)  # 2^(126 - 32)
