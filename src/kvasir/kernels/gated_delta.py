@@ -7,9 +7,10 @@ Qwen3-Next before it. All numbers are fp32 from the convolution on.
 the paper (section 3.3); its chunks end at absolute multiples of ``CHUNK``, so that a prompt that is cut there gives the
 same bits. ``step_reference`` runs a step over state pages so that it may be run again.
 
-On a GPU ``step`` walks all rows of a span, and those before it that are not folded yet, in one loop a head: a state
-stays in registers, and a row's bits depend on no cut. It reads and writes 4 D V bytes a head, and a row once for each
-block of values. What heads share of a page is written by a second launch.
+On a GPU ``step`` walks the rows of a short span, and those before it that are not folded yet, in one loop a head: a
+state stays in registers, and a row's bits depend on no cut. It reads and writes 4 D V bytes a head, and a row once for
+each block of values. What heads share of a page is written by a second launch. Longer spans go to
+`kvasir.kernels.gated_chunks`, in exact mode row by row.
 
 Legend: T rows, H heads of values, D key dim, V value dim, C mixed row (queries, keys, values), X = C + 2 H, J taps.
 """
@@ -21,10 +22,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kvasir.kernels import gated_chunks
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
 from kvasir.kernels.activation import sigmoid
+from kvasir.kernels.gated_chunks import CHUNK, Chunks
+from kvasir.types import StepBatch
 
-CHUNK = 64  # rows
 VALUES = 32  # most values of a program; a state's registers
 CHANNELS = 256  # of a program that writes what heads share
 L2_EPS = 1e-6  # of the norms of queries and keys, as the models were trained
@@ -167,6 +170,7 @@ def step_reference(
             state, tail = _advance(aheads[read, : start - base], state, tail, weights, dims)
         if short and (start > base or not start):
             matrix[read], tails[read], position[read] = state, tail, start
+            state = matrix[read].float()  # as a step that runs again reads it
         scan = recurrence if short or exact else chunk_scan
         more = {} if scan is recurrence else {"start": start}
         out, state = scan(*inputs(rows, tail, weights, tuple(dims)), state, **more)
@@ -211,16 +215,32 @@ def _silu(x):
 
 
 @jit
+def _span(context_ptr, row_start_ptr, length_ptr, span, EACH: tl.constexpr):
+    """Start, first row and length of a span. ``EACH``: there is a span for each row of the step, and ``length_ptr`` has
+    the lengths of those that begin there, 0 for other rows."""
+    start = tl.load(context_ptr + span)
+    if EACH:
+        return start, span, tl.load(length_ptr + span).to(tl.int32)
+    else:
+        first = tl.load(row_start_ptr + span)
+        return start, first, tl.load(row_start_ptr + span + 1) - first
+
+
+@jit
 def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr,
-          row_start_ptr, out_ptr, width, page_m, page_t, page_a, eps, scale,
+          row_start_ptr, length_ptr, out_ptr, width, page_m, page_t, page_a, eps, scale,
           H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr,
-          TAPS: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+          TAPS: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr,
+          LONG: tl.constexpr):
     """Some values of one head of one span: row after row from the base of its state. Taps are added from the oldest
-    row to the newest."""
+    row to the newest. ``LONG``: long spans run here, too."""
     span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
-    start, first = tl.load(context_ptr + span), tl.load(row_start_ptr + span)
-    length = tl.load(row_start_ptr + span + 1) - first
+    start, first, length = _span(context_ptr, row_start_ptr, length_ptr, span, EACH)
+    if length == 0:
+        return
+    if length > AHEAD and not LONG:
+        return
     old = start > 0
     base = tl.where(old, tl.load(base_ptr + span), 0).to(tl.int32)
     short = length <= AHEAD
@@ -230,7 +250,7 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
     v_at = 2 * K * D + head * V + v
     in_dv = in_d[:, None] & in_v[None, :]
     cell = (head * D + d[:, None]) * V + v[None, :]
-    state = tl.load(matrix_ptr + read * page_m + cell, mask=in_dv & old, other=0.0)
+    state = tl.load(matrix_ptr + read * page_m + cell, mask=in_dv & old, other=0.0).to(tl.float32)
     tail = tail_ptr + read * page_t
     qw0, q0 = _load_tap(tail, conv_ptr, q_at, in_d, old, 0, TAPS, C)
     qw1, q1 = _load_tap(tail, conv_ptr, q_at, in_d, old, 1, TAPS, C)
@@ -249,6 +269,7 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
         own = position >= start
         if (position == start) & short:
             tl.store(matrix_ptr + read * page_m + cell, state, mask=in_dv)
+            state = state.to(matrix_ptr.dtype.element_ty).to(tl.float32)  # as a step that runs again reads it
         here = rows_ptr + (first + position - start).to(tl.int64) * X
         kept = ahead_ptr + read * page_a + (position - base) * X
         q3 = _load_row(here, kept, q_at, in_d, own)
@@ -275,14 +296,15 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
 
 
 @jit
-def _settle(rows_ptr, tail_ptr, ahead_ptr, base_ptr, position_ptr, table_ptr, context_ptr, row_start_ptr, width, page_t,
-            page_a, page_p, X: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr,
-            ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _settle(rows_ptr, tail_ptr, ahead_ptr, base_ptr, position_ptr, table_ptr, context_ptr, row_start_ptr, length_ptr,
+            width, page_t, page_a, page_p, X: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr,
+            ROWS: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr):
     """Write some channels of what a span leaves: the convolution's last rows, look-ahead slots, the position."""
     span, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
-    start, first = tl.load(context_ptr + span), tl.load(row_start_ptr + span)
-    length = tl.load(row_start_ptr + span + 1) - first
+    start, first, length = _span(context_ptr, row_start_ptr, length_ptr, span, EACH)
+    if length == 0:
+        return
     old = start > 0
     base = tl.where(old, tl.load(base_ptr + span), 0).to(tl.int32)
     short = length <= AHEAD
@@ -312,34 +334,49 @@ def step(
     rows_TX: torch.Tensor,
     planes: dict[str, torch.Tensor],
     table_SW: torch.Tensor,
-    context_S: torch.Tensor,
-    row_start_S1: torch.Tensor,
-    starts: list[int],
-    lengths: list[int],
+    batch: StepBatch,
     weights: Weights,
     exact: bool = False,
+    out_THV: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``step_reference``, on a GPU row by row in two launches, whatever ``exact``.
+    """Compute ``step_reference``, on a GPU row by row in two launches, and with ``exact`` unset long spans by
+    ``gated_chunks.scan``. Short spans run without looking at what the host knows, so that they can be captured.
 
-    ``table_SW``: int32, its first two columns are the pages that each span reads and writes. ``context_S``,
-    ``row_start_S1``: int32, as `StepBatch` has them; ``starts`` and ``lengths`` are their copies on the host.
+    ``table_SW``: int32, its first two columns are the pages that each span reads and writes. ``batch``: where its spans
+    lie. ``out_THV``: fp32, the memory for the result; None: new memory.
     """
     if not use_triton(rows_TX) or weights.conv_CJ.shape[1] > 4:
-        pages = [tuple(pair) for pair in table_SW[:, :2].tolist()]
-        return step_reference(rows_TX, planes, pages, starts, lengths, weights, exact)
+        return _plain_step(rows_TX, planes, table_SW, batch, weights, exact, out_THV)
     matrix, tails, aheads, position = (planes[name] for name in ("matrix", "tail", "ahead", "position"))
     (_, heads, key_dim, value_dim), taps, channels = matrix.shape, weights.conv_CJ.shape[1], tails.shape[-1]
-    spans, block = len(starts), min(VALUES, next_power_of_2(value_dim))
-    out_THV = torch.empty(len(rows_TX), heads, value_dim, dtype=torch.float32, device=rows_TX.device)
+    spans, block, ahead = len(batch.context), min(VALUES, next_power_of_2(value_dim)), aheads.shape[1]
+    if out_THV is None:
+        out_THV = torch.empty(len(rows_TX), heads, value_dim, dtype=torch.float32, device=rows_TX.device)
     rows_TX = rows_TX.contiguous()
     base_S = position.index_select(0, table_SW[:, 0].long())
-    common = table_SW, context_S, row_start_S1
+    each = batch.span_lengths is not None
+    common = table_SW, batch.context, batch.row_start, batch.span_lengths if each else batch.row_start
+    chunks = None if each or exact else Chunks.of_batch(batch, ahead)
+    if chunks is not None:
+        gated_chunks.scan(rows_TX, planes, *common[:3], base_S, chunks, weights, out_THV, L2_EPS)
     _walk[(spans, heads, cdiv(value_dim, block))](
         rows_TX, weights.conv_CJ, weights.log_decay_H, weights.bias_H, matrix, tails, aheads, base_S, *common, out_THV,
         table_SW.stride(0), matrix.stride(0), tails.stride(0), aheads.stride(0), L2_EPS, key_dim**-0.5, heads,
-        weights.key_heads, key_dim, value_dim, rows_TX.shape[1], channels, taps, aheads.shape[1],
-        next_power_of_2(key_dim), block, num_warps=4)
+        weights.key_heads, key_dim, value_dim, rows_TX.shape[1], channels, taps, ahead,
+        next_power_of_2(key_dim), block, EACH=each, LONG=exact, num_warps=4)
     _settle[(spans, cdiv(rows_TX.shape[1], CHANNELS))](
         rows_TX, tails, aheads, base_S, position, *common, table_SW.stride(0), tails.stride(0), aheads.stride(0),
-        position.stride(0), rows_TX.shape[1], channels, taps, aheads.shape[1], next_power_of_2(taps), CHANNELS)
+        position.stride(0), rows_TX.shape[1], channels, taps, ahead, next_power_of_2(taps), CHANNELS, EACH=each,
+        num_warps=4)
     return out_THV
+
+
+def _plain_step(rows_TX, planes, table_SW, batch, weights, exact, out_THV) -> torch.Tensor:
+    """``step`` in torch. The host's copies say where spans lie, or ``span_lengths`` where each row has a span."""
+    starts, lengths, pages = batch.starts, batch.lengths, [tuple(pair) for pair in table_SW[:, :2].tolist()]
+    if batch.span_lengths is not None:
+        lengths = batch.span_lengths.tolist()
+        firsts = [row for row, length in enumerate(lengths) if length]
+        starts, lengths, pages = ([part[row] for row in firsts] for part in (starts, lengths, pages))
+    found_THV = step_reference(rows_TX, planes, pages, starts, lengths, weights, exact)
+    return found_THV if out_THV is None else out_THV.copy_(found_THV)

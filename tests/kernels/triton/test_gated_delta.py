@@ -11,11 +11,14 @@ from kvasir.kernels.gated_delta import Weights, step, step_reference
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.spec import LOOK_AHEAD, GatedDeltaSpec, NormSpec
-from kvasir.types import CacheGroup
+from kvasir.types import CacheGroup, StepBatch
 
 PAGES = 9
 # Lengths of the spans of each sequence; a step has one span of each. Spans of more than 16 rows change the page.
 LENGTHS = ([3, 1, 18, 1, 2], [17, 2, 1, 1, 1], [1, 1, 1, 1, 1])
+# Chunks end at 64 and 128. Long spans begin at a chunk's end, within a chunk, and behind rows that are not folded,
+# which may lie in the chunk before.
+LONG = ([64, 70, 3, 40], [66, 17, 1, 50], [5, 2, 140, 1])
 SPECS = {
     "even": GatedDeltaSpec(1, 2, 8, 16, NormSpec()),
     "odd": GatedDeltaSpec(1, 1, 12, 40, NormSpec()),
@@ -26,7 +29,7 @@ SPECS = {
 class World:
     """Three sequences, each with two pages, in pools with other bytes in every page."""
 
-    def __init__(self, spec: GatedDeltaSpec, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, spec: GatedDeltaSpec, dtype: torch.dtype, device: str, lengths=LENGTHS) -> None:
         def drawn(*shape: int, seed: int) -> torch.Tensor:
             return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
@@ -39,14 +42,15 @@ class World:
             spec.num_key_heads,
         )
         width = spec.mixed + 2 * spec.num_value_heads
-        self.rows = [drawn(sum(lengths), width, seed=4 + i).to(dtype) for i, lengths in enumerate(LENGTHS)]
-        self.device = device
+        self.rows = [drawn(sum(own), width, seed=4 + i).to(dtype) for i, own in enumerate(lengths)]
+        self.device, self.lengths = device, lengths
 
     def run(self, kernel, drafts: int = 0) -> torch.Tensor:
         """All results of the real rows. Every decode has so many drafts, of which none is right."""
-        tables, done, found = [(1, 2), (3, 4), (5, 6)], [0, 0, 0], [[], [], []]
-        for turn in range(len(LENGTHS[0])):
-            own = [lengths[turn] for lengths in LENGTHS]
+        count = len(self.lengths)
+        tables, done, found = [(1, 2), (3, 4), (5, 6)][:count], [0] * count, [[] for _ in range(count)]
+        for turn in range(len(self.lengths[0])):
+            own = [lengths[turn] for lengths in self.lengths]
             parts = [rows[at : at + n] for rows, at, n in zip(self.rows, done, own)]
             parts = [torch.cat((p, torch.randn_like(p[:1]).repeat(drafts, 1))) if len(p) == 1 else p for p in parts]
             lengths = [len(p) for p in parts]
@@ -58,20 +62,46 @@ class World:
         return torch.cat([torch.cat(parts) for parts in found])
 
 
-def by_kernel(world: World, rows, tables, starts, lengths):
-    numbers = [torch.tensor(x, dtype=torch.int32, device=world.device) for x in (tables, starts)]
+def batch_of(world: World, starts, lengths, **more) -> StepBatch:
+    context = torch.tensor(starts, dtype=torch.int32, device=world.device)
     row_start = torch.tensor([0, *lengths], dtype=torch.int32, device=world.device).cumsum(0).int()
-    planes = world.pool.layer(0).planes
-    return step(rows, planes, *numbers, row_start, list(starts), lengths, world.weights, exact=True)
+    none = torch.zeros(0)
+    return StepBatch(none, none, row_start, context, (), (), none, list(starts), list(lengths), **more)
+
+
+def by_kernel(world: World, rows, tables, starts, lengths, exact=True):
+    table = torch.tensor(tables, dtype=torch.int32, device=world.device)
+    return step(rows, world.pool.layer(0).planes, table, batch_of(world, starts, lengths), world.weights, exact)
+
+
+def by_scan(*given):
+    return by_kernel(*given, exact=False)
+
+
+def row_by_row(world: World, rows, tables, starts, lengths):
+    """Every row of a short step is a span of its own, as in captured steps with drafts, and padding follows."""
+    if max(lengths) > LOOK_AHEAD:
+        return by_kernel(world, rows, tables, starts, lengths)
+    padding = 2
+    firsts = [n if not i else 0 for n in lengths for i in range(n)] + [1] * padding
+    own = [start + i for start, n in zip(starts, lengths) for i in range(n)] + [0] * padding
+    pages = [pair for pair, n in zip(tables, lengths) for _ in range(n)] + [(0, 0)] * padding
+    batch = batch_of(world, own, [1] * len(own), span_lengths=torch.tensor(firsts, device=world.device))
+    table = torch.tensor(pages, dtype=torch.int32, device=world.device)
+    rows = torch.cat((rows, torch.zeros_like(rows[:padding])))
+    out = torch.full((len(rows), *world.pool.layer(0).planes["matrix"].shape[1::2]), 7.0, device=world.device)
+    got = step(rows, world.pool.layer(0).planes, table, batch, world.weights, out_THV=out)
+    assert got is out
+    return got[:-padding]
 
 
 def by_reference(world: World, rows, tables, starts, lengths):
     return step_reference(rows, world.pool.layer(0).planes, tables, list(starts), lengths, world.weights, True)
 
 
-def compare(spec: GatedDeltaSpec, dtype: torch.dtype, device: str, near: float = 1e-5) -> None:
-    worlds = [World(spec, dtype, device) for _ in range(2)]
-    got, want = (world.run(run) for world, run in zip(worlds, (by_kernel, by_reference)))
+def compare(spec: GatedDeltaSpec, dtype: torch.dtype, device: str, near: float = 1e-5, kernel=by_kernel, **how) -> None:
+    worlds = [World(spec, dtype, device, **how) for _ in range(2)]
+    got, want = (world.run(run) for world, run in zip(worlds, (kernel, by_reference)))
     torch.testing.assert_close(got, want, atol=near, rtol=1e-4)
     for name, plane in worlds[0].pool.layer(0).planes.items():
         other = worlds[1].pool.layer(0).planes[name]
@@ -86,6 +116,51 @@ def test_steps_against_the_reference(name, device):
 
 def test_rows_in_half_precision(device):
     compare(SPECS["even"], torch.float16, device)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_scan_against_the_recurrence(name, device):
+    compare(SPECS[name], torch.float32, device, near=1e-4, kernel=by_scan, lengths=LONG)
+
+
+def test_the_scan_in_half_precision(device):
+    compare(SPECS["even"], torch.float16, device, near=2e-3, kernel=by_scan, lengths=LONG)
+
+
+def test_a_cut_between_chunks_changes_no_bit_of_the_scan(device):
+    found = []
+    for lengths in ([130, 1], [64, 66, 1], [128, 2, 1]):
+        world = World(SPECS["even"], torch.float32, device, lengths=[lengths])
+        found.append(world.run(by_scan)[:128])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_rows_of_a_draft_as_spans_of_their_own(device):
+    compare(SPECS["even"], torch.float32, device, kernel=row_by_row)
+    plain = World(SPECS["even"], torch.float32, device).run(by_kernel)
+    assert torch.equal(World(SPECS["even"], torch.float32, device).run(row_by_row, drafts=3), plain)
+
+
+def test_equal_keys_are_no_trouble(device):
+    """A series of powers of the system would grow like binomial coefficients here: each row undoes what the last one
+    wrote, without decay."""
+    spec, worlds = SPECS["even"], [World(SPECS["even"], torch.float32, device, lengths=[[128, 1]]) for _ in range(2)]
+    for world in worlds:
+        world.rows[0][:, : spec.mixed - spec.values] = 1.0
+        world.rows[0][:, spec.mixed : spec.mixed + spec.num_value_heads] = 9.0
+        world.rows[0][:, spec.mixed + spec.num_value_heads :] = -9.0
+    got, want = (world.run(run) for world, run in zip(worlds, (by_scan, by_reference)))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("keys, heads", [(16, 32), (16, 48)], ids=["9B", "27B"])
+def test_shapes_that_people_run(keys, heads, dtype, near):
+    spec = GatedDeltaSpec(keys, heads, 128, 128, NormSpec())
+    lengths = ([512, 1, 300, 1], [1, 100, 1, 1], [700, 16, 1, 65])
+    compare(spec, dtype, "cuda", near=near, kernel=by_scan, lengths=lengths)
 
 
 def test_rejected_drafts_change_no_bit(device):

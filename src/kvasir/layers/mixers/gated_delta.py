@@ -74,10 +74,7 @@ class Mixer:
             rows_TX,
             cache.planes,
             batch.tables[cache.group],
-            batch.context,
-            batch.row_start,
-            batch.starts,
-            batch.lengths,
+            batch,
             self.weights,
             self.exact,
         )

@@ -1,0 +1,264 @@
+"""The gated delta rule over long spans: ``CHUNK`` rows at once, in the WY form of Yang et al. 2024 (arXiv:2412.06464).
+
+Three launches. The first one convolves: it brings queries, keys and values of every chunk to one place. The second one
+solves each chunk of each head by itself: the rows of a chunk read what earlier rows of it write, which is a unit lower
+triangular system. The third one walks the chunks of a span and carries the state. Programs of the first two do not
+depend on each other; those of the third share neither heads nor blocks of values.
+
+A chunk ends at an absolute multiple of ``CHUNK``, so a prompt that is cut there gives the same bits. The rows between
+the position of a state and the start of its span are computed again, from the look-ahead slots. A place in a chunk that
+has no row changes nothing: its key and its write strength are zero.
+
+With a model in fp32 all products are exact to fp32. With one of 16 bits their factors have the model's type, their sums
+are fp32, and so is the solution of the system; that is how such models were trained.
+
+Plain reference: ``chunk_scan`` of `kvasir.kernels.gated_delta`. Bytes: a row is read four times (from L2) and written
+once by the first launch, D + V + CHUNK elements a row and head lie between the second and the third.
+
+Legend: N chunks, H heads of values, K heads of keys, D key dim, V value dim, C mixed row, X = C + 2 H, L long spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+from kvasir.types import StepBatch
+
+CHUNK = 64  # rows
+BLOCK = 16  # rows that are solved one after the other; the blocks of a chunk are joined by products
+VALUES = 32  # most values of a program that carries a state
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Where the chunks of a step's long spans lie, as int32 on the device. ``of_chunk`` [N, 2]: the span, and the
+    absolute position of the first row. ``of_span`` [L, 3]: the span, its first chunk, and their number."""
+
+    of_chunk: torch.Tensor
+    of_span: torch.Tensor
+
+    @classmethod
+    def of_batch(cls, batch: StepBatch, ahead: int) -> Chunks | None:
+        """The chunks of a step, which all of its layers share."""
+        if Chunks not in batch.scratch:
+            batch.scratch[Chunks] = cls.of(batch.starts, batch.lengths, ahead, batch.context.device)
+        return batch.scratch[Chunks]
+
+    @classmethod
+    def of(cls, starts: list[int], lengths: list[int], ahead: int, device: torch.device) -> Chunks | None:
+        """The chunks of the spans of more than ``ahead`` rows; None: there are none. The position of a state is known
+        on the device alone, so a span begins with the chunk in which the earliest one can lie."""
+        chunks: list[tuple[int, int]] = []
+        spans: list[tuple[int, int, int]] = []
+        for span, (start, length) in enumerate(zip(starts, lengths)):
+            if length > ahead:
+                first, end = max(0, start - ahead) // CHUNK, cdiv(start + length, CHUNK)
+                spans.append((span, len(chunks), end - first))
+                chunks += [(span, CHUNK * number) for number in range(first, end)]
+        if not spans:
+            return None
+        words = torch.tensor([word for entry in (*chunks, *spans) for word in entry], dtype=torch.int32)
+        if device.type == "cuda":
+            words = words.pin_memory().to(device, non_blocking=True)
+        else:
+            words = words.to(device)
+        return cls(words[: 2 * len(chunks)].view(-1, 2), words[2 * len(chunks) :].view(-1, 3))
+
+
+@jit
+def _rows_of(rows_ptr, ahead_ptr, channel, position, mask, base, start, first, X: tl.constexpr):
+    """Channels of the rows at these positions, fp32: of this step from ``start`` on, before that from the look-ahead
+    slots, which begin at ``base``. Zero where ``mask`` is not set."""
+    own = (position >= start)[:, None]
+    here = tl.load(rows_ptr + (first + position - start).to(tl.int64)[:, None] * X + channel[None, :],
+                   mask=mask & own, other=0.0).to(tl.float32)
+    kept = tl.load(ahead_ptr + (position - base)[:, None] * X + channel[None, :],
+                   mask=mask & (own == 0), other=0.0).to(tl.float32)
+    return tl.where(own, here, kept)
+
+
+@jit
+def _place(chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk):
+    """What a chunk is of: the position of its first row, the page that its span reads, the position of the state there
+    (0 at the start of a sequence), and the span's start, end and first row."""
+    span, begin = tl.load(chunk_ptr + 2 * chunk), tl.load(chunk_ptr + 2 * chunk + 1)
+    start, first = tl.load(context_ptr + span), tl.load(first_ptr + span)
+    end = start + tl.load(first_ptr + span + 1) - first
+    base = tl.where(start > 0, tl.load(base_ptr + span), 0).to(tl.int32)
+    return begin, tl.load(table_ptr + span * width).to(tl.int64), base, start, end, first
+
+
+@jit
+def _convolve(rows_ptr, conv_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr, first_ptr, chunk_ptr,
+              mixed_ptr, width, page_t, page_a, eps, scale,
+              K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr,
+              CHUNK: tl.constexpr, BW: tl.constexpr):
+    """One head's queries, keys or values of one chunk, after convolution and norm. Taps are added from the oldest row
+    to the newest."""
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin, read, base, start, end, first = _place(
+        chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk)
+    row, w = tl.arange(0, CHUNK), tl.arange(0, BW)
+    is_key = head < 2 * K
+    channel = tl.where(is_key, head * D, 2 * K * D + (head - 2 * K) * V) + w
+    in_w = w < tl.where(is_key, D, V)
+    inside = ((begin + row >= base) & (begin + row < end))[:, None] & in_w[None, :]
+    total = tl.zeros([CHUNK, BW], tl.float32)
+    for tap in tl.static_range(TAPS):
+        position = begin + row + (tap - (TAPS - 1))
+        before = (position < base)[:, None]
+        x = _rows_of(rows_ptr, ahead_ptr + read * page_a, channel, position, inside & (before == 0), base, start, first,
+                     X)
+        x += tl.load(tail_ptr + read * page_t + (position - base + TAPS - 1)[:, None] * C + channel[None, :],
+                     mask=inside & before & (start > 0), other=0.0).to(tl.float32)
+        weight = tl.load(conv_ptr + channel * TAPS + tap, mask=in_w, other=0.0).to(tl.float32)
+        total += x * weight[None, :]
+    found = total / (1 + tl.exp(-total))
+    norm = 1 / tl.sqrt(tl.sum(found * found, 1) + eps)
+    norm = tl.where(is_key, norm * tl.where(head < K, scale, 1.0), 1.0)
+    tl.store(mixed_ptr + (chunk * CHUNK + row)[:, None] * C + channel[None, :], found * norm[:, None],
+             mask=in_w[None, :])
+
+
+@jit
+def _inverse(system, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(1 + system)^-1 of a strictly lower triangular ``system`` [CHUNK, CHUNK] in fp32. The blocks on the diagonal are
+    solved row after row; what is below them is joined by the series of a matrix whose fourth power is zero."""
+    tl.static_assert(CHUNK == 4 * BLOCK)
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    near = row // BLOCK == column // BLOCK
+    parts = tl.sum(tl.reshape(tl.where(near, system, 0.0), [4, BLOCK, 4, BLOCK]), 2)
+    i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
+    solved = tl.zeros([4, BLOCK, BLOCK], tl.float32) + tl.where(i == j, 1.0, 0.0)
+    for at in range(1, BLOCK):
+        factors = tl.sum(tl.where(i == at, parts, 0.0), 1)
+        change = tl.sum(factors[:, :, None] * solved, 1)
+        solved -= tl.where(i == at, change[:, None, :], 0.0)
+    wide = tl.broadcast_to(solved[:, :, None, :], [4, BLOCK, 4, BLOCK])
+    solved = tl.where(near, tl.reshape(wide, [CHUNK, CHUNK]), 0.0)
+    joined = tl.dot(solved, tl.where(near, 0.0, system), input_precision="tf32x3")
+    both = solved + tl.dot(tl.dot(joined, joined, input_precision="tf32x3"), solved, input_precision="tf32x3")
+    return both - tl.dot(joined, both, input_precision="tf32x3")
+
+
+@jit
+def _solve(rows_ptr, mixed_ptr, decay_ptr, bias_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr, first_ptr,
+           chunk_ptr, total_ptr, seen_ptr, given_ptr, within_ptr, width, page_a,
+           H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr,
+           CHUNK: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
+    """One chunk of one head by itself. What its rows write is ``given`` - ``seen`` @ state, and their results take
+    ``within`` @ that. ``total``: log decay from the chunk's begin to each row."""
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin, read, base, start, end, first = _place(
+        chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk)
+    row, other, d, v = tl.arange(0, CHUNK), tl.arange(0, CHUNK), tl.arange(0, BD), tl.arange(0, BV)
+    position = begin + row
+    inside = (position >= base) & (position < end)
+    gate = C + head + tl.arange(0, 1)
+    ahead = ahead_ptr + read * page_a
+    b = tl.sum(_rows_of(rows_ptr, ahead, gate, position, inside[:, None], base, start, first, X), 1)
+    a = tl.sum(_rows_of(rows_ptr, ahead, gate + H, position, inside[:, None], base, start, first, X), 1)
+    a += tl.load(bias_ptr + head)
+    softplus = tl.maximum(a, 0.0) + tl.log(1 + tl.exp(-tl.abs(a)))
+    decay = tl.where(inside, -tl.exp(tl.load(decay_ptr + head)) * softplus, 0.0)
+    strength = tl.where(inside, 1 / (1 + tl.exp(-b)), 0.0)
+    total = tl.cumsum(decay, 0)
+    cell = (chunk * H + head) * CHUNK + row
+    tl.store(total_ptr + cell, total)
+    at = mixed_ptr + (chunk * CHUNK + row)[:, None] * C
+    key_head = head // (H // K)
+    q = tl.load(at + key_head * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    k = tl.load(at + (K + key_head) * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    values = tl.load(at + 2 * K * D + head * V + v[None, :], mask=(v < V)[None, :], other=0.0)
+    total_of_other = tl.sum(tl.where(row[:, None] == other[None, :], total[:, None], 0.0), 0)
+    lower = row[:, None] >= other[None, :]
+    between = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total_of_other[None, :], 0.0)), 0.0)
+    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * strength[:, None]
+    inverse = _inverse(tl.where(row[:, None] > other[None, :], alike, 0.0), CHUNK, BLOCK).to(k.dtype)
+    keys = (k.to(tl.float32) * (strength * tl.exp(total))[:, None]).to(k.dtype)
+    tl.store(seen_ptr + cell[:, None] * D + d[None, :], tl.dot(inverse, keys, input_precision=PRECISION),
+             mask=(d < D)[None, :])
+    values = (values.to(tl.float32) * strength[:, None]).to(k.dtype)
+    tl.store(given_ptr + cell[:, None] * V + v[None, :], tl.dot(inverse, values, input_precision=PRECISION),
+             mask=(v < V)[None, :])
+    tl.store(within_ptr + cell[:, None] * CHUNK + other[None, :],
+             tl.dot(q, tl.trans(k), input_precision=PRECISION) * between)
+
+
+@jit
+def _carry(mixed_ptr, total_ptr, seen_ptr, given_ptr, within_ptr, matrix_ptr, table_ptr, context_ptr, first_ptr,
+           chunk_ptr, span_ptr, out_ptr, width, page_m,
+           H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
+           BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
+    """Some values of one head of one span, chunk after chunk."""
+    which, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    span, chunk = tl.load(span_ptr + 3 * which), tl.load(span_ptr + 3 * which + 1)
+    count, begin = tl.load(span_ptr + 3 * which + 2), tl.load(chunk_ptr + 2 * chunk + 1)
+    start, first = tl.load(context_ptr + span), tl.load(first_ptr + span)
+    end = start + tl.load(first_ptr + span + 1) - first
+    read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
+    row, d, v = tl.arange(0, CHUNK), tl.arange(0, BD), block * BV + tl.arange(0, BV)
+    in_d, in_v = d < D, v < V
+    place = (head * D + d[:, None]) * V + v[None, :]
+    in_dv = in_d[:, None] & in_v[None, :]
+    state = tl.load(matrix_ptr + read * page_m + place, mask=in_dv & (start > 0), other=0.0).to(tl.float32)
+    key_head = head // (H // K)
+    for i in range(0, count):
+        at = (chunk + i).to(tl.int64)
+        cell = (at * H + head) * CHUNK + row
+        mixed = mixed_ptr + (at * CHUNK + row)[:, None] * C
+        seen = tl.load(seen_ptr + cell[:, None] * D + d[None, :], mask=in_d[None, :], other=0.0)
+        q = tl.load(mixed + key_head * D + d[None, :], mask=in_d[None, :], other=0.0)
+        k = tl.load(mixed + (K + key_head) * D + d[None, :], mask=in_d[None, :], other=0.0)
+        given = tl.load(given_ptr + cell[:, None] * V + v[None, :], mask=in_v[None, :], other=0.0)
+        within = tl.load(within_ptr + cell[:, None] * CHUNK + row[None, :])
+        total = tl.load(total_ptr + cell)
+        last = tl.load(total_ptr + (at * H + head) * CHUNK + CHUNK - 1)
+        narrow = state.to(q.dtype)
+        written = given.to(tl.float32) - tl.dot(seen, narrow, input_precision=PRECISION)
+        found = tl.dot(q, narrow, input_precision=PRECISION) * tl.exp(total)[:, None]
+        found += tl.dot(within, written.to(q.dtype), input_precision=PRECISION)
+        position = begin + i * CHUNK + row
+        own = (position >= start) & (position < end)
+        tl.store(out_ptr + ((first + position - start).to(tl.int64)[:, None] * H + head) * V + v[None, :], found,
+                 mask=own[:, None] & in_v[None, :])
+        written = (written * tl.exp(last - total)[:, None]).to(q.dtype)
+        state = state * tl.exp(last) + tl.dot(tl.trans(k), written, input_precision=PRECISION)
+    tl.store(matrix_ptr + write * page_m + place, state, mask=in_dv)
+
+
+def scan(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch.Tensor, context_S: torch.Tensor,
+         row_start_S1: torch.Tensor, base_S: torch.Tensor, chunks: Chunks, weights: Any, out_THV: torch.Tensor,
+         eps: float) -> None:
+    """Compute the rows of long spans into ``out_THV`` fp32, and write the matrices after them to the pages that they
+    write. The rest of those pages is left alone. ``base_S``: position of the state that each span reads."""
+    matrix, tails, aheads = (planes[name] for name in ("matrix", "tail", "ahead"))
+    (_, heads, key_dim, value_dim), taps, channels = matrix.shape, weights.conv_CJ.shape[1], tails.shape[-1]
+    num, keys, width = len(chunks.of_chunk), weights.key_heads, rows_TX.shape[1]
+
+    def empty(*shape: int, dtype: torch.dtype = rows_TX.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=rows_TX.device)
+
+    mixed, total = empty(num, CHUNK, channels), empty(num, heads, CHUNK, dtype=torch.float32)
+    seen, given, within = (empty(num, heads, CHUNK, size) for size in (key_dim, value_dim, CHUNK))
+    shared = table_SW, context_S, row_start_S1, chunks.of_chunk
+    # A product has at least 16 columns.
+    block_d, block_v = (max(16, next_power_of_2(size)) for size in (key_dim, value_dim))
+    values, narrow = min(VALUES, block_v), rows_TX.dtype != torch.float32
+    _convolve[(num, 2 * keys + heads)](
+        rows_TX, weights.conv_CJ, tails, aheads, base_S, *shared, mixed, table_SW.stride(0), tails.stride(0),
+        aheads.stride(0), eps, key_dim**-0.5, keys, key_dim, value_dim, width, channels, taps, CHUNK,
+        max(block_d, block_v), num_warps=8)
+    precision = "tf32" if narrow else "ieee"
+    _solve[(num, heads)](
+        rows_TX, mixed, weights.log_decay_H, weights.bias_H, aheads, base_S, *shared, total, seen, given, within,
+        table_SW.stride(0), aheads.stride(0), heads, keys, key_dim, value_dim, width, channels, CHUNK, BLOCK, block_d,
+        block_v, precision, num_warps=4, num_stages=1)
+    _carry[(len(chunks.of_span), heads, cdiv(value_dim, values))](
+        mixed, total, seen, given, within, matrix, *shared, chunks.of_span, out_THV, table_SW.stride(0),
+        matrix.stride(0), heads, keys, key_dim, value_dim, channels, CHUNK, block_d, values, precision, num_warps=4,
+        num_stages=2 if narrow else 1)
