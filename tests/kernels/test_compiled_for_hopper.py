@@ -409,7 +409,7 @@ def compiled_dense(shape: Shape, dim: int) -> dict:
         "dense_attention",
         "_dense_attention",
         {"num_warps": shape.warps, "num_stages": shape.stages},
-        {**LLAMA, "D": dim, "R_PAD": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n},
+        {**LLAMA, "D": dim, "R_PAD": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "LAZY": False, "SHARE": 0},
     )
 
 
@@ -420,11 +420,11 @@ def test_dense(dim):
     assert found["tiles"] and found["wgmma"] and not found["spilled"] and found["shared"] <= 227 * 1024
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_by_hand(dim):
+@pytest.mark.parametrize("dim, share", [(64, 0), (128, 0), (128, 4)])
+def test_by_hand(dim, share):
     """In both loops of both consumers all exponentials of a block are taken while the product with the values is under
     way. Registers change hands, and a consumer releases every block that it has read, of keys and of values, except the
-    last one of values."""
+    last one of values. With a share of the powers by a polynomial, the unit for exponentials gives the others."""
     shape = HopperShape.of()
     found = compiled(
         "hopper_attention",
@@ -439,10 +439,13 @@ def test_by_hand(dim):
             "BLOCK_N": shape.block_n,
             "STAGES": shape.stages,
             "WANT_LSE": dim == 64,
+            "LAZY": False,
+            "SHARE": share,
         },
     )
     assert found["tiles"] and found["wgmma"] and not found["spilled"] and found["shared"] <= 227 * 1024
-    assert len([n for n in found["under"] if n >= shape.block_n // 2]) == 2 * 2, found["under"]
+    taken = shape.block_n // 2 * (share - 1) // share if share else shape.block_n // 2
+    assert len([n for n in found["under"] if taken <= n < taken + 4]) == 2 * 2, found["under"]
     assert {"24", "240"} <= set(found["registers"]) and found["warps"] == 12 and found["arrivals"] == 2 * (1 + 2 * 2)
 
 

@@ -1,5 +1,8 @@
 """Time attention of long prompts: Triton's kernel, the one whose warps are placed by hand, and cuDNN's over dense keys.
 
+Both of ours also with FlashAttention-4's ideas (``kernels.softmax_block``): sums rescaled only where a maximum has
+grown enough (``lazy``), and one power of two in 4 or 8 by a polynomial (``share``).
+
 On a Hopper GPU, at Llama-8B's heads in bf16, as CUDA graphs that take turns. The kernel by hand is first tried in a
 process of its own: a barrier that is never passed would hang for good.
 """
@@ -7,6 +10,7 @@ process of its own: a barrier that is never passed would hang for good.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -38,6 +42,7 @@ from tools.kernels.pages import (
 PREFILLS: dict[str, Spans] = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "8k at 24k": [(24576, 8192)]}
 TRIAL_SECONDS = 75  # until the kernel by hand counts as hanging: compiling it takes most of a minute
 DENSE, BY_HAND = dense.Shape.of(128), HopperShape.of()
+IDEAS = ({"lazy": True}, {"share": 8}, {"share": 4}, {"lazy": True, "share": 4})  # of FlashAttention-4
 Shape: TypeAlias = dense.Shape | HopperShape
 
 
@@ -55,17 +60,17 @@ def gap_to(base: torch.Tensor, out: torch.Tensor) -> float:
     return float((gap / most.clamp(max=1)).nan_to_num(torch.inf))
 
 
-def try_by_hand(told: Connection) -> None:
+def try_by_hand(told: Connection, by_hand: HopperShape) -> None:
     """Check, in a process of its own, some ragged spans against the reference, and long ones against Triton's
     kernel."""
     try:
         for case in itertools.islice(dense.ragged(), 0, 5, 2):
-            check_dense_attention(case, BF16, "cuda", shape=BY_HAND)
+            check_dense_attention(case, BF16, "cuda", shape=by_hand)
         for spans in PREFILLS.values():
             pool, batch = make_pool(spans, 1)
             q = queries(spans)
             outs = [torch.empty_like(q), torch.full_like(q, torch.nan)]
-            for shape, out in zip((DENSE, BY_HAND), outs):
+            for shape, out in zip((DENSE, by_hand), outs):
                 run_dense(q, pool, batch, plan_dense(batch, shape), out)
             gap = gap_to(outs[0], outs[1])
             assert gap < 2e-2, f"{spans} {gap}"
@@ -74,23 +79,30 @@ def try_by_hand(told: Connection) -> None:
         told.send(f"{type(e).__name__}: {str(e)[:300]}")
 
 
-def sound() -> bool:
-    """Whether the kernel by hand is right and does not hang."""
+def sound(shapes: list[HopperShape]) -> list[HopperShape]:
+    """Those kernels by hand that are right and do not hang. They are compiled and tried at the same time."""
     context = multiprocessing.get_context("spawn")
-    told, telling = context.Pipe(duplex=False)
-    process = context.Process(target=try_by_hand, args=(telling,), daemon=True)
-    process.start()
-    telling.close()
-    what = "hangs"
-    if told.poll(TRIAL_SECONDS):
-        try:
-            what = told.recv()
-        except EOFError:
-            what = "died"
-    process.kill()
-    process.join()
-    print("by hand:", what or "right", flush=True)
-    return not what
+    trials = []
+    for shape in shapes:
+        told, telling = context.Pipe(duplex=False)
+        process = context.Process(target=try_by_hand, args=(telling, shape), daemon=True)
+        process.start()
+        telling.close()
+        trials.append((shape, told, process))
+    right, end = [], time.monotonic() + TRIAL_SECONDS
+    for shape, told, process in trials:
+        what = "hangs"
+        if told.poll(max(0.0, end - time.monotonic())):
+            try:
+                what = told.recv()
+            except EOFError:
+                what = "died"
+        process.kill()
+        process.join()
+        print("by hand:", shape, what or "right", flush=True)
+        if not what:
+            right.append(shape)
+    return right
 
 
 def cudnn_call(q: torch.Tensor, spans: Spans) -> Callable[[], Any]:
@@ -132,14 +144,18 @@ def time_case(report: Report, case: str, spans: Spans, shapes: list[Shape]) -> N
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    parser.add_argument("--ideas", action="store_true", help="time FlashAttention-4's ideas, too (2 minutes)")
 
 
 def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     report = Report("gpu_prefill", options.output)
-    shapes: list[Shape] = [DENSE, BY_HAND] if sound() else [DENSE]
-    report.add("prefill by hand", {"shape": str(BY_HAND)}, {"failed": int(BY_HAND not in shapes)})
+    ideas = IDEAS if options.ideas else ()
+    by_hand = [BY_HAND, *(dataclasses.replace(BY_HAND, **idea) for idea in ideas)]
+    right = sound(by_hand)
+    for shape in by_hand:
+        report.add("prefill by hand", {"shape": str(shape)}, {"failed": int(shape not in right)})
+    shapes = [DENSE, *(dataclasses.replace(DENSE, **idea) for idea in ideas), *right]
     for case, spans in PREFILLS.items():
         time_case(report, case, spans, shapes)
         report.save()

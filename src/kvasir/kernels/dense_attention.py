@@ -46,6 +46,8 @@ class Shape:
     block_n: int
     warps: int
     stages: int
+    lazy: bool = False  # rescale sums only where a maximum has grown enough, as in ``softmax_block``
+    share: int = 0  # one power of two in so many by a polynomial (``exp2.SHARES``)
 
     @staticmethod
     def of(dim: int) -> Shape:
@@ -131,7 +133,8 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
                      q_row, q_head, out_row, slots, first_group, scale, softcap,
                      H: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                      BLOCK_N: tl.constexpr,
-                     CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+                     CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, LAZY: tl.constexpr = False,
+                     SHARE: tl.constexpr = 0):
     """One tile and KV head over dense keys [G x slots, D]."""
     tile, group = tl.program_id(0), tl.program_id(1)
     span = tl.load(items_ptr + tile * 3)
@@ -157,12 +160,14 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
     for j0 in range(0, whole, BLOCK_N):
         k = k_desc.load([base + j0, 0])
         v = v_desc.load([base + j0, 0])
-        top, total, acc = attend_block(q, tl.trans(k), v, None, scale, softcap, top, total, acc, CAPPED, False)
+        top, total, acc = attend_block(q, tl.trans(k), v, None, scale, softcap, top, total, acc, CAPPED, False,
+                                       LAZY, SHARE)
     for j0 in range(whole, end, BLOCK_N):
         k = k_desc.load([base + j0, 0])
         v = v_desc.load([base + j0, 0])
         seen = (j0 + n)[None, :] <= (context + local)[:, None]
-        top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True)
+        top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True,
+                                       LAZY, SHARE)
     if SINKS:
         top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
     out = out_ptr + row[:, None] * out_row + head[:, None] * D + d[None, :]
@@ -228,7 +233,7 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
             long.items, q_THD.stride(0), q_THD.stride(1), out_THD.stride(0), long.slots, group, scale, softcap or 1.0,
             H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
             CAPPED=softcap is not None,
-            SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None,
+            SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, LAZY=shape.lazy, SHARE=shape.share,
             num_warps=shape.warps, num_stages=shape.stages)
 
 

@@ -27,6 +27,8 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import Launches, gl, gluon_jit, hopper, next_power_of_2
+from kvasir.kernels.exp2 import exp2_shared_by_hand
+from kvasir.kernels.softmax_block import SLACK
 
 if hopper is not None:
     mbarrier = hopper.mbarrier
@@ -39,6 +41,8 @@ class HopperShape:
     block_m: int
     block_n: int
     stages: int
+    lazy: bool = False  # as in ``softmax_block``
+    share: int = 0
 
     @staticmethod
     def of() -> HopperShape:
@@ -101,31 +105,38 @@ def _release(ring, i, STAGES: gl.constexpr):
 
 
 @gluon_jit
-def _weigh(s, seen, factor, top, MASKED: gl.constexpr):
+def _weigh(s, seen, factor, top, MASKED: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr,
+           SLACK: gl.constexpr = SLACK):
     """Weights of a block, as in ``attend_block``. Every row sees the first key, so no row is empty."""
     if MASKED:
         s = gl.where(seen, s, -float("inf"))
     new_top = gl.maximum(top, gl.max(s, 1) * factor)
-    return gl.exp2(s * factor - new_top[:, None]), new_top, gl.exp2(top - new_top)
+    if LAZY:
+        new_top = gl.where(new_top > top + SLACK, new_top, top)
+    return exp2_shared_by_hand(s * factor - new_top[:, None], SHARE), new_top, gl.exp2(top - new_top)
 
 
 @gluon_jit
 def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES: gl.constexpr,
-          MASKED: gl.constexpr):
+          MASKED: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr):
     """Weigh block j, whose keys have arrived, and add the values of block j - 1 with the weights ``p``. The sum before
-    it is rescaled by ``shrink``."""
+    it is rescaled by ``shrink``; LAZY: before the products, and only where a row's factor is not one."""
     scores: gl.constexpr = n.type.layout.parent
     operand: gl.constexpr = p.type.layout
     M: gl.constexpr = q.shape[0]
     N: gl.constexpr = n.shape[0]
     keys = k.slots.index(j % STAGES).permute((1, 0))
+    if LAZY:  # no branch may stand between a product's issue and its wait
+        if gl.max((shrink < 1.0).to(gl.int32), 0) > 0:
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, operand.parent))[:, None]
     s = hopper.warpgroup_mma(q, keys, gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, operand.parent))[:, None]
+    if not LAZY:
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, operand.parent))[:, None]
     _await(v, j - 1, STAGES)
     acc = hopper.warpgroup_mma(p, v.slots.index((j - 1) % STAGES), acc, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
     _release(k, j, STAGES)
-    weights, top, shrink = _weigh(s, (j * N + n)[None, :] <= position[:, None], factor, top, MASKED)
+    weights, top, shrink = _weigh(s, (j * N + n)[None, :] <= position[:, None], factor, top, MASKED, LAZY, SHARE)
     total = total * shrink + gl.sum(weights, 1)
     rounded = gl.convert_layout(weights.to(p.dtype), operand)
     # here, since the assembler takes no exponential past a branch, but all past the next wait
@@ -145,7 +156,7 @@ def _rows(tile, m, R: gl.constexpr, R_PAD: gl.constexpr):
 @gluon_jit
 def _consume(rows, q_rows, k, v, tile, scale, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr,
              N: gl.constexpr,
-             STAGES: gl.constexpr, WANT_LSE: gl.constexpr):
+             STAGES: gl.constexpr, WANT_LSE: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr):
     """Rows x heads ME * M to (ME + 1) * M of the tile."""
     q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row = rows
     blocks = tile.blocks
@@ -170,17 +181,17 @@ def _consume(rows, q_rows, k, v, tile, scale, ME: gl.constexpr, H: gl.constexpr,
     s = hopper.warpgroup_mma(q, k.slots.index(0).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False)
     _release(k, 0, STAGES)
     top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
-    weights, top, shrink = _weigh(s, n[None, :] <= position[:, None], factor, top, True)
+    weights, top, shrink = _weigh(s, n[None, :] <= position[:, None], factor, top, True, LAZY, SHARE)
     total = gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, sums, 2))
     acc = gl.zeros([M, D], gl.float32, sums)
     _await(k, 1, STAGES, blocks > 1)
     for j in range(1, tile.whole):
         p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES,
-                                           False)
+                                           False, LAZY, SHARE)
     for j in range(gl.maximum(tile.whole, 1), blocks):
         p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES,
-                                           True)
+                                           True, LAZY, SHARE)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums))[:, None]
     _await(v, blocks - 1, STAGES)
     acc = hopper.warpgroup_mma(p, v.slots.index((blocks - 1) % STAGES), acc)
@@ -200,7 +211,8 @@ def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_
                       out_row, slots, first_group,
                       scale, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr,
                       BLOCK_M: gl.constexpr,
-                      BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WANT_LSE: gl.constexpr):
+                      BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WANT_LSE: gl.constexpr,
+                      LAZY: gl.constexpr = False, SHARE: gl.constexpr = 0):
     """One tile and KV head over dense keys [G x slots, D]."""
     q_rows = gl.allocate_shared_memory(k_desc.dtype, [2, BLOCK_M // 2, D], k_desc.layout)
     k, v = _ring(k_desc, STAGES), _ring(v_desc, STAGES)
@@ -220,8 +232,10 @@ def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_
     rows = q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row
     FIRST: gl.constexpr = 0  # numbers among a partition's arguments must be marked as constants
     SECOND: gl.constexpr = 1
-    gl.warp_specialize([(_consume, (rows, q_rows, k, v, tile, scale, FIRST, H, R, R_PAD, BLOCK_N, STAGES, WANT_LSE)),
-                        (_consume, (rows, q_rows, k, v, tile, scale, SECOND, H, R, R_PAD, BLOCK_N, STAGES, WANT_LSE)),
+    gl.warp_specialize([(_consume, (rows, q_rows, k, v, tile, scale, FIRST, H, R, R_PAD, BLOCK_N, STAGES, WANT_LSE,
+                                    LAZY, SHARE)),
+                        (_consume, (rows, q_rows, k, v, tile, scale, SECOND, H, R, R_PAD, BLOCK_N, STAGES, WANT_LSE,
+                                    LAZY, SHARE)),
                         (_produce, (k, v, base, blocks, BLOCK_N, STAGES))], [4, 1], [240, 24])
 
 
@@ -242,4 +256,4 @@ def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_T
         out_THD.stride(0), slots, first_group, scale,
         H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
         STAGES=shape.stages,
-        WANT_LSE=lse_TH is not None, num_warps=4)
+        WANT_LSE=lse_TH is not None, LAZY=shape.lazy, SHARE=shape.share, num_warps=4)

@@ -1,5 +1,9 @@
 """The running softmax that the attention kernels share (FlashAttention-2, arXiv:2307.08691).
 
+Two ideas of FlashAttention-4 (arXiv:2603.05451) are switches. LAZY: a row's sums are rescaled only once its maximum has
+grown by more than 2^8, and as they stand until then; weights are up to 2^8, and the division at the end is the same, so
+the result is exact up to rounding. SHARE: one power of two in SHARE by a polynomial (``kernels.exp2``).
+
 Logarithms are to base 2, for which the hardware has an instruction. The reference is that of the kernels that call it.
 
 Legend: M rows of a tile, N keys of a block, D head dim.
@@ -8,10 +12,14 @@ Legend: M rows of a tile, N keys of a block, D head dim.
 from __future__ import annotations
 
 from kvasir.kernels._triton import jit, tl
+from kvasir.kernels.exp2 import exp2_shared
+
+SLACK = 8.0  # powers of two by which a maximum may exceed the one in use; FlashAttention-4's choice
 
 
 @jit
-def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+                 LAZY: tl.constexpr = False, SHARE: tl.constexpr = 0, SLACK: tl.constexpr = SLACK):
     """Fold one block of keys into the running softmax of a tile: k [D, N], v [N, D], seen [M, N] or [1, N]. ``scale`` >
     0."""
     s = tl.dot(q, k, input_precision="ieee")
@@ -23,10 +31,17 @@ def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.cons
     if MASKED:
         s = tl.where(seen, s, -float("inf"))
     new_top = tl.maximum(top, tl.max(s, 1) * factor)
+    if LAZY:  # a row that has seen nothing takes its first maximum: -inf + 8 is below it
+        new_top = tl.where(new_top > top + SLACK, new_top, top)
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
-    p = tl.exp2(s * factor - base[:, None])  # one fused multiply-add an element
+    p = exp2_shared(s * factor - base[:, None], SHARE)  # one fused multiply-add an element
     shrink = tl.exp2(top - base)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    if LAZY:
+        if tl.max((new_top > top).to(tl.int32), 0) > 0:
+            acc = acc * shrink[:, None]
+    else:
+        acc = acc * shrink[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return new_top, total * shrink + tl.sum(p, 1), acc
 
 
