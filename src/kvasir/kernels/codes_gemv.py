@@ -24,7 +24,7 @@ from kvasir import tuned
 from kvasir.kernels import k_codes
 from kvasir.kernels import weight_codes as codes
 from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
-from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
+from kvasir.kernels.activation import ACTIVATIONS, KINDS
 from kvasir.kernels.code_tiles import (
     expert_at,
     factor_of,
@@ -35,7 +35,7 @@ from kvasir.kernels.code_tiles import (
     tile_of,
     weights_of,
 )
-from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, gemv_reference, join
+from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_row, finish_rows, gemv_reference, join
 
 LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3, "fp6": 4, "q6_k": 5, "q4_k": 6}
 SHORTEST = 512  # inputs of a split at least
@@ -184,16 +184,10 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     y *= factor
     y *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)
-    if BIAS:
-        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+    up = y
     if KIND >= 0:
         up = tl.sum(acc_up, 1) * factor * factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)
-        if BIAS:
-            up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
-        y = activate(y, up, KIND)
-    if RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
+    finish_row(y, up, n, y_ptr, bias_ptr, residual_ptr, OUT, BIAS, KIND, RESIDUAL)
 
 
 @jit
@@ -284,32 +278,8 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     acc *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
     if KIND >= 0:
         acc_up *= factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
-    held = live[:, None] & live_m[None, :]
-    if SPLIT:
-        N = OUT
-        if KIND >= 0:
-            N = 2 * OUT
-        part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
-        tl.store(part, acc, mask=held)
-        if KIND >= 0:
-            tl.store(part + OUT, acc_up, mask=held)
-        if NORM:
-            tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
-    else:
-        if NORM:
-            factor = tl.rsqrt(squares / K + eps)[None, :]
-            acc *= factor
-            if KIND >= 0:
-                acc_up *= factor
-        if BIAS:
-            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
-            if KIND >= 0:
-                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
-        if KIND >= 0:
-            acc = activate(acc, acc_up, KIND)
-        if RESIDUAL:
-            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
-        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+    finish_rows(acc, acc_up if KIND >= 0 else acc, squares, n, m, y_ptr, part_ptr, squares_ptr, bias_ptr, residual_ptr,
+                eps, rows, y_row, residual_row, OUT, K, SPLIT, NORM, BIAS, KIND, RESIDUAL)
 
 
 def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
