@@ -398,6 +398,7 @@ def grid() -> Iterator[Case]:
         half = 256 if layout.endswith("_k") else 192
         yield Case(layout, group, 1, 33, width, one, zeros, norm=True, bias=True, residual=True)
         yield Case(layout, group, 3, 48, width, few, zeros)
+        yield Case(layout, group, 33, 72, width, Config(64, 128, 4, 3), zeros, norm=True, residual=True)
         if layout in ("fp6", "q4_k"):  # the others have all that they add to the kernels
             continue
         yield Case(layout, group, 1, 40, width, one, zeros)
@@ -405,6 +406,9 @@ def grid() -> Iterator[Case]:
         yield Case(layout, group, 5, 40, half, few, zeros, norm=True, bias=True, residual=True)
         yield Case(layout, group, 17, 48, 512, Config(32, 128, 4, 3, splits=3), zeros, norm=True, activation="silu",
                    bias=True)
+        yield Case(layout, group, 1, 80, 512, Config(32, 128, 2, 4, splits=2), zeros, norm=True, activation="silu")
     yield Case("u4", 128, 1, 40, 512, Config(4, 128, 4), zeros=True, norm=True)
+    yield Case("u4", 128, 20, 64, 512, Config(64, 128, 4, 3, splits=2), zeros=True)
+    yield Case("mxfp4", 32, 64, 136, 512, Config(128, 128, 8, 3), activation="silu")
     yield Case("u4", 128, 2, 40, 512, few, activation="gelu_tanh", residual=True)
     yield Case("u4", 128, 0, 16, 256, one)
