@@ -302,4 +302,6 @@ def grid() -> Iterator[Case]:
     yield Case(5, 70, 100, few, 32)
     yield Case(40, 128, 256, Config(32, 128, 4, 3, splits=2), 128, norm=True, activation="silu", residual=True)
     yield Case(70, 48, 96, few, 32, norm=True)
+    for block in (0, 128):  # whole warp groups
+        yield Case(20, 128, 384, Config(64, 128, 4, 3, splits=2), block, norm=True, bias=True)
     yield Case(0, 16, 64, one)
