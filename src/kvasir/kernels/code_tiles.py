@@ -28,6 +28,16 @@ def load_bytes(at, live, b, B, WHOLE: tl.constexpr):
 
 
 @jit
+def prefetch(at, first, B, SECTORS: tl.constexpr):
+    """Fetch so many sectors of 32 bytes of every row from the byte ``first`` on into the L2 cache, and wait for
+    nothing. The rows exist; sectors end at B."""
+    b = tl.minimum(first + tl.arange(0, SECTORS) * 32, B - 1)
+    addresses = (at + b[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=tl.int32,
+                              is_pure=False, pack=1)
+
+
+@jit
 def load_codes(at, high_at, live, first, B, LAYOUT: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr,
                WHOLE: tl.constexpr):
     """A block of codes from the byte ``first`` on, a byte each time; codes of six bits have the upper ones of both

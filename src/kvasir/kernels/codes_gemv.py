@@ -31,6 +31,7 @@ from kvasir.kernels.code_tiles import (
     inputs_of,
     load_codes,
     load_scales,
+    prefetch,
     scales_of,
     tile_of,
     weights_of,
@@ -244,26 +245,20 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     group = start // BYTES * GROUPS
-    w = load_codes(at, high_at, live, start, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
     s, z = load_scales(w_scale_ptr, more_ptr, n, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
-    ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, live, group + GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
     if KIND >= 0:
-        w_up = load_codes(up_at, high_up_at, live, start, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
         s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
-        up_ahead, z_up_ahead = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group + GROUPS, G, LAYOUT, ZEROS,
-                                           GROUP, GROUPS)
-    if PDL:
+    if PDL:  # the first blocks are on their way while the kernel before ends
+        SECTORS: tl.constexpr = 8 if STAGES * BYTES <= 256 else 16
+        inside = tl.minimum(n, OUT - 1).to(tl.int64)[:, None]
+        prefetch(w_ptr + inside * B, start, B, SECTORS)
+        if KIND >= 0:
+            prefetch(w_ptr + (inside + OUT) * B, start, B, SECTORS)
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    x, squares = _columns(x_ptr, norm_ptr, x_row, start * PAIR + k, live_m, squares, K, ROWS, WHOLE, NORM)
     acc_up = acc
-    acc = add_product(acc, w, s, z, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
-    s, z = ahead, z_ahead
-    if KIND >= 0:
-        acc_up = add_product(acc_up, w_up, s_up, z_up, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
-        s_up, z_up = up_ahead, z_up_ahead
-    for b0 in tl.range(start + BYTES, stop, BYTES, num_stages=STAGES):
+    for b0 in tl.range(start, stop, BYTES, num_stages=STAGES):
         w = load_codes(at, high_at, live, b0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
         x, squares = _columns(x_ptr, norm_ptr, x_row, b0 * PAIR + k, live_m, squares, K, ROWS, WHOLE, NORM)
         group = (b0 // BYTES + 1) * GROUPS
