@@ -100,7 +100,7 @@ def check_moe(case: codes_moe.Case, dtype: torch.dtype, device: str, wrong=lambd
     given = wrong(gate_up), wrong(down)
     logits = (x @ router.t()).float()
     stream = residual.clone()
-    tile = moe.Tile(16, 32, 64, 2, 2)
+    tile = moe.Tile(16, case.outputs, 64, case.warps, 2)
     tiling = moe.Tiling(tile, tile)
     got = moe.moe_triton(x, logits, *given, top_k, True, case.activation, tiling=tiling, residual_TE=stream,
                          biases=biases)  # fmt: skip

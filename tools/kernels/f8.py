@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from kvasir.kernels import f8, f8_gemv, f8_matmul, gemv
+from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.f8 import F8
 from kvasir.kernels.gemv import Config
+from kvasir.kernels.norm import rms_norm
+from kvasir.layers.products import FUSED_NORM_ROWS
 from tests.kernels.check_f8 import CHECKS
 from tools.kernels.frame import BF16, COLD_BYTES, Grid, Report, check_grids, each, measure_limits, tried
 
@@ -63,6 +66,7 @@ def time_few(report: Report, name: str, block: int, all_rows: list[int]) -> None
                 spent[config] = found
         bf16 = few_seconds(rows, plain, gemv.choose(rows, n, k), fused)
         ranked = sorted(spent, key=spent.__getitem__)
+        few = [config for config in ranked if config.block_n >= 16] if rows > 1 else []
         report.add(
             f"f8 gemv {name}",
             {"rows": rows, "N": n, "K": k, "block": block},
@@ -73,6 +77,7 @@ def time_few(report: Report, name: str, block: int, all_rows: list[int]) -> None
                 "TB_per_s": round(n * k / spent[ranked[0]] / 1e12, 2),
                 "times_bf16": round(bf16 / spent[ranked[0]], 2),
                 "own_us": {str(c): round(spent[c] * 1e6, 2) for c in ranked[:6]},
+                **(norm_times(rows, weights, few[0]) if "norm" in fused and few else {}),
             },
         )
     report.save()
@@ -81,19 +86,33 @@ def time_few(report: Report, name: str, block: int, all_rows: list[int]) -> None
 def few_seconds(
     rows: int, weights: list[F8] | list[torch.Tensor], config: Config | None, fused: dict[str, Any]
 ) -> float:
-    """Seconds of one product; ``config`` None: by the BLAS, without what is fused."""
+    """Seconds of one product with what the engine fuses; ``config`` None: by the BLAS, and then what follows."""
     first = weights[0]
     n, k = first.codes.shape if isinstance(first, F8) else first.shape
     x = torch.randn(rows, k, dtype=BF16, device="cuda")
+    residual = torch.zeros(rows, n, dtype=BF16, device="cuda") if "residual" in fused else None
+    activation = fused.get("activation")
     if config is None:
+        if residual is not None:
+            return each([partial(residual.addmm_, x, w.t()) for w in weights])
+        if activation is not None:
+            act = ACTIVATIONS[activation]
+            return each([lambda w=w: gated(torch.mm(x, w.t()), act) for w in weights])
         return each([partial(torch.mm, x, w.t()) for w in weights])
-    options = {
-        "norm": (torch.ones(k, dtype=BF16, device="cuda"), 1e-5) if "norm" in fused else None,
-        "activation": fused.get("activation"),
-        "residual_TO": torch.zeros(rows, n, dtype=BF16, device="cuda") if "residual" in fused else None,
-    }
+    options = {"activation": activation, "residual_TO": residual}
+    if "norm" in fused and rows <= FUSED_NORM_ROWS:
+        options["norm"] = torch.ones(k, dtype=BF16, device="cuda"), 1e-5
     product = f8_gemv.f8_gemv if isinstance(first, F8) else gemv.gemv
     return each([partial(product, x, w, config, **options) for w in weights])
+
+
+def norm_times(rows: int, weights: list[F8], config: Config) -> dict[str, float]:
+    """Microseconds of a product that applies the norm itself, and of one after a norm of its own."""
+    k = weights[0].codes.shape[1]
+    x, scale = torch.randn(rows, k, dtype=BF16, device="cuda"), torch.ones(k, dtype=BF16, device="cuda")
+    fused = each([partial(f8_gemv.f8_gemv, x, w, config, norm=(scale, 1e-5)) for w in weights])
+    apart = each([lambda w=w: f8_gemv.f8_gemv(rms_norm(x, scale, 1e-5), w, config) for w in weights])
+    return {"norm_within_us": round(fused * 1e6, 2), "norm_apart_us": round(apart * 1e6, 2)}
 
 
 def time_prompts(report: Report, name: str, block: int) -> None:

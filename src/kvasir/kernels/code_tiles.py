@@ -28,6 +28,16 @@ def load_bytes(at, live, b, B, WHOLE: tl.constexpr):
 
 
 @jit
+def prefetch(at, first, B, SECTORS: tl.constexpr):
+    """Fetch so many sectors of 32 bytes of every row from the byte ``first`` on into the L2 cache, and wait for
+    nothing. The rows exist; sectors end at B."""
+    b = tl.minimum(first + tl.arange(0, SECTORS) * 32, B - 1)
+    addresses = (at + b[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=tl.int32,
+                              is_pure=False, pack=1)
+
+
+@jit
 def load_codes(at, high_at, live, first, B, LAYOUT: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr,
                WHOLE: tl.constexpr):
     """A block of codes from the byte ``first`` on, a byte each time; codes of six bits have the upper ones of both
@@ -113,7 +123,7 @@ def _twice(x):
 
 
 @jit
-def wide(pairs):
+def halves_of(pairs):
     """The numbers of pairs in fp32: of the even and of the odd inputs."""
     return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
 
@@ -125,9 +135,9 @@ def multiply_add(pairs, factors, terms, ASM: tl.constexpr):
         pairs = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, factors, terms],
                                           dtype=tl.int32, is_pure=True, pack=1)
     else:
-        even, odd = wide(pairs)
-        even_factor, odd_factor = wide(factors)
-        even_term, odd_term = wide(terms)
+        even, odd = halves_of(pairs)
+        even_factor, odd_factor = halves_of(factors)
+        even_term, odd_term = halves_of(terms)
         even = (even * even_factor + even_term).to(tl.int32, bitcast=True)
         odd = (odd * odd_factor + odd_term).to(tl.int32, bitcast=True)
         pairs = (even >> 16 & 0xFFFF) | (odd & -65536)
@@ -180,7 +190,7 @@ def weights_of(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.conste
         even = (_whole(w & 15 | w >> 4 & 48) - 32) * s
         odd = (_whole(w >> 4 & 15 | w >> 6 & 48) - 32) * s
     else:
-        even, odd = wide(_pairs(w, s, z, LAYOUT, N, GROUPS, BYTES, ZEROS, ASM))
+        even, odd = halves_of(_pairs(w, s, z, LAYOUT, N, GROUPS, BYTES, ZEROS, ASM))
     if LAYOUT <= 1 and SCALED:
         s = _spread(s, N, GROUPS, BYTES)
         even *= s
@@ -195,7 +205,7 @@ def in_order(pairs, dtype: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr):
         even = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
         odd = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        even, odd = wide(pairs)
+        even, odd = halves_of(pairs)
     return tl.reshape(tl.join(even.to(dtype), odd.to(dtype)), [N, 2 * WORDS])
 
 
@@ -240,7 +250,7 @@ def inputs_of(x_ptr, b, B, PAIR: tl.constexpr, WHOLE: tl.constexpr):
             pairs = tl.load(words)
         else:
             pairs = tl.load(words, mask=b < B, other=0)
-        even, odd = wide(pairs)
+        even, odd = halves_of(pairs)
     else:
         even = tl.load(x_ptr + 2 * b, mask=b < B, other=0.0).to(tl.float32)
         odd = tl.load(x_ptr + 2 * b + 1, mask=b < B, other=0.0).to(tl.float32)

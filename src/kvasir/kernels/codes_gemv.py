@@ -24,18 +24,19 @@ from kvasir import tuned
 from kvasir.kernels import k_codes
 from kvasir.kernels import weight_codes as codes
 from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
-from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
+from kvasir.kernels.activation import ACTIVATIONS, KINDS
 from kvasir.kernels.code_tiles import (
     expert_at,
     factor_of,
     inputs_of,
     load_codes,
     load_scales,
+    prefetch,
     scales_of,
     tile_of,
     weights_of,
 )
-from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, gemv_reference, join
+from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_row, finish_rows, gemv_reference, join
 
 LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3, "fp6": 4, "q6_k": 5, "q4_k": 6}
 SHORTEST = 512  # inputs of a split at least
@@ -184,16 +185,10 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     y *= factor
     y *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)
-    if BIAS:
-        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+    up = y
     if KIND >= 0:
         up = tl.sum(acc_up, 1) * factor * factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)
-        if BIAS:
-            up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
-        y = activate(y, up, KIND)
-    if RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
+    finish_row(y, up, n, y_ptr, bias_ptr, residual_ptr, OUT, BIAS, KIND, RESIDUAL)
 
 
 @jit
@@ -250,26 +245,20 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     group = start // BYTES * GROUPS
-    w = load_codes(at, high_at, live, start, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
     s, z = load_scales(w_scale_ptr, more_ptr, n, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
-    ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, live, group + GROUPS, G, LAYOUT, ZEROS, GROUP, GROUPS)
     if KIND >= 0:
-        w_up = load_codes(up_at, high_up_at, live, start, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
         s_up, z_up = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
-        up_ahead, z_up_ahead = load_scales(w_scale_ptr, more_ptr, n + OUT, live, group + GROUPS, G, LAYOUT, ZEROS,
-                                           GROUP, GROUPS)
-    if PDL:
+    if PDL:  # the first blocks are on their way while the kernel before ends
+        SECTORS: tl.constexpr = 8 if STAGES * BYTES <= 256 else 16
+        inside = tl.minimum(n, OUT - 1).to(tl.int64)[:, None]
+        prefetch(w_ptr + inside * B, start, B, SECTORS)
+        if KIND >= 0:
+            prefetch(w_ptr + (inside + OUT) * B, start, B, SECTORS)
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    x, squares = _columns(x_ptr, norm_ptr, x_row, start * PAIR + k, live_m, squares, K, ROWS, WHOLE, NORM)
     acc_up = acc
-    acc = add_product(acc, w, s, z, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
-    s, z = ahead, z_ahead
-    if KIND >= 0:
-        acc_up = add_product(acc_up, w_up, s_up, z_up, x, LAYOUT, BLOCK_N, GROUP, GROUPS, BYTES, PAIR, ZEROS, ASM)
-        s_up, z_up = up_ahead, z_up_ahead
-    for b0 in tl.range(start + BYTES, stop, BYTES, num_stages=STAGES):
+    for b0 in tl.range(start, stop, BYTES, num_stages=STAGES):
         w = load_codes(at, high_at, live, b0, B, LAYOUT, BLOCK_N, BYTES, WHOLE)
         x, squares = _columns(x_ptr, norm_ptr, x_row, b0 * PAIR + k, live_m, squares, K, ROWS, WHOLE, NORM)
         group = (b0 // BYTES + 1) * GROUPS
@@ -284,32 +273,8 @@ def _few_rows_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, part_p
     acc *= factor_of(w_scale_ptr, more_ptr, n, live, LAYOUT, GROUP)[:, None]
     if KIND >= 0:
         acc_up *= factor_of(w_scale_ptr, more_ptr, n + OUT, live, LAYOUT, GROUP)[:, None]
-    held = live[:, None] & live_m[None, :]
-    if SPLIT:
-        N = OUT
-        if KIND >= 0:
-            N = 2 * OUT
-        part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
-        tl.store(part, acc, mask=held)
-        if KIND >= 0:
-            tl.store(part + OUT, acc_up, mask=held)
-        if NORM:
-            tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
-    else:
-        if NORM:
-            factor = tl.rsqrt(squares / K + eps)[None, :]
-            acc *= factor
-            if KIND >= 0:
-                acc_up *= factor
-        if BIAS:
-            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
-            if KIND >= 0:
-                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
-        if KIND >= 0:
-            acc = activate(acc, acc_up, KIND)
-        if RESIDUAL:
-            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
-        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+    finish_rows(acc, acc_up if KIND >= 0 else acc, squares, n, m, y_ptr, part_ptr, squares_ptr, bias_ptr, residual_ptr,
+                eps, rows, y_row, residual_row, OUT, K, SPLIT, NORM, BIAS, KIND, RESIDUAL)
 
 
 def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
@@ -428,6 +393,7 @@ def grid() -> Iterator[Case]:
         half = 256 if layout.endswith("_k") else 192
         yield Case(layout, group, 1, 33, width, one, zeros, norm=True, bias=True, residual=True)
         yield Case(layout, group, 3, 48, width, few, zeros)
+        yield Case(layout, group, 33, 72, width, Config(64, 128, 4, 3), zeros, norm=True, residual=True)
         if layout in ("fp6", "q4_k"):  # the others have all that they add to the kernels
             continue
         yield Case(layout, group, 1, 40, width, one, zeros)
@@ -435,6 +401,9 @@ def grid() -> Iterator[Case]:
         yield Case(layout, group, 5, 40, half, few, zeros, norm=True, bias=True, residual=True)
         yield Case(layout, group, 17, 48, 512, Config(32, 128, 4, 3, splits=3), zeros, norm=True, activation="silu",
                    bias=True)
+        yield Case(layout, group, 1, 80, 512, Config(32, 128, 2, 4, splits=2), zeros, norm=True, activation="silu")
     yield Case("u4", 128, 1, 40, 512, Config(4, 128, 4), zeros=True, norm=True)
+    yield Case("u4", 128, 20, 64, 512, Config(64, 128, 4, 3, splits=2), zeros=True)
+    yield Case("mxfp4", 32, 64, 136, 512, Config(128, 128, 8, 3), activation="silu")
     yield Case("u4", 128, 2, 40, 512, few, activation="gelu_tanh", residual=True)
     yield Case("u4", 128, 0, 16, 256, one)

@@ -209,7 +209,8 @@ def down_row_codes(inner_KD: torch.Tensor, w: Coded, bias: torch.Tensor | None, 
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the test grid: both products of experts, as ``kernels.moe`` launches them."""
+    """One point of the test grid: both products of experts, as ``kernels.moe`` launches them. ``outputs`` and ``warps``
+    are those of a tile."""
 
     layout: str
     group: int
@@ -220,6 +221,8 @@ class Case:
     width: int = 64
     activation: str = "silu"
     bias: bool = False
+    outputs: int = 32
+    warps: int = 2
 
 
 def grid() -> Iterator[Case]:
@@ -227,6 +230,7 @@ def grid() -> Iterator[Case]:
                                  ("mxfp4", 32, False), ("nvfp4", 16, False)):
         for rows in (1, 3, 40):
             yield Case(layout, group, rows, zeros, dim=128 if group == 64 else 96)
+        yield Case(layout, group, 9, zeros, dim=128, width=128, outputs=64, warps=4)
     for rows in (0, 1, 7):  # gpt-oss: nothing is a multiple of a block
         yield Case("mxfp4", 32, rows, dim=160, width=224, activation="clamped_swiglu", bias=True)
     yield Case("u4", 128, 2, dim=384, width=256, activation="gelu_tanh", bias=True)

@@ -19,10 +19,10 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
-from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate
+from kvasir.kernels.activation import ACTIVATIONS, KINDS
 from kvasir.kernels.code_tiles import inputs_of
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
-from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, _rows, gemv_reference, join
+from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, _rows, finish_row, finish_rows, gemv_reference, join
 
 LAUNCH_ROWS = 2 * MAX_ROWS  # rows of x that one launch takes
 SHORTEST = 512  # inputs of a split at least
@@ -137,18 +137,12 @@ def _one_row_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, scale_ptr, bias_ptr, residual_
     y *= factor
     if not B:
         y *= tl.load(w_scale_ptr + n, mask=live, other=0.0)
-    if BIAS:
-        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+    up = y
     if KIND >= 0:
         up = tl.sum(acc_up, 1) * factor
         if not B:
             up *= tl.load(w_scale_ptr + OUT + n, mask=live, other=0.0)
-        if BIAS:
-            up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
-        y = activate(y, up, KIND)
-    if RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
+    finish_row(y, up, n, y_ptr, bias_ptr, residual_ptr, OUT, BIAS, KIND, RESIDUAL)
 
 
 @jit(do_not_specialize=["rows"])
@@ -207,32 +201,8 @@ def _few_rows_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, squares_ptr, scale_
         acc *= tl.load(w_scale_ptr + n, mask=live, other=0.0)[:, None]
         if KIND >= 0:
             acc_up *= tl.load(w_scale_ptr + OUT + n, mask=live, other=0.0)[:, None]
-    held = live[:, None] & live_m[None, :]
-    if SPLIT:
-        N = OUT
-        if KIND >= 0:
-            N = 2 * OUT
-        part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
-        tl.store(part, acc, mask=held)
-        if KIND >= 0:
-            tl.store(part + OUT, acc_up, mask=held)
-        if NORM:
-            tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
-    else:
-        if NORM:
-            factor = tl.rsqrt(squares / K + eps)[None, :]
-            acc *= factor
-            if KIND >= 0:
-                acc_up *= factor
-        if BIAS:
-            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
-            if KIND >= 0:
-                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
-        if KIND >= 0:
-            acc = activate(acc, acc_up, KIND)
-        if RESIDUAL:
-            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
-        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+    finish_rows(acc, acc_up if KIND >= 0 else acc, squares, n, m, y_ptr, part_ptr, squares_ptr, bias_ptr, residual_ptr,
+                eps, rows, y_row, residual_row, OUT, K, SPLIT, NORM, BIAS, KIND, RESIDUAL)
 
 
 def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
@@ -332,4 +302,6 @@ def grid() -> Iterator[Case]:
     yield Case(5, 70, 100, few, 32)
     yield Case(40, 128, 256, Config(32, 128, 4, 3, splits=2), 128, norm=True, activation="silu", residual=True)
     yield Case(70, 48, 96, few, 32, norm=True)
+    for block in (0, 128):  # whole warp groups
+        yield Case(20, 128, 384, Config(64, 128, 4, 3, splits=2), block, norm=True, bias=True)
     yield Case(0, 16, 64, one)

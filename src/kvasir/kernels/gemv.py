@@ -258,6 +258,58 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
         tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
 
 
+@jit
+def finish_row(y, up, n, y_ptr, bias_ptr, residual_ptr, OUT, BIAS: tl.constexpr, KIND: tl.constexpr,
+               RESIDUAL: tl.constexpr):
+    """Finish and store the sums [N] of the outputs n of one row, as ``_one_row`` does."""
+    live = n < OUT
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+        if KIND >= 0:
+            up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
+    if KIND >= 0:
+        y = activate(y, up, KIND)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@jit
+def finish_rows(acc, acc_up, squares, n, m, y_ptr, part_ptr, squares_ptr, bias_ptr, residual_ptr, eps, rows, y_row,
+                residual_row, OUT, K, SPLIT: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+                RESIDUAL: tl.constexpr):
+    """Store the sums [N, M] of the outputs n and the rows m as parts of a split, or finish and store them, as
+    ``_few_rows`` does."""
+    split = tl.program_id(1)
+    live, live_m = n < OUT, m < rows
+    held = live[:, None] & live_m[None, :]
+    if SPLIT:
+        N = OUT
+        if KIND >= 0:
+            N = 2 * OUT
+        to = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
+        tl.store(to, acc, mask=held)
+        if KIND >= 0:
+            tl.store(to + OUT, acc_up, mask=held)
+        if NORM:
+            tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
+    else:
+        if NORM:
+            factor = tl.rsqrt(squares / K + eps)[None, :]
+            acc *= factor
+            if KIND >= 0:
+                acc_up *= factor
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
+            if KIND >= 0:
+                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
+        if KIND >= 0:
+            acc = activate(acc, acc_up, KIND)
+        if RESIDUAL:
+            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
+        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+
+
 @jit(do_not_specialize=["rows"])
 def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, b_ptr, s_ptr, slots_ptr, ranks_ptr, eps, rows, y_row,
           residual_row, OUT, K, SPLITS: tl.constexpr,
