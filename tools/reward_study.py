@@ -77,7 +77,7 @@ def arms() -> list[Arm]:
         "beam:N=8,width=4",
         "particle:N=8",
         "a_star:k=4,expansions=8",
-        "self_eval_prune:n=8",
+        "self_eval_prune:n=8,prefix=12",  # a line has about eight tokens
         "best_of_n:n=8,by=self",
     ):
         trained = spec.replace("by=self", "by=prm,weighted=true")
@@ -89,7 +89,7 @@ def arms() -> list[Arm]:
         Arm("majority:n=8,model=self", f"majority:n=8,{m}"),
         Arm(f"{adaptive},{m}", plain),
         Arm(f"{adaptive},{prm}", plain, pooled=True),
-        Arm("self_eval_prune:n=8,model=self", f"self_eval_prune:n=8,{m}"),
+        Arm("self_eval_prune:n=8,prefix=12,model=self", f"self_eval_prune:n=8,prefix=12,{m}"),
         Arm(f"{adaptive},first=1,rise=0,{prm}", f"{adaptive},{prm}"),
         Arm(f"beam:N=8,width=4,lookahead=1,{prm}", f"beam:N=8,width=4,{prm}", pooled=True),
         Arm(f"revisions:chains=4,revisions=1,{prm}", f"best_of_n:n=8,by=prm,weighted=true,{prm}", pooled=True),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
 
+from kvasir.cli.solve_job import Job, build_endpoints, missing_rewards
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import export
@@ -164,6 +166,13 @@ def test_the_engine_scores_as_the_trainer_does_and_searches_take_the_folder(tmp_
                 assert {c.endpoint for c in solution.ledger.charges if c.kind == "score"} == {"prm"}
 
     asyncio.run(main())
+    asked = f"beam:prm={folder}"
+    job = Job((asked, "majority:n=2"), ("nano",), TASK)
+    job = dataclasses.replace(job, rewards=missing_rewards(job, map(load_strategy, job.strategies)))
+    built = build_endpoints(job, EngineConfig.of(device="cpu"))
+    assert job.rewards == (str(folder),) and [e.name for e in built] == ["nano", "prm"]
+    load_strategy(asked).check(built, None)
+    assert not missing_rewards(dataclasses.replace(job, models=("nano", "elsewhere/prm")), [load_strategy(asked)])
 
 
 def test_a_folder_of_another_kind_is_refused(tmp_path):
