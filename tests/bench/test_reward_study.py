@@ -60,7 +60,7 @@ def test_the_table_is_judged_where_the_difficulty_and_all_its_arms_are_there():
     told = {"scores": ease, "mflop": [100.0] * 100}
     cells[0, study.DIFFICULTY] = {"prompt": told, "pilot": told}
     last = study.policies(cells, planned, OPTIONS)[-1]["metrics"]
-    assert last["table"] > 0.95 and last["single"] < 0.6 and last["low"] > 0.3
+    assert last["table"] > last["single"] + 0.2 and last["low"] > 0.1
     assert last["table_gflop"] == pytest.approx(1.6, abs=0.15), "the prediction is paid"
 
 
