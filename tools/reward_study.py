@@ -146,7 +146,9 @@ class Engines:
         """Endpoints called ``names``, in that order."""
         for name in names:
             if name not in self.started:
-                own: dict[str, Any] = {"gpu_memory_utilization": 0.1} if self.device == "cuda" else {"device": "cpu"}
+                own: dict[str, Any] = {"gpu_memory_utilization": 0.12, "max_num_seqs": 512}
+                if self.device == "cpu":
+                    own = {"device": "cpu"}
                 config = EngineConfig.of(model=self.models[name], max_model_len=1024, **own)
                 self.started[name] = EngineEndpoint(config, name)
                 await self.started[name].start()
