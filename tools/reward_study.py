@@ -46,7 +46,7 @@ from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import load_strategy
 
 TASK = "countdown:min_numbers=4"  # base solves about 45 % of it
-AT_ONCE = 128
+AT_ONCE = 256  # problems at once: a step of a small model costs the same for many rows
 MAX_TOKENS = 160
 TRAINED = ("outcome", "self", "head", "rollouts", "judge")
 DIFFICULTY = "difficulty"
@@ -146,7 +146,7 @@ class Engines:
         """Endpoints called ``names``, in that order."""
         for name in names:
             if name not in self.started:
-                own: dict[str, Any] = {"gpu_memory_utilization": 0.12, "max_num_seqs": 512}
+                own: dict[str, Any] = {"gpu_memory_utilization": 0.12, "max_num_seqs": 1024}
                 if self.device == "cpu":
                     own = {"device": "cpu"}
                 config = EngineConfig.of(model=self.models[name], max_model_len=1024, **own)
@@ -297,7 +297,7 @@ async def run(
     """Fill the cells that are missing while there is time. Returns the number of those left."""
     task = load_task(options.task)
     wanted = [Arm(DIFFICULTY), *planned]
-    left = [(s, one) for s in range(options.seeds) for one in wanted if (s, one.spec) not in cells]
+    left = [(s, one) for one in wanted for s in range(options.seeds) if (s, one.spec) not in cells]
     try:
         with file.open("a") as out:
             while left and time.monotonic() < end:
