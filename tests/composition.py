@@ -463,8 +463,8 @@ def page() -> str:
         "\n## Strategies and endpoints",
         text("""
             Each strategy runs on two models of one vocabulary, with its default options (`best_of_n` needs what its
-            score needs). A strategy is refused before the first call. Any drafter, codec and policy may run below
-            an endpoint.
+            score needs; `compute_optimal` needs a table and a reward model, and `prm=` of others one, too). A strategy
+            is refused before the first call. Any drafter, codec and policy may run below an endpoint.
             """),
         table(["strategy", "needs", *ENDPOINTS], strategy_rows()),
         text("A pool serves strategies that ask nothing but the problem's own prompt."),

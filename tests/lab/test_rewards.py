@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
 
+from kvasir.cli.solve_job import Job, build_endpoints, missing_rewards
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import export
@@ -130,38 +132,67 @@ def test_the_loss_is_the_cross_entropy_at_labelled_places_alone(nano):
         assert torch.allclose(loss_of(net, beginnings, batch), torch.stack(told).mean(), atol=1e-6)
 
 
+async def compare(reward: EngineEndpoint, replies: Replies, expected: list[np.ndarray], bound: float) -> None:
+    """Hold the engine's score at every place of the replies, the prompt's end included, against the trainer's."""
+    c = Context(Run([reward], 1), "p0")
+    for i in range(len(replies)):
+        problem, first = replies.problems[replies.problem_of[i]], replies.texts.begins[i]
+        ids = replies.texts.text(i)[first:].tolist()
+        assert np.ptp(expected[i]) > 0.02, "scores that do not vary would show nothing"
+        for place in range(len(ids) + 1):
+            begun = Sample(0, "", place, "length", "nano", reward.vocabulary, tuple(ids[:place]))
+            found = await c.score(reward, problem.messages, begun)
+            assert abs(found.reward - expected[i][first + place - 1]) < bound
+    charged = c.ledger.by_endpoint()["prm"]
+    assert charged["cached"] > charged["uncached"] > 0 == charged["generated"] + charged["discarded"]
+
+
 def test_the_engine_scores_as_the_trainer_does_and_searches_take_the_folder(tmp_path, tokenizer):
-    """The engine's score at every place of a reply equals the trainer's, whole prompts and cached ones alike."""
+    """The engine reads most of each beginning from its prefix cache, and scores to 2e-3 what the trainer does."""
     folder = tmp_path / "prm"
-    plan = Plan(TASK, replies=32, each=4, held_out=16, epochs=1)
-    record = train(plan, "nano", folder, say=lambda text: None)
+    record = train(Plan(TASK, replies=32, each=4, held_out=16, epochs=1), "nano", folder, say=lambda text: None)
     assert json.loads((folder / "reward.json").read_text())["after"] == json.loads(json.dumps(record["after"]))
     net = load(folder)
     replies = sample_replies(net.trunk, tokenizer, TASK, 4, 1, "test", 3, say=lambda text: None)
-    expected = scores(net, replies)
-    reward = EngineEndpoint(
-        EngineConfig.of(model=str(folder), device="cpu", max_model_len=512, cpu_cache_bytes=1 << 25), "prm"
-    )
-    writer = engine()
+    config = EngineConfig.of(model=str(folder), device="cpu", max_model_len=512, cpu_cache_bytes=1 << 25)
+    reward, writer = EngineEndpoint(config, "prm"), engine()
     assert reward.caps.reward and not reward.caps.writes
 
     async def main() -> None:
         async with opened([writer, reward]):
-            c = Context(Run([writer, reward], 1), "p0")
-            for i, problem in enumerate(replies.problems):
-                ids = replies.texts.text(i)[replies.texts.begins[i] :].tolist()
-                assert np.ptp(expected[i]) > 0.02, "scores that do not vary would show nothing"
-                for place in range(len(ids) + 1):  # from the prompt's end
-                    begun = Sample(0, "", place, "length", "nano", reward.vocabulary, tuple(ids[:place]))
-                    found = await c.score(reward, problem.messages, begun)
-                    assert abs(found.reward - expected[i][replies.texts.begins[i] + place - 1]) < 2e-3
-            charged = c.ledger.by_endpoint()["prm"]
-            assert charged["cached"] > charged["uncached"] > 0 == charged["generated"] + charged["discarded"]
+            await compare(reward, replies, scores(net, replies), 2e-3)
             problems = [Problem(f"p{i}", p.messages) for i, p in enumerate(replies.problems[:2])]
             for spec in ("beam:N=4,width=2,steps=2", "best_of_n:n=2,by=prm"):
                 solution = await solve(load_strategy(f"{spec},prm=prm"), problems, [writer, reward], name=spec)
                 assert all(s.result.sample for s in solution.solved)
                 assert {c.endpoint for c in solution.ledger.charges if c.kind == "score"} == {"prm"}
+
+    asyncio.run(main())
+    asked = f"beam:prm={folder}"
+    job = Job((asked, "majority:n=2"), ("nano",), TASK)
+    job = dataclasses.replace(job, rewards=missing_rewards(job, map(load_strategy, job.strategies)))
+    built = build_endpoints(job, EngineConfig.of(device="cpu"))
+    assert job.rewards == (str(folder),) and [e.name for e in built] == ["nano", "prm"]
+    load_strategy(asked).check(built, None)
+    assert not missing_rewards(dataclasses.replace(job, models=("nano", "elsewhere/prm")), [load_strategy(asked)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype, bound", [("float32", 2e-3), ("bfloat16", 3e-2)])
+def test_a_gpu_trains_and_scores_alike(tmp_path, tokenizer, dtype, bound):
+    """In fp32 the bound is that of the CPU; bf16 rounds every state, so its bound is wider."""
+    folder = tmp_path / "prm"
+    plan = Plan(TASK, "rollouts", replies=256, each=4, held_out=64, epochs=2)
+    assert train(plan, "nano", folder, say=lambda text: None, device="cuda")["after"]["auc"] is not None
+    net = load(folder, "cuda")
+    replies = sample_replies(net.trunk, tokenizer, TASK, 4, 1, "test", 3, say=lambda text: None)
+    own = {"device": "cuda", "dtype": dtype, "gpu_memory_utilization": 0.2}
+    reward = EngineEndpoint(EngineConfig.of(model=str(folder), max_model_len=512, **own), "prm")
+
+    async def main() -> None:
+        async with opened([reward]):
+            await compare(reward, replies, scores(net, replies), bound)
 
     asyncio.run(main())
 

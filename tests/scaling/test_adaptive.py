@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
@@ -11,9 +12,12 @@ import pytest
 
 from kvasir.errors import ConfigError
 from kvasir.scaling.policy_table import Outcomes, PolicyTable, best, cross_fitted, fit, quantiles
+from kvasir.scaling.problem import Problem
+from kvasir.scaling.solve import solve
 from kvasir.scaling.strategies.adaptive_self_eval import Config, temperature
+from kvasir.scaling.strategy import load_strategy
 from tests.scaling.rewarded import Reward
-from tests.scaling.tabular import WORDS, Tabular, answer, table
+from tests.scaling.tabular import WORDS, Forms, Tabular, answer, table
 from tests.scaling.test_layer import amounts, outcome, run
 
 KNOWS = {"1": 0.95, None: 0.5}
@@ -93,16 +97,10 @@ def test_no_revisions_are_a_majority_and_the_scorer_weighs():
 def test_a_chain_revises_its_own_last_attempt():
     asked: list[str] = []
 
-    class Refined(type(run("majority:n=1", 1).solved[0].problem.prompts)):
+    class Refined(Forms):
         def refine(self, problem, candidate):
             asked.append(candidate)
             return problem.messages
-
-    import asyncio
-
-    from kvasir.scaling.problem import Problem
-    from kvasir.scaling.solve import solve
-    from kvasir.scaling.strategy import load_strategy
 
     problem = Problem("p0", ({"role": "user", "content": "solve"},), answer, Refined())
     writer = Tabular("large", table(0.4))
@@ -219,8 +217,6 @@ def test_hard_problems_get_the_strategy_of_their_bin(tmp_path, pilot):
 
 
 def test_delegates_are_checked_and_their_reward_models_known(tmp_path):
-    from kvasir.scaling.strategy import load_strategy
-
     file = saved(tmp_path, 0)
     assert set(load_strategy(f"compute_optimal:table={file},prm=a/b").rewards()) == {"a/b"}
     for spec, why in (

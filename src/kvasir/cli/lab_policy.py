@@ -10,15 +10,6 @@ import typer
 from kvasir.cli.options import check_output
 from kvasir.errors import ConfigError
 
-STRATEGIES = (
-    "majority:n=4",
-    "majority:n=16",
-    "best_of_n:n=8,by=prm,weighted=true,prm={prm}",
-    "beam:N=8,width=4,prm={prm}",
-    "particle:N=8,prm={prm}",
-    "revisions:chains=4,revisions=3,prm={prm}",
-)
-
 
 def policy(
     prm: Annotated[str, typer.Option(help="Folder of the reward model ('kvasir train prm').")],
@@ -53,7 +44,7 @@ def policy(
     from kvasir.scaling.strategy import load_strategy
 
     check_output(out, make=True)
-    specs = tuple(strategy or STRATEGIES)
+    specs = tuple(strategy or lab.USUAL)
     loaded = [load_strategy(spec.replace(lab.PRM, prm)) for spec in specs]  # refuses an unknown name first
     inner = load_task(task)
     if inner.scored != "answer":
@@ -77,11 +68,7 @@ def policy(
     scores, spent, found = asyncio.run(measure())
     budgets = [b * 1e9 for b in budget] if budget else sorted({lab.mean(o.cost) for o in found.values()})
     for row in lab.judged(scores, spent, found, budgets, bins):
-        low, high = (100 * x for x in row["interval"])
-        typer.echo(
-            f"  {row['budget'] / 1e9:.3g} GFLOP: table {row['table']:.1%}, best single {row['single']:.1%} "
-            f"({100 * row['difference']:+.1f} points, {low:+.1f} to {high:+.1f}), oracle bins {row['oracle']:.1%}"
-        )
+        typer.echo(f"  {lab.line(row)}")
     made = lab.table(scores, found, budgets, bins, pilot, "flops", task=task, problems=n, seed=seed)
     made.save(out)
     typer.echo(f"{out}: use compute_optimal:table={out},prm={prm}")

@@ -14,7 +14,7 @@ from kvasir.errors import ConfigError
 from kvasir.lab import forms
 from kvasir.lab.task import Split, Task
 from kvasir.lab.tasks.two_part import TwoPart
-from kvasir.scaling.endpoint import Endpoint, Sampling
+from kvasir.scaling.endpoint import Endpoint, Sampling, short
 from kvasir.scaling.ledger import Budget, Price
 from kvasir.scaling.problem import Problem, Prompts
 from kvasir.scaling.report import CURRENCIES, frontier
@@ -124,8 +124,8 @@ def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
 
 def missing_rewards(job: Job, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """The reward models that ``strategies`` ask and that no ``--model`` is named as."""
-    names = {model.rstrip("/").rsplit("/", 1)[-1] for model in job.models}
-    return tuple(dict.fromkeys(r for strategy in strategies for r in strategy.rewards() if r not in names))
+    names = {short(model) for model in job.models}
+    return tuple(dict.fromkeys(r for strategy in strategies for r in strategy.rewards() if short(r) not in names))
 
 
 def parse_amounts(text: str | None, option: str) -> Budget | None:
@@ -172,13 +172,9 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
     from kvasir.scaling.replicas import ReplicaEndpoint
 
     def name_of(model: str) -> str:
-        return (
-            model.partition(",")[0].rpartition("#")[2]
-            if "://" in model
-            else model.rstrip("/").rsplit("/", 1)[-1] or "embedded"
-        )
+        return model.partition(",")[0].rpartition("#")[2] if "://" in model else short(model) or "embedded"
 
-    names = [name_of(m) for m in job.models]
+    names = [name_of(m) for m in (*job.models, *job.rewards)]
     unknown = set(job.prices) - set(names)
     if unknown or len(set(names)) < len(names):
         raise ConfigError(
@@ -186,10 +182,10 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
             if unknown
             else f"two models are named alike: {', '.join(names)}"
         )
-    models = [*zip(job.models, names), *((r, r) for r in job.rewards)]
-    local = [m for m, _ in models if "://" not in m]
+    models = [*job.models, *job.rewards]
+    local = [m for m in models if "://" not in m]
     found: list[Endpoint] = []
-    for model, name in models:
+    for model, name in zip(models, names):
         price = job.prices.get(name, Price())
         if "://" in model:
             key = os.environ.get("KVASIR_API_KEY", "")

@@ -6,16 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvasir.lab.evaluation.statistics import bootstrap
+from kvasir.scaling.difficulty import predicted
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.policy_table import BINS, Outcomes, PolicyTable, cross_fitted, fit
 from kvasir.scaling.primitives import Context, Run
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.report import costs
 from kvasir.scaling.solve import solve
-from kvasir.scaling.strategies.compute_optimal import predicted
 from kvasir.scaling.strategy import load_strategy
 
 PRM = "{prm}"  # Stands for the reward model in a table's specs.
+USUAL = (  # Strategies to choose from, where none are given.
+    "majority:n=4",
+    "majority:n=16",
+    "best_of_n:n=8,by=prm,weighted=true,prm={prm}",
+    "beam:N=8,width=4,prm={prm}",
+    "particle:N=8,prm={prm}",
+    "revisions:chains=4,revisions=3,prm={prm}",
+)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -56,7 +64,7 @@ async def outcomes(
     say: Callable[[str], None] = print,
     at_once: int = 64,
 ) -> dict[str, Outcomes]:
-    """What each strategy does: shares of right results over the seeds, and mean costs, by problem."""
+    """Run each strategy. Returns shares of right results over the seeds and mean costs, by problem."""
     found = {}
     for spec in specs:
         right, cost = [0.0] * len(problems), [0.0] * len(problems)
@@ -80,7 +88,7 @@ def judged(
     budgets: Sequence[float],
     bins: int = BINS,
 ) -> list[dict[str, Any]]:
-    """For each budget, the table and the best single strategy on folds that neither was fitted on.
+    """Compare the table with the best single strategy for each budget, on folds that neither was fitted on.
 
     ``spent``: what predicting cost; it is added to the table's cost. ``oracle``: the same with problems split by how
     often all strategies solve them, which no prediction can know.
@@ -103,6 +111,15 @@ def judged(
             }
         )
     return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of `judged` for readers."""
+    low, high = (100 * x for x in row["interval"])
+    return (
+        f"{row['budget'] / 1e9:.3g} GFLOP: table {row['table']:.1%}, best single {row['single']:.1%} "
+        f"({100 * row['difference']:+.1f} points, {low:+.1f} to {high:+.1f}), oracle bins {row['oracle']:.1%}"
+    )
 
 
 def table(

@@ -236,10 +236,15 @@ class Endpoint(abc.ABC):
         raise Refused(f"{self.name} cannot choose")
 
 
+def short(model: str) -> str:
+    """The name of a model that is given by its name or its folder."""
+    return model.rstrip("/").rsplit("/", 1)[-1]
+
+
 def find(endpoints: Sequence[Endpoint], name: str) -> Endpoint:
-    """The endpoint called ``name``. Raises ConfigError."""
+    """The endpoint called ``name``, which may be its folder. Raises ConfigError."""
     for endpoint in endpoints:
-        if endpoint.name == name:
+        if endpoint.name in (name, short(name)):
             return endpoint
     names = [e.name for e in endpoints]
     raise ConfigError(f"no model named '{name}' in this run; there are {', '.join(names)}.{nearest(name, names)}")

@@ -22,7 +22,7 @@ BINS = 5  # The paper's quintiles.
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What one strategy did: for each problem, its share of right results (over seeds) and its mean cost."""
+    """Results of one strategy: for each problem, its share of right ones (over seeds) and its mean cost."""
 
     right: Sequence[float]
     cost: Sequence[float]

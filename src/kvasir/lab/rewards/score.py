@@ -179,8 +179,8 @@ def scores(net: RewardNet, replies: Replies) -> list[np.ndarray]:
 
 
 def measure(found: list[np.ndarray], replies: Replies) -> dict[str, Any]:
-    """How well scores predict that a reply becomes right: the area under the curve of all lines' ends, by the number of
-    lines before (4 and more together), of whole replies, at the prompt's end, and the calibration of all."""
+    """Measure how well scores predict that a reply becomes right: the area under the curve of all lines' ends, by the
+    number of lines (4 and more together), of whole replies, at the prompt's end, and the calibration of all."""
     ends = [(int(i), n, float(found[i][p])) for i in range(len(replies)) for n, p in enumerate(replies.lines[i])]
     value, right = np.array([v for _, _, v in ends]), np.array([replies.right[i] for i, _, _ in ends])
     depth = np.array([min(4, n + 1) for _, n, _ in ends])

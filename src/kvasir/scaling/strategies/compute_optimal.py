@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import ConfigError
-from kvasir.scaling.endpoint import Endpoint, Sample
+from kvasir.scaling.difficulty import predicted
+from kvasir.scaling.endpoint import Endpoint
 from kvasir.scaling.policy_table import PolicyTable
 from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem
-from kvasir.scaling.scorer import UNKNOWN, check_scorer
+from kvasir.scaling.scorer import check_scorer
 from kvasir.scaling.strategy import Result, Strategy, at_least, load_strategy
 
 
@@ -33,22 +34,6 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(0, budget=self.budget)
-
-
-async def predicted(context: Context, problem: Problem, prm: Endpoint, writer: Endpoint, pilot: int) -> float:
-    """The predicted score of a problem; larger is easier. ``pilot``: replies to score (0: the prompt alone)."""
-    if not pilot:
-        found = await context.score(prm, problem.messages, Sample(0, "", 0, "length", vocabulary=prm.vocabulary))
-        return UNKNOWN if found is None or found.reward is None else found.reward
-    samples = await context.sample(writer, problem.messages, pilot)
-    context.ledger.discard(writer.name, sum(s.tokens for s in samples if s.finish in ("stop", "length")))
-
-    async def score(scope: Context, sample: Sample) -> float:
-        found = await scope.score(prm, problem.messages, sample)
-        return UNKNOWN if found is None or found.reward is None else found.reward
-
-    scores = await context.map("pilot", score, samples)
-    return sum(scores) / len(scores) if scores else UNKNOWN
 
 
 class ComputeOptimal(Strategy):
