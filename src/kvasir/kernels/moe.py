@@ -10,6 +10,8 @@ A single row needs no sort: ``_route_row`` computes the router's product, too, a
 stream the row's experts. The latter ends in the weighted sum. That is three launches, including the norm before and the
 residual add after.
 
+Tiles with ``copies`` fetch weights by tile copies (``kernels.moe_prompt``), for prompts.
+
 Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles,
 which would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a
 pair.

@@ -3,8 +3,8 @@
 With some 512 pairs an expert a mixture of experts is bound by the tensor cores, and by what feeds them. Here the
 weights of a block, and the inputs of the second product, which are in sorted order, come by the tensor memory
 accelerator: one thread asks for a tile, and no register holds an address. Only the first product's rows are gathered,
-by 16-byte copies. JOINED fetches gate and up as one operand of 2 x BLOCK_N outputs, so that a block of rows is read from
-shared memory once for both. Programs may be fewer than items: each then takes one item after the other.
+by 16-byte copies. JOINED fetches gate and up as one operand of 2 x BLOCK_N outputs, so that a block of rows is read
+from shared memory once for both. Programs may be fewer than items: each then takes one item after the other.
 
 For weights in 16 bits that are dense and whole blocks; all others take ``moe._grouped``. What is computed is the same:
 the reference is ``moe.moe_reference``.
@@ -93,8 +93,8 @@ def fits_prompt(a: torch.Tensor, w: Any, biased: bool, outputs: int, block_n: in
 
 def grouped_prompt(a: torch.Tensor, w: torch.Tensor, out_PN: torch.Tensor, routing: Routing, top_k: int,
                    activation: str | None, shape: Any, early: dict[str, Any]) -> None:
-    """One product of ``moe.moe_triton``. ``activation``: rows are gathered from a [T, D], and w is [X, 2N, D] of gate and
-    up; None: a [P, D] is in sorted order, and w is [X, N, D]. ``shape``: a ``moe.Tile``."""
+    """One product of ``moe.moe_triton``. ``activation``: rows are gathered from a [T, D], and w is [X, 2N, D] of gate
+    and up; None: a [P, D] is in sorted order, and w is [X, N, D]. ``shape``: a ``moe.Tile``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     outputs, inputs = out_PN.shape[1], a.shape[1]
@@ -105,9 +105,10 @@ def grouped_prompt(a: torch.Tensor, w: torch.Tensor, out_PN: torch.Tensor, routi
     else:
         w_desc = TensorDescriptor.from_tensor(w.view(-1, inputs), [shape.n, shape.d])
     a_desc = w_desc if gated else TensorDescriptor.from_tensor(a, [shape.m, shape.d])
+    kind = 0 if activation is None else KINDS[ACTIVATIONS[activation]]
     items = cdiv(outputs, shape.n) * len(routing.tiles)
     programs = min(items, shape.programs * multiprocessors(a.device)) if shape.programs else items
     _grouped_prompt[(programs,)](
         a, a_desc, w_desc, out_PN, routing.order, routing.tiles, routing.num_tiles, a.stride(0), N=outputs, D=inputs,
-        TOP_K=top_k, GATED=gated, KIND=KINDS[ACTIVATIONS[activation]] if gated else 0, BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_D=shape.d,
+        TOP_K=top_k, GATED=gated, KIND=kind, BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_D=shape.d,
         JOINED=joined, FLATTEN=shape.programs > 0, num_warps=shape.warps, num_stages=shape.stages, **early)
