@@ -5,6 +5,8 @@
 #     OUT: folder for the results; SITE: folder with vLLM's packages, "" if installed, none: no vLLM
 #
 #   long      decode of 16 sequences of 2k to 32k tokens, vLLM in bf16 and fp8 before and after     8 minutes
+#   vllm4     decode of 64 x 1k and 16 x 32k compared with vLLM's own 4-bit cache                   9 minutes
+#   vllm4-prefill   prompts of 1k and 32k, the same two caches                                      6 minutes
 #   short     decode of 1 to 256 sequences: bf16, and what the rotation costs                       4 minutes
 #   ttft      one prompt of 8k and 32k                                                              2 minutes
 #   load      64 requests of 16k that do not fit: how many run at once, throughput                  4 minutes
@@ -41,6 +43,8 @@ run() {  # CASE OPTIONS...
 for step in "$@"; do
   case $step in
     long) run llama-8b-kv-long "${peer[@]}" ;;
+    vllm4) run llama-8b-kv-vllm4 "${peer[@]}" ;;
+    vllm4-prefill) run llama-8b-kv-vllm4-prefill "${peer[@]}" ;;
     short) run llama-8b-kv ;;
     ttft) run llama-8b-kv-ttft ;;
     load) run llama-8b-kv-load ;;

@@ -48,8 +48,8 @@ def compile_for_hopper(
             types[name] = "constexpr"
         elif name.endswith("_desc"):
             layout = f",{gl.NVMMASharedLayout(128, 16, 2)!r}" if function.is_gluon() else ""
-            rows, columns = pointers.get(name) or (constants["BLOCK_N"], constants["D"])
-            types[name] = f"tensordesc<bf16[{rows}, {columns}]{layout}>"
+            block = pointers.get(name) or (constants["BLOCK_N"], constants["D"])
+            types[name] = f"tensordesc<bf16[{', '.join(map(str, block))}]{layout}>"
         elif name in pointers:
             types[name], attributes[(i,)] = "*" + pointers[name], [["tt.divisibility", 16]]
         elif name.endswith("_ptr"):
@@ -73,6 +73,7 @@ def compile_for_hopper(
                 "meta_page",
                 "meta_head",
                 "out_row",
+                "a_row",
                 "row_stride",
                 "group_stride",
                 "meta_group",

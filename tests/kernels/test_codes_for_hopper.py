@@ -90,3 +90,20 @@ def test_experts_of_gpt_oss(tiling, compiler):
         found = compiler("codes_moe", "_grouped_codes", options, constants, pointers)
         assert found["shared"] <= SHARED and not found["spilled"]
         assert found["wgmma"] or found["mma"]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_of_prompts(gated, compiler):
+    """Weights come by tile copies, gathered rows by copies of 16 bytes; joined, gate and up are one product."""
+    outputs, inputs = (768, 2048) if gated else (2048, 768)
+    weights = (2, 128, 64) if gated else (256, 64)
+    found = compiler(
+        "moe_prompt",
+        "_grouped_prompt",
+        {"num_warps": 8, "num_stages": 3},
+        {"N": outputs, "D": inputs, "TOP_K": 8, "GATED": gated, "KIND": 0, "BLOCK_M": 128}
+        | {"BLOCK_N": 128 if gated else 256, "BLOCK_D": 64, "JOINED": gated, "FLATTEN": True, "PDL": True},
+        {"a_ptr": "bf16", "out_ptr": "bf16", "w_desc": weights, "a_desc": weights if gated else (128, 64)},
+    )
+    assert found["tiles"] and not found["spilled"] and found["shared"] <= 227 * 1024
+    assert found["wgmma"] == 64 // 16 and bool(found["copies"]) == gated

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from kvasir.kernels import matmul, moe
+from kvasir.kernels.activation import gated
 from kvasir.kernels.moe import Tile, Tiling
+from kvasir.kernels.moe_routing import Routing, route_triton
 from kvasir.layers.ffn.moe import FFN
 from kvasir.layers.spec import MoESpec
 from kvasir.layers.weights import Placement
@@ -72,6 +74,20 @@ SWEEP = {
         Tiling(Tile(128, 128, 32, 8, 4), Tile(128, 128, 32, 4, 5)),
     ],
 }
+# Tilings of tile copies that --prompts tries: (m, n, d, warps, stages, joined, programs) of gate and up, and of down.
+PROMPT_ROWS = (2048, 8192)
+PROMPTS = [
+    Tiling(Tile(*first[:5], True, *first[5:]), Tile(*second[:5], True, False, second[5]))
+    for first, second in (
+        ((128, 128, 64, 8, 3, False, 0), (128, 128, 64, 4, 3, 0)),
+        ((128, 128, 64, 8, 3, True, 0), (128, 256, 64, 8, 3, 0)),
+        ((128, 128, 64, 8, 4, True, 0), (128, 256, 64, 8, 4, 0)),
+        ((128, 128, 64, 8, 3, True, 1), (128, 256, 64, 8, 3, 1)),
+        ((128, 64, 64, 4, 3, True, 0), (128, 128, 64, 4, 3, 0)),
+        ((128, 64, 64, 4, 3, True, 2), (128, 128, 64, 4, 3, 2)),
+        ((64, 128, 64, 4, 3, True, 0), (64, 256, 64, 4, 3, 0)),
+    )
+]
 
 
 # ------------------------------------------------------------------------------------------------------------ checks
@@ -100,7 +116,17 @@ def qwen_cases() -> list[moe.Case]:
     ]
 
 
+def copy_cases() -> list[moe.Case]:
+    """The model's widths with every tiling of tile copies, at few and at many pairs an expert."""
+    return [
+        moe.Case(rows=rows, experts=16, top_k=8, dim=DIM, width=SPEC.intermediate_size, tiling=tiling)
+        for tiling in PROMPTS
+        for rows in (40, 400)
+    ]
+
+
 GRIDS = {
+    "copies": Grid(copy_cases, check_moe, {BF16: 1, torch.float16: 3}),
     "bits": Grid(bit_cases, check_bits, EVERY),
     "qwen": Grid(qwen_cases, check_moe, EVERY),
     "moe": Grid(moe.grid, check_moe, EVERY),
@@ -144,7 +170,40 @@ def run_layers(layers: list[FFN], x_TE: torch.Tensor, tiling: Tiling | None = No
 
 
 def describe(tiling: Tiling) -> str:
-    return " ".join("x".join(map(str, tile[:3])) + f"w{tile.warps}s{tile.stages}" for tile in tiling)
+    return " ".join(
+        "x".join(map(str, tile[:3]))
+        + f"w{tile.warps}s{tile.stages}"
+        + "c" * tile.copies
+        + "j" * tile.joined
+        + (f"p{tile.programs}" if tile.programs else "")
+        for tile in tiling
+    )
+
+
+def run_unfused(layers: list[FFN], x_TE: torch.Tensor, tiling: Tiling) -> None:
+    """The same layers with the gather, the activation and the scatter as passes of their own, which read and write all
+    pairs. The products are those of ``moe.moe_triton``, over rows in sorted order."""
+    for layer in layers:
+        gate_up, down = layer.gate_up.tensor, layer.down.tensor
+        routing = route_triton(layer.router(x_TE), SPEC.top_k, SPEC.renormalize, tiling.down.m)
+        order = routing.order.long()
+        sorted_order = torch.arange(len(order), dtype=torch.int32, device=x_TE.device)
+        sorted_PE = x_TE[order // SPEC.top_k]
+        gate_up_PF = _plain_product(sorted_PE, gate_up, routing, sorted_order, tiling.down)
+        inner_PF = gated(gate_up_PF, torch.nn.functional.silu)
+        y_PE = _plain_product(inner_PF, down, routing, sorted_order, tiling.down)
+        apart_PE = torch.empty_like(y_PE).index_copy_(0, order, y_PE)
+        torch.einsum("tke,tk->te", apart_PE.view(len(x_TE), SPEC.top_k, -1), routing.weights.to(x_TE.dtype))
+
+
+def _plain_product(a: torch.Tensor, w: torch.Tensor, routing: Routing, order: torch.Tensor, tile: Tile) -> torch.Tensor:
+    out = torch.empty(len(a), w.shape[1], dtype=a.dtype, device=a.device)
+    moe._grouped[(-(-w.shape[1] // tile.n), len(routing.tiles))](
+        a, w, w, a, out, order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), 0, SCALES=-1,
+        N=w.shape[1], D=a.shape[1], TOP_K=SPEC.top_k, GATED=False, ACTIVATION="silu", BIAS=False, BLOCK_M=tile.m,
+        BLOCK_N=tile.n, BLOCK_D=tile.d, PDL=False, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
 
 
 def time_rows(
@@ -169,10 +228,18 @@ def time_rows(
         "share_of_limit": round(max(moved / bandwidth, flops / rate) / seconds, 3),
         "kernels_us": {name: round(us / len(layers), 2) for name, us in kernel_times(run, 8).items()},
     }
+    if rows in PROMPT_ROWS:
+        unfused = moe.tiling_for(rows * SPEC.top_k, SPEC.num_experts, BF16)
+        spent = tried((rows, "unfused"), lambda: graph_seconds(lambda: run_unfused(layers, x, unfused), 5))
+        if spent is not None:
+            metrics["us_unfused"] = round(spent / len(layers) * 1e6, 2)
     for tiling in tilings:
         spent = tried((rows, describe(tiling)), lambda tiling=tiling: graph_seconds(lambda: run(tiling), 5))
         if spent is not None:
             metrics[f"us {describe(tiling)}"] = round(spent / len(layers) * 1e6, 2)
+            metrics[f"share_of_limit {describe(tiling)}"] = round(
+                max(moved / bandwidth, flops / rate) / spent * len(layers), 3
+            )
     chosen = moe.tiling_for(rows * SPEC.top_k, SPEC.num_experts, BF16) if rows > 1 else None
     config = {"width": width, "tiling": describe(chosen) if chosen else "one row"}
     report.add(f"moe layer, {rows} rows", config, metrics)
@@ -204,20 +271,29 @@ def time_matmul(report: Report, name: str, outputs: int, inputs: int, bandwidth:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="time other tilings, too")
+    parser.add_argument(
+        "--prompts", action="store_true", help="only 2,048 and 8,192 rows, over tilings of tile copies (3 minutes)"
+    )
 
 
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     report, sweep = Report("gpu_moe", options.output), SWEEP if options.sweep else {}
-    compiling = [(warm, (rows, tiling)) for rows in ROWS for tiling in (None, *sweep.get(rows, ()))]
-    check_grids(report, __name__, {} if options.skip_checks else GRIDS, compiling)
+    all_rows = PROMPT_ROWS if options.prompts else ROWS
+    if options.prompts:
+        sweep = dict.fromkeys(PROMPT_ROWS, PROMPTS)
+    compiling = [(warm, (rows, tiling)) for rows in all_rows for tiling in (None, *sweep.get(rows, ()))]
+    grids = {"copies": GRIDS["copies"]} if options.prompts else GRIDS
+    check_grids(report, __name__, {} if options.skip_checks else grids, compiling)
     bandwidth, rate = measure_limits(report)
     layers = make_layers(LAYERS)
-    for rows in ROWS:
+    for rows in all_rows:
         time_rows(report, rows, layers, bandwidth, rate, sweep.get(rows, []))
     del layers
     report.save()
+    if options.prompts:
+        return report.end()
     for name, shape in MATRICES.items():
         time_matmul(report, name, *shape, bandwidth, rate)
     return report.end()

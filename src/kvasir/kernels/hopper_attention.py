@@ -126,7 +126,8 @@ def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, S
     M: gl.constexpr = q.shape[0]
     N: gl.constexpr = n.shape[0]
     keys = k.slots.index(j % STAGES).permute((1, 0))
-    if LAZY:  # no branch may stand between a product's issue and its wait
+    # no branch may stand between a product's issue and its wait
+    if LAZY:  # noqa: SIM102  (compile time, then run time)
         if gl.max((shrink < 1.0).to(gl.int32), 0) > 0:
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, operand.parent))[:, None]
     s = hopper.warpgroup_mma(q, keys, gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True)

@@ -10,6 +10,8 @@ A single row needs no sort: ``_route_row`` computes the router's product, too, a
 stream the row's experts. The latter ends in the weighted sum. That is three launches, including the norm before and the
 residual add after.
 
+Tiles with ``copies`` fetch weights by tile copies (``kernels.moe_prompt``), for prompts.
+
 Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles,
 which would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a
 pair.
@@ -39,6 +41,7 @@ from kvasir.kernels.codes_moe import down_row_codes, gate_up_row_codes, grouped_
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import _row
 from kvasir.kernels.hardware import name_of
+from kvasir.kernels.moe_prompt import fits_prompt, grouped_prompt
 from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
 
 Experts = torch.Tensor | F8 | Coded  # the matrices of all experts
@@ -332,13 +335,19 @@ def _down_row(inner_ptr, w_ptr, w_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out
 
 
 class Tile(NamedTuple):
-    """Shape of one product's tile (pairs, outputs, summed dimension), and how it is run."""
+    """Shape of one product's tile (pairs, outputs, summed dimension), and how it is run.
+
+    ``copies``: by ``moe_prompt``, where it fits; there ``joined`` fetches gate and up as one operand, and ``programs``
+    is the number of programs a multiprocessor (0: one an item)."""
 
     m: int
     n: int
     d: int
     warps: int
     stages: int
+    copies: bool = False
+    joined: bool = False
+    programs: int = 0
 
 
 class Tiling(NamedTuple):
@@ -412,6 +421,9 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts
         if isinstance(w, Coded):
             grouped_codes(a, w, None if biases is None else bias, out, routing, top_k, activation if is_gated else None,
                           shape, early)
+            continue
+        if shape.copies and fits_prompt(a, w, biases is not None, out.shape[1], shape.n, shape.d):
+            grouped_prompt(a, w, out, routing, top_k, activation if is_gated else None, shape, early)
             continue
         numbers, scale, scale_expert, scales = _planes(w, shape.d)
         _grouped[(cdiv(out.shape[1], shape.n), len(routing.tiles))](
@@ -529,3 +541,6 @@ def grid() -> Iterator[Case]:
     for _, tiling in TILINGS[1:]:  # the first is that of fp32
         yield Case(rows=45, experts=3, top_k=2, dim=136, width=144, tiling=tiling)
         yield Case(rows=45, experts=3, top_k=2, dim=256, width=128, tiling=tiling)
+    for joined, programs in ((False, 0), (True, 0), (True, 1)):  # tile copies
+        tile = Tile(64, 64, 64, 4, 3, True, joined, programs)
+        yield Case(rows=45, experts=3, top_k=2, dim=128, width=64, tiling=Tiling(tile, tile))
