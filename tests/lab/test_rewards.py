@@ -109,7 +109,7 @@ def toy(count: int = 24) -> Beginnings:
 def test_it_learns_what_decides_and_the_head_alone_leaves_the_model(nano, tune):
     beginnings = toy()
     net = RewardNet(export.load(checkpoint.resolve("nano")))
-    history = fit(net, beginnings, Plan(tune=tune, epochs=6, each=1, replies=24), say=lambda text: None)
+    history = fit(net, beginnings, Plan(tune=tune, epochs=4, each=1, replies=24), say=lambda text: None)
     found = measure(scores(net, beginnings.replies), beginnings.replies)
     assert history[-1]["loss"] < history[0]["loss"] and found["auc"] == 1.0 and found["auc_prompt"] == 0.5
     same = all(torch.equal(a, b) for a, b in zip(net.trunk.parameters(), nano.parameters()))
@@ -219,6 +219,6 @@ def test_self_evaluation_learns_the_answer_alone_with_the_chance_of_its_label(re
 
 
 def test_the_self_evaluation_is_a_model_that_writes(tmp_path):
-    plan = self_evaluation.Plan(TASK, rank=2, steps=3, rows=1, replies=16, each=4, held_out=8, length=256)
+    plan = self_evaluation.Plan(TASK, rank=2, steps=3, rows=1, replies=8, each=4, held_out=8, length=256)
     record = self_evaluation.train(plan, "nano", tmp_path / "self", say=lambda text: None)
     assert record["history"] and export.load(tmp_path / "self").shape == export.load(checkpoint.resolve("nano")).shape
