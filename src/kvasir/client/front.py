@@ -407,8 +407,8 @@ class Front:
         replica.submits += 1
 
     def _submit_next(self) -> None:
-        """Submit the next suspect, alone in the replica that it is suspected of having crashed, and to the other replicas
-        all other requests that nobody holds. One replica at a time tries its suspects."""
+        """Submit the next suspect, alone in the replica that it may have crashed, and to the other replicas all other
+        requests that nobody holds. One replica at a time tries its suspects."""
         for entry in self._journal:
             # The trial grows with each crash, so that a request that kills the engine only sometimes is caught, too.
             if entry.holder is not None and entry.fresh >= min(MAX_TRIAL_TOKENS, 2 ** max(0, int(entry.crashes) - 1)):
