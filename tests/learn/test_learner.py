@@ -121,6 +121,10 @@ def test_it_learns_and_proposes_what_gains(base, replay):
     assert all(torch.equal(learner._served[name], weights[name].float()) for name in weights)
 
 
+def test_a_narrow_model_learns_faster_from_random_weights(base):
+    assert learner_for(base, Recipe()).rate == pytest.approx(1e-4 * min(20.0, 4096 / base.dim))
+
+
 def test_random_weights_count_as_trained_after_three_gates_without_a_gain(base):
     learner = learner_for(base, replace(TINY, scratch_rate=0.0))
     for trace in traces_for(base, 20):

@@ -1,8 +1,8 @@
 """The trainer's loop without its process: traces in, candidates out, in slices that a shared GPU can bear.
 
-AdamW with fp32 masters, clipped at 0.5; 1e-4 from random weights, and 1e-5 once three candidates in a row gained
-nothing, or from trained ones. Every ``every`` steps the weights are a *candidate*. It must give 1 % more tokens a
-forward than the served weights on traces that were held back; the engine then judges it by time.
+AdamW with fp32 masters, clipped at 0.5; 1e-4 from random weights (more for narrow models), and 1e-5 once three
+candidates in a row gained nothing, or from trained ones. Every ``every`` steps the weights are a *candidate*. It must
+give 1 % more tokens a forward than the served weights on traces that were held back; the engine then judges it by time.
 
 Legend: R rows, T tokens, J guesses, D levels, E model dim.
 """
@@ -28,6 +28,8 @@ from kvasir.speculation import heads
 from kvasir.speculation.head import Head
 
 CLIP, GAIN = 0.5, 1.01
+# The rate from random weights for models of this dim, and how many times it narrow ones get at most.
+PUBLISHED_RATE, PUBLISHED_DIM, MOST_FASTER = 1e-4, 4096, 20.0
 IDLE_GATES = 3  # candidates in a row without a gain, after which random weights count as trained
 MOST_FAILED = 10  # steps in a row without a finite loss, after which learning ends
 RECENT = 0.98  # weight of the past in the shown means
@@ -36,12 +38,13 @@ RECENT = 0.98  # weight of the past in the shown means
 @dataclass(frozen=True)
 class Recipe:
     """Settings of learning. ``every``: steps between candidates; ``lam``: weight of rejected branches; ``scratch_rate``
-    and ``rate``: learning rates from random and from trained weights; ``rows``: of a step; ``held_rows``: most rows
-    held back; ``forwards``: fewest on which a candidate is judged; ``num_bytes``: of traces to learn from."""
+    (None: by the model's dim) and ``rate``: learning rates from random and from trained weights; ``rows``: of a step;
+    ``held_rows``: most rows held back; ``forwards``: fewest on which a candidate is judged; ``num_bytes``: of traces to
+    learn from."""
 
     every: int = 200
     lam: float = 0.25
-    scratch_rate: float = 1e-4
+    scratch_rate: float | None = None
     rate: float = 1e-5
     rows: int = 1024
     held_rows: int = 16384
@@ -100,8 +103,12 @@ class Learner:
 
     @property
     def rate(self) -> float:
-        """The present learning rate."""
-        return self.recipe.scratch_rate if self.scratch else self.recipe.rate
+        """The present learning rate. The published one is for a wide model, and Adam's best falls with the width."""
+        if not self.scratch:
+            return self.recipe.rate
+        if self.recipe.scratch_rate is not None:
+            return self.recipe.scratch_rate
+        return PUBLISHED_RATE * max(1.0, min(MOST_FASTER, PUBLISHED_DIM / self.base.dim))
 
     # ------------------------------------------------------------------------------------------------------------- news
 

@@ -30,6 +30,7 @@ COMMAND = [sys.executable, "-P", "-m", "kvasir.learn.online"]
 RESTARTS, PAUSE = 3, 2.0
 # Seconds that the process gets to end by itself.
 GRACE = 2.0
+NICE = 10  # of a trainer on the CPU: the engine's threads come first
 
 
 def private_folder() -> Path:
@@ -114,10 +115,15 @@ class Trainer:
 
     def _serve_one(self) -> None:
         """Start the process and read its messages until it is gone."""
-        self._order().write(self.folder)
+        order = self._order()
+        order.write(self.folder)
         # In a session of its own it gets no Ctrl-C. Output goes to stderr, as stdout may belong to a program.
         command = [*self._command, "--folder", str(self.folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+        if order.device == "cpu":
+            # Now, because its imports alone would take a core for seconds; threads that it starts inherit this.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
         connection = self._accept()
         if connection is None:
             return

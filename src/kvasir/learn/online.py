@@ -33,7 +33,6 @@ INTAKE = 8  # traces taken between two slices
 WAIT = 0.02  # seconds between two looks when there is nothing to do
 REPORT_SECONDS = 1.0
 SAME = "same"
-NICE = 10  # the engine's threads come first on a CPU
 
 
 class Online:
@@ -158,7 +157,6 @@ def main(arguments: list[str] | None = None) -> int:
     folder = parser.parse_args(arguments).folder
     engine = Engine(folder)
     if Order.read(folder).device == "cpu":
-        os.nice(NICE)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
     try:
         Online(folder, engine).run()
