@@ -107,7 +107,7 @@ def _each(read: Callable[[EngineStats], float]) -> Callable[[EngineStats], Sampl
 
 
 def _learners(s: EngineStats) -> list[tuple[str, LearnStats]]:
-    """What each replica's drafter has learned, by the replica's number; one engine is replica 0."""
+    """Statistics of each drafter that learns, by the number of its replica; one engine is replica 0."""
     return [(str(number), one.learning) for number, one in (s.by_replica or {0: s}).items() if one.learning]
 
 
