@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvasir.api.metric_definitions import DEFINITIONS
 from kvasir.api.metrics import ALIASES
 from kvasir.errors import RequestError
+from kvasir.types import EngineStats, LearnStats
 from tests.api.fake_client import FakeClient
 from tests.api.running import all_routes, running
 
@@ -110,6 +111,15 @@ def test_names_say_what_kind_a_metric_is(http):
     # Those of replicas, and of a server that learns.
     elsewhere = {d.name for d in DEFINITIONS if d.name.startswith(("replica_", "learn_"))} | {"queued_seconds"}
     assert served <= {d.name for d in DEFINITIONS} and absent == elsewhere, "a metric is defined and not served"
+
+
+def test_each_replicas_drafter_shows_what_it_learned():
+    replicas = {n: EngineStats(learning=LearnStats(version=n + 1, kl_by_depth=[0.5])) for n in (0, 2)}
+    read = {d.name: d.read for d in DEFINITIONS}
+    several = EngineStats(by_replica=replicas)
+    assert read["learn_version"](several) == [(("0",), 1), (("2",), 3)]
+    assert read["learn_kl"](several) == [(("0", "0"), 0.5), (("2", "0"), 0.5)]
+    assert read["learn_version"](replicas[0]) == [(("0",), 1)] and read["learn_version"](EngineStats()) is None
 
 
 def test_openapi_names_every_route_and_schema(http, server):

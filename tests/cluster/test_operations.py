@@ -106,17 +106,41 @@ def test_replicas_are_added_and_removed(monkeypatch):
     run(body())
 
 
-def test_a_suspect_is_tried_elsewhere_when_its_replica_is_late(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvasir.client.front.OWN_SECONDS", 0.3)
+def test_a_suspect_never_takes_down_another_replica(tmp_path, monkeypatch):
+    """Its own replica does not come back; the others serve everybody else, and it waits until that is drained."""
 
     async def body():
         marker = str(tmp_path / "started")
         async with cluster(2, core="tardy", model=marker + "0", changes={"model": marker + "1"}) as it:
-            bad = Reader(it, request(90, max_tokens=60, faults=f"exit@7!{tmp_path / 'once'}"))
+            bad = Reader(it, request(90, max_tokens=60, faults="exit@7"))
+            await until(lambda: it._trial is not None)
+            where = it._trial
             others = [Reader(it, request(i, max_tokens=300)) for i in range(4)]
-            for reader in (bad, *others):
+            for reader in others:
                 (await asyncio.wait_for(reader.task, 60)).check()
-            assert sum(replica.connected for replica in it.replicas) == 1
+            assert it._trial is where and it._journal.get("r90").holder is None and not bad.task.done()
+            await it.drain(where.number)
+            await bad.task
+            assert (bad.error.status, bad.error.code) == (503, "suspected") and it._trial is None
+            assert sum(replica.num_restarts for replica in it.replicas) == 1
+            (await Reader(it, request(99)).task).check()
+
+    run(body())
+
+
+def test_two_replicas_try_their_own_suspects(tmp_path):
+    async def body():
+        async with cluster(3) as it:
+            bad = [Reader(it, request(90 + i, max_tokens=40, faults="exit@7")) for i in range(2)]
+            await until(lambda: all(reader.events for reader in bad))
+            homes = {it._journal.get(f"r{90 + i}").holder for i in range(2)}
+            readers = [Reader(it, request(i, max_tokens=100)) for i in range(6)]
+            for reader in bad:
+                await asyncio.wait_for(reader.task, 60)
+                assert reader.error.code == "quarantined"
+            for reader in readers:
+                (await reader.task).check()
+            assert {r.number for r in it.replicas if r.num_restarts} == homes
 
     run(body())
 

@@ -69,7 +69,7 @@ def test_a_cost_without_the_load_piles_up(monkeypatch):
 def test_the_cost_is_in_seconds():
     wanted = request()
     assert cost.seconds(wanted, Candidate(0, 3000, 1000.0, 0, 0)) == 4.0
-    assert cost.seconds(wanted, Candidate(0, 3000, 1000.0, 2, 500)) == 3.0 + 0.5 + 2 * 0.5
+    assert cost.seconds(wanted, Candidate(0, 3000, 1000.0, 2, 500)) == pytest.approx(3.0 + 0.5 + 0.1 * 2 * 0.5)
     assert cost.seconds(wanted, Candidate(0, 0, 1000.0, 0, 2000)) == 0.001, "the last token is always computed"
 
 

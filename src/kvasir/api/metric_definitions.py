@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvasir.types import EngineStats
+from kvasir.types import EngineStats, LearnStats
 
 # Upper bounds of buckets: seconds between tokens, seconds of a request, and numbers of tokens.
 # fmt: off
@@ -106,6 +106,19 @@ def _each(read: Callable[[EngineStats], float]) -> Callable[[EngineStats], Sampl
     return lambda s: [((str(number),), read(one)) for number, one in s.by_replica.items()] or None
 
 
+def _learners(s: EngineStats) -> list[tuple[str, LearnStats]]:
+    """Statistics of each drafter that learns, by the number of its replica; one engine is replica 0."""
+    return [(str(number), one.learning) for number, one in (s.by_replica or {0: s}).items() if one.learning]
+
+
+def _learned(name: str) -> Callable[[EngineStats], Samples]:
+    return lambda s: [((replica,), getattr(learner, name)) for replica, learner in _learners(s)] or None
+
+
+def _kl(s: EngineStats) -> Samples:
+    return [((replica, str(i)), kl) for replica, it in _learners(s) for i, kl in enumerate(it.kl_by_depth)] or None
+
+
 DEFINITIONS = (
     # ------------------------------------------------------------------------------------------------------------ load
     _gauge(
@@ -136,33 +149,14 @@ DEFINITIONS = (
         "Time to compute the prompts that wait, over all replicas: scale by it",
         unit="s",
     ),
-    _gauge(
-        "replica_requests_running",
-        "Load",
-        _each(lambda s: s.num_running),
-        "Sequences that run in each replica",
-        labels=("replica",),
-    ),
-    _gauge(
-        "replica_requests_waiting",
-        "Load",
-        _each(lambda s: s.num_waiting),
-        "Sequences in the queue of each replica",
-        labels=("replica",),
-    ),
-    _counter(
-        "replica_prompt_tokens",
-        "Load",
-        _each(lambda s: s.prompt_tokens),
-        "Prompt tokens that each replica has computed",
-        labels=("replica",),
-    ),
-    _counter(
-        "replica_generation_tokens",
-        "Load",
-        _each(lambda s: s.generation_tokens),
-        "Tokens that each replica has generated",
-        labels=("replica",),
+    *(
+        make(f"replica_{name}", "Load", _each(read), text, labels=("replica",))  # type: ignore[operator]
+        for make, name, read, text in (
+            (_gauge, "requests_running", lambda s: s.num_running, "Sequences that run in each replica"),
+            (_gauge, "requests_waiting", lambda s: s.num_waiting, "Sequences in the queue of each replica"),
+            (_counter, "prompt_tokens", lambda s: s.prompt_tokens, "Prompt tokens that each replica has computed"),
+            (_counter, "generation_tokens", lambda s: s.generation_tokens, "Tokens that each replica has generated"),
+        )
     ),
     _gauge(
         "replica_kv_cache_usage",
@@ -419,7 +413,7 @@ DEFINITIONS = (
         ),
     ),
     *(
-        make(f"learn_{name}", "Drafts", lambda s, name=name: s.learning and getattr(s.learning, name), text)
+        make(f"learn_{name}", "Drafts", _learned(name), text, labels=("replica",))
         for make, name, text in (
             (_gauge, "version", "Version of the drafter's weights that is served, where it learns"),
             (_gauge, "busy_share", "Share of its time that the drafter's trainer computes"),
@@ -432,9 +426,9 @@ DEFINITIONS = (
     _gauge(
         "learn_kl",
         "Drafts",
-        lambda s: None if s.learning is None else [((str(i),), kl) for i, kl in enumerate(s.learning.kl_by_depth)],
+        _kl,
         "Recent mean of KL(model || drafter), by depth of the draft, in nats",
-        labels=("position",),
+        labels=("replica", "position"),
     ),
     # ---------------------------------------------------------------------------------------------------------- engine
     _counter("steps", "Engine", lambda s: s.step, "Steps", unit="ops"),

@@ -4,10 +4,11 @@ Requests go in and events come out. Every request is journalled until its last e
 ends, its requests go on elsewhere, or in the next process, with the tokens already delivered. Readers see a pause, but
 no gap and no duplicate. This module never imports torch.
 
-The requests that a process was working on are to blame for its death. They are *suspects*: one replica tries them, one
-at a time, while the other replicas serve everybody else. It is the one that died, unless its next process is late. A
-suspect that makes new tokens has passed. One that is at work when a process dies for the
-``max_crashes_per_request``-th time is *quarantined*: it alone fails.
+The requests that a process was working on are to blame for its death. They are *suspects*: the replica that died tries
+them, one at a time, while the other replicas serve everybody else. No other replica tries them, so that a request takes
+down one replica at most; a suspect whose replica is given up or drained fails. A suspect that makes new tokens has
+passed. One that is at work when a process dies for the ``max_crashes_per_request``-th time is *quarantined*: it alone
+fails.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from kvasir.types import EngineStats, Event, ModelInfo, Request
 
 # Most new tokens that a suspect has to make before it has passed.
 MAX_TRIAL_TOKENS = 64
-# Time that a suspect waits for the next process of the replica that died; then another replica tries it.
-OWN_SECONDS = 30.0
 # Time after which a refused client may try again (Retry-After).
 RETRY_SECONDS = 5.0
 
@@ -332,12 +331,10 @@ class Front:
         for entry in replica.blamed(child, theirs):
             entry.crashes += weight
             entry.strikes += weight
+            entry.blamed_in = replica.number
             if entry.strikes >= self.config.service.max_crashes_per_request:
                 replica.deaths = 0  # without this request the next process may live
                 self._quarantine(entry)
-        if self._trial is None and any(entry.strikes >= 1 for entry in theirs):
-            self._trial = replica
-            asyncio.get_running_loop().call_later(OWN_SECONDS, self._move_trial, replica)
         for entry in theirs:
             self._rewind(entry)
         self._submit_next()
@@ -351,24 +348,16 @@ class Front:
         self._leave_to_others(replica)
 
     def _leave_to_others(self, replica: Replica) -> None:
-        """Let the requests of a replica that is no longer connected go on in the others."""
+        """Let the requests of a replica that is no longer connected go on in the others. Its suspects fail, because
+        they may take down the next one."""
         self._recovering = True
-        for entry in self._journal:
+        for entry in list(self._journal):
             if entry.holder == replica.number:
                 self._rewind(entry)
-        living = [other for other in self.replicas if not other.out and other is not replica]
-        if self._trial is replica and living:
-            self._trial = min(living, key=lambda other: (not other.connected, self._num_held(other)))
+            if entry.strikes >= 1 and entry.blamed_in == replica.number and not entry.done:
+                log.error("request %s fails: it may have crashed replica %d, which is gone", entry.id, replica.number)
+                self._fail(entry, _suspected(replica))
         self._submit_next()
-
-    def _move_trial(self, replica: Replica) -> None:
-        """Try the suspects of a replica that is still not back on another one, alone there."""
-        others = [other for other in self.replicas if other.connected and other is not replica]
-        if self._trial is replica and not replica.connected and others:
-            log.warning(
-                "replica %d is not back after %g s; another one tries its suspects", replica.number, OWN_SECONDS
-            )
-            self._leave_to_others(replica)
 
     def _num_held(self, replica: Replica) -> int:
         return sum(entry.holder == replica.number for entry in self._journal)
@@ -418,18 +407,19 @@ class Front:
         replica.submits += 1
 
     def _submit_next(self) -> None:
-        """Submit the next suspect, alone in the replica that tries them, and to the other replicas all other requests
-        that nobody holds."""
+        """Submit the next suspect, alone in the replica that it may have crashed, and to the other replicas all other
+        requests that nobody holds. One replica at a time tries its suspects."""
         for entry in self._journal:
             # The trial grows with each crash, so that a request that kills the engine only sometimes is caught, too.
             if entry.holder is not None and entry.fresh >= min(MAX_TRIAL_TOKENS, 2 ** max(0, int(entry.crashes) - 1)):
                 entry.strikes = 0.0
         suspects = sorted((entry for entry in self._journal if entry.strikes >= 1), key=lambda entry: -entry.strikes)
-        if not suspects:
-            self._trial = None
-        elif self._trial.connected and all(entry.holder is None for entry in suspects):
+        if self._trial is None or all(entry.blamed_in != self._trial.number for entry in suspects):
+            self._trial = self.replicas[suspects[0].blamed_in] if suspects else None
+        theirs = [entry for entry in suspects if self._trial is not None and entry.blamed_in == self._trial.number]
+        if self._trial is not None and self._trial.connected and all(entry.holder is None for entry in theirs):
             self._take_back(self._trial)  # what it holds has passed, and goes on elsewhere or when all have
-            self._submit(suspects[0], self._trial)
+            self._submit(theirs[0], self._trial)
         for entry in self._journal:
             if entry.holder is None and entry.strikes < 1:
                 self._place(entry)
@@ -467,6 +457,14 @@ class Front:
         unheld = sum(len(entry.live_branches) for entry in self._journal if entry.holder is None)
         own = {"startup": self.startup, "restarts": self.num_restarts, "quarantined": self.num_quarantined}
         return dataclasses.replace(stats, num_waiting=stats.num_waiting + unheld, **own)
+
+
+def _suspected(replica: Replica) -> RequestError:
+    return RequestError(
+        f"the request may have crashed replica {replica.number}, which does not come back; no other one tries it",
+        status=503,
+        code="suspected",
+    )
 
 
 def _is_later(event: Event) -> bool:

@@ -38,7 +38,7 @@ class Entry:
     ``closed``: nobody reads the request any more; the entry stays until the engine confirms the end, so that the id is
     not free too early. ``cancelled``: branches that a cancel was asked for. ``fresh``: tokens since the last
     submission. ``crashes``: deaths of the engine process while it worked on this request. ``strikes``: crashes since
-    the request last proved harmless.
+    the request last proved harmless. ``blamed_in``: number of the replica of the last crash (-1: there was none).
     """
 
     request: Request
@@ -51,6 +51,7 @@ class Entry:
     fresh: int = 0
     crashes: float = 0.0
     strikes: float = 0.0
+    blamed_in: int = -1
 
     @property
     def id(self) -> str:
