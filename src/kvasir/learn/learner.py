@@ -40,13 +40,13 @@ RECENT = 0.98  # weight of the past in the shown means
 @dataclass(frozen=True)
 class Recipe:
     """Settings of learning. ``every``: steps between candidates; ``lam``: weight of rejected branches; ``scratch_rate``
-    (None: by the model's dim) and ``rate``: learning rates from random and from trained weights; ``rows``: of a step;
+    and ``rate``: learning rates from random and from trained weights, of a model of width WIDTH; ``rows``: of a step;
     ``held_rows``: most rows held back; ``forwards``: fewest on which a candidate is judged; ``num_bytes``: of traces to
     learn from."""
 
     every: int = 200
     lam: float = 0.25
-    scratch_rate: float | None = None
+    scratch_rate: float = 1e-4
     rate: float = 1e-5
     rows: int = 1024
     held_rows: int = 16384
