@@ -42,8 +42,7 @@ RANKS = 16  # rows of A that a program multiplies, row by row, and of B at a tim
 SMALL_M, SHRINK_M, TILE_M = 16, 32, 64  # rows of a tile: of few rows; of many, in shrink and in expand
 TILE_N, TILE_K = 128, 128
 FUSED_RANK = 64  # largest rank of buffers that the end of a product takes
-# Expand beyond that rank: its programs read more, so there are more of them, for a step of up to MAX_ROWS rows.
-HIGH_N, HIGH_R = 32, 64  # outputs of a program, and rows of B at a time in tiles
+HIGH_N = 64  # outputs of a program, row by row, beyond that rank: programs read more, so there are more of them
 UNGATED = -1
 MAX_PARTS = 3
 
@@ -422,7 +421,7 @@ def _expand_tiles(s_ptr, b_ptr, y_ptr, out_ptr, order_ptr, starts_ptr, ranks_ptr
 
 
 def goes_by_row(rows: int, pairs: Pairs, by_slot: Sorted | None) -> bool:
-    """Whether each row reads its slot's matrices by itself. At high ranks that costs more than tiles from two rows on."""
+    """Whether each row reads its slot's matrices by itself. At high ranks tiles are faster from two rows on."""
     return by_slot is None or rows <= (FEW_ROWS if pairs.rank <= FUSED_RANK else 1)
 
 
@@ -482,21 +481,19 @@ def expand(shrunk: Shrunk, y_TN: torch.Tensor, activation: Callable[..., torch.T
     kind, early = UNGATED if activation is None else KINDS[activation], pdl(y_TN.device) and rows <= MAX_ROWS
     shared = {**_widths(pairs), "N": y_TN.shape[1], "C": numbers, "R": pairs.rank, "RUNS": runs, "KIND": kind,
               "PDL": early, "launch_pdl": early}
-    high = pairs.rank > FUSED_RANK and rows <= MAX_ROWS
     if goes_by_row(rows, pairs, by_slot):
-        block_n = 2 * HIGH_N if high else BLOCK_N
+        block_n = BLOCK_N if pairs.rank <= FUSED_RANK else HIGH_N
         _expand_rows[(rows, sum(cdiv(w, block_n) for w in widths))](
             shrunk.sums_UTC, pairs.b_SNR, y_TN, out_TO, shrunk.slots_T, pairs.ranks_S, rows, y_TN.stride(0),
             out_TO.stride(0), RUNS_2=next_power_of_2(runs), BLOCK_R=min(RANKS, pairs.rank), BLOCK_N=block_n, **shared,
             num_warps=4)
         return out_TO
     tile_m, slots = SMALL_M if rows <= MAX_ROWS else TILE_M, len(pairs.ranks_S)
-    tile_n, block_r = (HIGH_N, HIGH_R) if high else (TILE_N, min(32, max(16, pairs.rank)))
     tiles = _tiles(rows, slots + (activation is not None), tile_m)
-    _expand_tiles[(sum(cdiv(w, tile_n) for w in widths), tiles)](
+    _expand_tiles[(sum(cdiv(w, TILE_N) for w in widths), tiles)](
         shrunk.sums_UTC, pairs.b_SNR, y_TN, out_TO, by_slot.order_T, by_slot.starts_S, pairs.ranks_S, rows,
         y_TN.stride(0), out_TO.stride(0), S=slots, SLOTS=next_power_of_2(slots + 1),
-        BLOCK_R=block_r, TILE_M=tile_m, TILE_N=tile_n,
+        BLOCK_R=min(32, max(16, pairs.rank)), TILE_M=tile_m, TILE_N=TILE_N,
         PRECISION="ieee" if y_TN.dtype == torch.float32 and pairs.b_SNR.dtype == torch.float32 else "tf32", **shared,
         num_warps=4 if rows <= MAX_ROWS else 8)
     return out_TO
