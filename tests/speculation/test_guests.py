@@ -209,3 +209,31 @@ def test_more_guesses_than_asked_for_are_never_given(count):
         torch.ones(2, dtype=torch.bool), 3, count,
     )  # fmt: skip
     assert found.shape == (2 * count, 2) and bool((found[0] == logits.argmax(-1)).all())
+
+
+def self_drafted(control: Controller, steps: int, price: float) -> list[int]:
+    """Simulate one sequence whose guests write the next step's three drafts, all right. A drafted step takes ``price``
+    plain ones. Returns the drafts of each step."""
+    drafts, written = [], False
+    for _ in range(steps):
+        if control.resting() or not control.wanted(1, 100):
+            control.rested(1.0)
+            drafts.append(0)
+            written = False
+            continue
+        (kept,) = control.allocate([tailed([0.5] * 3 if written else [], promise=(0.9, 0.8, 0.7))], 100, 50)
+        if kept.tokens:
+            control.observe(kept, list(range(len(kept))))
+        drafts.append(len(kept))
+        written = bool(kept.guests)
+        control.end_step(1, 100, price)
+    return drafts
+
+
+def test_a_trial_lasts_until_something_was_verified():
+    """The first step of a trial has guests alone. Mutation: it counts as the trial, so that nothing is ever verified."""
+    flat = Controller(lambda seqs, context, rows, drafted: 2.2 if drafted else 1.0)
+    assert self_drafted(flat, 400, 2.2)[-50:] == [3] * 50
+    dear = Controller(lambda seqs, context, rows, drafted: 6.0 if drafted else 1.0)
+    late = self_drafted(dear, 2000, 6.0)[1000:]
+    assert sum(1 for count in late if count) < 20, "drafts that lose are left out but for rare trials"

@@ -278,7 +278,8 @@ class Controller:
             self._rest = min(MAX_PAUSE, max(self._pause, int((2 * cost - earned) / (ALLOWANCE * plain))))
             self._pause, self._due, self._in_a_row = min(2 * self._pause, MAX_PAUSE), True, 0
             return False
-        if cost > self._credit:
+        # A trial goes on until something was verified: the first step of what drafts for itself has nothing to verify.
+        if cost > self._credit and (self._tried or not self._trial):
             self._trial, self._due = 0, True
             self._rest = min(MAX_PAUSE, 1 + int((cost - self._credit) / (ALLOWANCE * plain)))
         elif not alone:
@@ -448,7 +449,7 @@ class Controller:
         counts[0] += len(tree)
         counts[1] += len(path)
         self._accepted += len(path)
-        self._tried += 1
+        self._tried += len(tree) > 0
 
     def observe_all(self, forest: Forest, which: list[int], paths: list[list[int]]) -> None:
         """Learn from the trees ``which`` of a forest. ``paths``: for each, the anchor's row and those of the accepted
@@ -467,7 +468,7 @@ class Controller:
         stats.accepted += accepted
         stats.verified += len(paths)
         self._accepted += accepted
-        self._tried += len(paths)
+        self._tried += int((forest.sizes[which] > 0).sum())
 
     def end_step(self, num_seqs: int, context: int, seconds: float, known: bool = True) -> None:
         """Settle a committed drafted step of ``num_seqs`` decodes, which is charged ``seconds``.
@@ -484,7 +485,7 @@ class Controller:
             return
         plain = self._seconds(num_seqs, context, 0, False)
         self._credit = max(self._credit + (1.0 + accepted / num_seqs) * plain - seconds, -MAX_DEBT_STEPS * plain)
-        self._trial = 0 if self._credit < 0 else self._trial
+        self._trial = 0 if self._credit < 0 and self._tried else self._trial
 
     def rested(self, seconds: float, excess: float = 0.0) -> None:
         """Settle a plain step of ``seconds``, of which ``excess`` came from the drafted step before it."""
