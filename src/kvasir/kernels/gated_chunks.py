@@ -35,7 +35,7 @@ VALUES = 32  # most values of a program that carries a state
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Where the chunks of a step's long spans lie, as int32 on the device. ``of_chunk`` [N, 2]: the span, and the
+    """The chunks of a step's long spans and where they lie, int32 on the device. ``of_chunk`` [N, 2]: the span, and the
     absolute position of the first row. ``of_span`` [L, 3]: the span, its first chunk, and their number."""
 
     of_chunk: torch.Tensor
@@ -83,7 +83,7 @@ def _rows_of(rows_ptr, ahead_ptr, channel, position, mask, base, start, first, X
 
 @jit
 def _place(chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk):
-    """What a chunk is of: the position of its first row, the page that its span reads, the position of the state there
+    """Find a chunk: the position of its first row, the page that its span reads, the position of the state there
     (0 at the start of a sequence), and the span's start, end and first row."""
     span, begin = tl.load(chunk_ptr + 2 * chunk), tl.load(chunk_ptr + 2 * chunk + 1)
     start, first = tl.load(context_ptr + span), tl.load(first_ptr + span)
