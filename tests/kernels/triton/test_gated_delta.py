@@ -123,7 +123,8 @@ def test_the_scan_against_the_recurrence(name, device):
     compare(SPECS[name], torch.float32, device, near=1e-4, kernel=by_scan, lengths=LONG)
 
 
-def test_the_scan_in_half_precision(device):
+def test_fp16_goes_row_by_row(device, monkeypatch):
+    monkeypatch.setattr(gated_delta.gated_chunks, "scan", None)
     compare(SPECS["even"], torch.float16, device, near=2e-3, kernel=by_scan, lengths=LONG)
 
 
