@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TASKS = ("chain", "schema", "story")
 WINDOW = 10.0  # seconds of a point of the curve
 GOALS = (1.2, 1.5)
-PROBLEMS = 4096  # different problems of each task, before they come again
+PROBLEMS = 2048  # different problems of each task, before they come again
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,17 +107,15 @@ def metrics_of(windows: list[Window], gaps: list[float], plain: float = 0.0) -> 
     return found
 
 
-def problems(model: str, tasks: list[str]) -> Iterator[list[int]]:
-    """Prompts of the tasks in turns, without end."""
+def problems(model: str, tasks: list[str]) -> list[list[int]]:
+    """Prompts of the tasks in turns. They are made before any clock runs, which takes a while."""
     from kvasir.lab import tokenizer as lab_tokenizer
     from kvasir.lab.lookup import load_task
     from kvasir.models.checkpoint import resolve
 
     tokenizer = lab_tokenizer.load(resolve(model))
-    for seed in itertools.count():
-        for row in zip(*(load_task(task).problems("test", seed, PROBLEMS) for task in tasks)):
-            for problem in row:
-                yield tokenizer.encode(problem.prompt, add_special_tokens=False).ids
+    drawn = zip(*(load_task(task).problems("test", 0, PROBLEMS) for task in tasks))
+    return [tokenizer.encode(p.prompt, add_special_tokens=False).ids for row in drawn for p in row]
 
 
 def run(
@@ -138,10 +136,10 @@ def run(
         raise ConfigError("bench day0 measures learning: add --learn on --learn-tenants all --drafter eagle:model=new")
     none: dict[str, Any] = {"drafter": "", "learn": "off", "learn_tenants": (), "learn_out": None}
     setting = described(config, None) | {"tasks": tasks, "batch": batch, "max_tokens": max_tokens, "temperature": 0.0}
-    arms, plain = [], 0.0
+    arms, plain, prompts = [], 0.0, problems(config.model.model, tasks)
     for name, given, length in (("plain", config.replace(**none), plain_minutes), ("learning", config, minutes)):
         with LLM(config=given) as llm:
-            load = Load(llm.engine, problems(config.model.model, tasks), batch, max_tokens)
+            load = Load(llm.engine, itertools.cycle(prompts), batch, max_tokens)
             if name == "plain":
                 load.run(min(WINDOW, 60 * length / 4))  # graphs are captured
             metrics = metrics_of(load.run(60 * length), load.gaps, plain)

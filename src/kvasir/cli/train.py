@@ -59,7 +59,7 @@ def drafter(
 def _of_model(name: str) -> None:
     """Add the command that trains whole models by the kind ``name``."""
 
-    @app.command(name, help=f"Train a whole model on by {name}, so that it drafts for itself.")
+    @app.command(name, help=f"Train a whole model further ({name}), so that it drafts for itself.")
     def model(
         out: Annotated[Path, typer.Option(help="Folder to write: a model like any other.")],
         target: Target = "base",
