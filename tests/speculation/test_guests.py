@@ -231,7 +231,7 @@ def self_drafted(control: Controller, steps: int, price: float) -> list[int]:
 
 
 def test_a_trial_lasts_until_something_was_verified():
-    """The first step of a trial has guests alone. Mutation: it counts as the trial, so that nothing is ever verified."""
+    """The first step of a trial has guests alone. Mutation: it ends the trial, so that nothing is ever verified."""
     flat = Controller(lambda seqs, context, rows, drafted: 2.2 if drafted else 1.0)
     assert self_drafted(flat, 400, 2.2)[-50:] == [3] * 50
     dear = Controller(lambda seqs, context, rows, drafted: 6.0 if drafted else 1.0)

@@ -340,7 +340,8 @@ def step(
     out_THV: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``step_reference``, on a GPU row by row in two launches, and with ``exact`` unset long spans by
-    ``gated_chunks.scan``, except in fp16. Short spans run without looking at what the host knows, so that they can be captured.
+    ``gated_chunks.scan``, except in fp16. Short spans run without looking at what the host knows, so that they can be
+    captured.
 
     ``table_SW``: int32, its first two columns are the pages that each span reads and writes. ``batch``: where its spans
     lie. ``out_THV``: fp32, the memory for the result; None: new memory.
