@@ -103,10 +103,12 @@ def compare(spec: GatedDeltaSpec, dtype: torch.dtype, device: str, near: float =
     worlds = [World(spec, dtype, device, **how) for _ in range(2)]
     got, want = (world.run(run) for world, run in zip(worlds, (kernel, by_reference)))
     torch.testing.assert_close(got, want, atol=near, rtol=1e-4)
+    # Factors of 16 bits round in proportion to what they are.
+    rtol = 1e-4 if dtype == torch.float32 else max(1e-4, near)
     for name, plane in worlds[0].pool.layer(0).planes.items():
         other = worlds[1].pool.layer(0).planes[name]
         said = f"plane {name} differs"
-        torch.testing.assert_close(plane[1:7], other[1:7], atol=near, rtol=1e-4, msg=said)
+        torch.testing.assert_close(plane[1:7], other[1:7], atol=near, rtol=rtol, msg=said)
 
 
 @pytest.mark.parametrize("name", SPECS)
