@@ -26,7 +26,7 @@ PARTS = {
     "test_exact_decoder.py": 4,
     "test_f8.py": 5,
     "test_fused.py": 4,
-    "test_gated_delta.py": 3,
+    "test_gated_delta.py": 6,
     "test_latents.py": 8,
     "test_lora.py": 4,
     "test_matmul.py": 3,

@@ -105,7 +105,7 @@ def toy(count: int = 24) -> Beginnings:
     )
 
 
-@pytest.mark.parametrize("tune", ["all", "head"])
+@pytest.mark.parametrize("tune", [pytest.param("all", marks=pytest.mark.slow), "head"])
 def test_it_learns_what_decides_and_the_head_alone_leaves_the_model(nano, tune):
     beginnings = toy()
     net = RewardNet(export.load(checkpoint.resolve("nano")))
