@@ -25,6 +25,9 @@ def last_answer(text: str) -> str | None:
     return found[-1].strip().lower() or None if found else None
 
 
+DIGITS = tuple("0123456789")
+
+
 class Prompts:
     """Conversations about candidates.
 
@@ -99,6 +102,18 @@ class Prompts:
     def judge_step(self, problem: Problem, steps: str) -> Messages:
         """Ask about the beginning of a solution; the next token is one of ``verdicts``."""
         return self.self_evaluate(problem, steps)
+
+    def rate_step(self, problem: Problem, steps: str) -> Messages:
+        """Ask for a rating of the last step of a solution's beginning; the next token is one of DIGITS."""
+        return (
+            *problem.messages,
+            {"role": "assistant", "content": steps},
+            {
+                "role": "user",
+                "content": "Rate your last step from 0 (wrong or useless) to 9 (right and needed). Reply with one "
+                "digit, nothing else.",
+            },
+        )
 
     def solution(self, reply: str) -> str:
         """The solution in a reply to one of these conversations, without what was written before it."""

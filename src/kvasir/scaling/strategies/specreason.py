@@ -1,32 +1,41 @@
 """A small model proposes each step of reasoning; a large one judges it and rewrites a step that it rejects.
 
 This is SpecReason (arXiv 2504.07891). It saves decoding steps of the large model, not its operations: the large model
-still reads every token. The published judge gives a digit from 0 to 9. Ours is P(yes) as the next token, in one prompt,
-and accepts from ``threshold`` on.
+still reads every token. The judge gives a number from 0 to 1 for the price of a prompt, and a step is accepted from
+``threshold`` on. By default it is P(yes), what our models were trained for. The published judge gives a digit, of which
+it takes a tenth here: the published threshold of 7 is 0.7.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from kvasir.errors import ConfigError
-from kvasir.scaling.endpoint import Sample
+from kvasir.scaling.endpoint import Endpoint, Sample
 from kvasir.scaling.primitives import Context, Seq
-from kvasir.scaling.problem import Problem
+from kvasir.scaling.problem import DIGITS, Problem
+from kvasir.scaling.scorer import UNKNOWN
 from kvasir.scaling.steps import STEP, belief, step
 from kvasir.scaling.strategy import Result, Strategy, at_least, result
 
 
 @dataclass(frozen=True)
 class Config:
-    """``threshold``: 0 uses the small model alone; above 1 the large one alone, with the small one's work wasted."""
+    """``threshold``: 0 uses the small model alone; above 1 the large one alone, with the small one's work wasted.
+    ``score``: P(yes), the likeliest digit, or the mean of all digits by their chances. ``first``: steps that the large
+    model writes before the small one may."""
 
     threshold: float = 0.7
+    score: Literal["yes", "digit", "mean"] = "yes"
+    first: int = 0
     steps: int = 32
     tokens: int = 64
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, tokens=self.tokens)
+        at_least(0, first=self.first)
 
 
 class SpecReason(Strategy):
@@ -50,9 +59,9 @@ class SpecReason(Strategy):
             scope = context.child(f"step{t}")
             begun = list(writer.pieces)
             draft = Seq(scope, small, proposer.messages, proposer.stream, pieces=begun)
-            if not await step(scope, draft, STEP, c.tokens):
+            if t >= c.first and not await step(scope, draft, STEP, c.tokens):
                 break
-            if await belief(scope, large, problem, draft.text) >= c.threshold:
+            if t >= c.first and await self._score(scope, large, problem, draft.text) >= c.threshold:
                 writer.pieces = draft.pieces
                 accepted += 1
             else:
@@ -66,3 +75,15 @@ class SpecReason(Strategy):
                 break
         sample = writer.sample()
         return result(problem, [sample], sample, steps=t + 1, accepted=accepted)
+
+    async def _score(self, context: Context, judge: Endpoint, problem: Problem, text: str) -> float:
+        """What the judge says of a solution's beginning, 0 to 1; 1/2 when it refuses."""
+        if self.config.score == "yes":
+            return await belief(context, judge, problem, text)
+        found = await context.choose(judge, problem.prompts.rate_step(problem, text), DIGITS)
+        if not found:
+            return UNKNOWN
+        if self.config.score == "digit":
+            return int(max(found, key=found.__getitem__)) / 10
+        chances = {digit: math.exp(value) for digit, value in found.items()}
+        return sum(int(digit) * chance for digit, chance in chances.items()) / sum(chances.values()) / 10
