@@ -77,7 +77,7 @@ class SpecReason(Strategy):
         return result(problem, [sample], sample, steps=t + 1, accepted=accepted)
 
     async def _score(self, context: Context, judge: Endpoint, problem: Problem, text: str) -> float:
-        """What the judge says of a solution's beginning, 0 to 1; 1/2 when it refuses."""
+        """The judge's number for a solution's beginning, 0 to 1; 1/2 when it refuses."""
         if self.config.score == "yes":
             return await belief(context, judge, problem, text)
         found = await context.choose(judge, problem.prompts.rate_step(problem, text), DIGITS)
