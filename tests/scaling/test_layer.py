@@ -34,7 +34,7 @@ ALL = {
     "v1": "v1:N=5,distinct=false,calls=2",
     "cascade": "cascade:n=3,agree=3,last=3",
     "specreason": "specreason:steps=8",
-    "route": "route:prm=prm,n=3",
+    "cost_router": "cost_router:prm=prm,n=3",
     "particle": "particle:N=4,steps=4,tokens=2",
     "beam": "beam:N=4,width=2,steps=4,tokens=2",
     "a_star": "a_star:k=3,expansions=5,tokens=2",

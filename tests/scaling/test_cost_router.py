@@ -30,7 +30,7 @@ def tiers(solution) -> list[int]:
 
 
 def test_problems_go_where_the_classifier_says_for_one_prompt_each():
-    found = run("route:prm=prm", 8, models())
+    found = run("cost_router:prm=prm", 8, models())
     assert sorted(tiers(found)) == [0] * 4 + [1] * 4
     assert all((s.result.stats["chance"] >= 0.5) == (s.result.stats["tier"] == 0) for s in found.solved)
     spent = found.ledger.by_endpoint()
@@ -38,23 +38,23 @@ def test_problems_go_where_the_classifier_says_for_one_prompt_each():
 
 
 def test_thresholds_at_the_ends_are_one_model_alone():
-    assert set(tiers(run("route:prm=prm,threshold=0", 6, models()))) == {0}
-    assert set(tiers(run("route:prm=prm,threshold=1.1", 6, models()))) == {1}
+    assert set(tiers(run("cost_router:prm=prm,threshold=0", 6, models()))) == {0}
+    assert set(tiers(run("cost_router:prm=prm,threshold=1.1", 6, models()))) == {1}
 
 
 def test_the_control_asks_nobody_and_keeps_its_share():
-    found = run("route:by=random,share=0.3", 200, models()[:2])
+    found = run("cost_router:by=random,share=0.3", 200, models()[:2])
     assert 0.2 < sum(tiers(found)) / 200 < 0.4
-    assert set(tiers(run("route:by=random,share=0", 6, models()[:2]))) == {0}
+    assert set(tiers(run("cost_router:by=random,share=0", 6, models()[:2]))) == {0}
 
 
 @pytest.mark.parametrize(
     "spec, endpoints, error",
     [
-        ("route", models(), "needs a classifier"),
-        ("route:prm=prm", models()[1:], "needs two models"),
-        ("route:prm=nobody", models(), "no model named"),
-        ("route:prm=small", models(), "writes and is no reward model"),
+        ("cost_router", models(), "needs a classifier"),
+        ("cost_router:prm=prm", models()[1:], "needs two models"),
+        ("cost_router:prm=nobody", models(), "no model named"),
+        ("cost_router:prm=small", models(), "writes and is no reward model"),
     ],
 )
 def test_what_cannot_work_is_refused(spec, endpoints, error):

@@ -37,15 +37,16 @@ class Config:
         at_least(1, n=self.n)
 
 
-class Route(Strategy):
+class CostRouter(Strategy):
     def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
         super().check(all_, prompts)
         if len(self.endpoints(all_)) < 2:
-            raise ConfigError("route needs two models, the cheap one first: --model small --model large")
+            raise ConfigError("cost_router needs two models, the cheap one first: --model small --model large")
         if self.config.by == "prm":
             if not self.config.prm:
                 raise ConfigError(
-                    "route needs a classifier: route:prm=NAME, from 'kvasir train prm --target SMALL', or by=random"
+                    "cost_router needs a classifier: cost_router:prm=NAME, from 'kvasir train prm --target SMALL', or "
+                    "by=random"
                 )
             check_scorer(self.name, self.config, all_)
 
