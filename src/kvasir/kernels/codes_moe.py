@@ -167,11 +167,11 @@ def planes_of(w: Coded) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def grouped_codes(x: torch.Tensor, w: Coded, bias: torch.Tensor | None, out_PN: torch.Tensor,
-                  routing: Routing, top_k: int, activation: str | None, tile: tuple[int, int, int, int, int],
+                  routing: Routing, top_k: int, activation: str | None, tile: tuple[int, ...],
                   early: dict[str, bool]) -> None:
-    """Write one of the two products of all pairs; see ``_grouped_codes``. ``tile``: pairs, outputs, inputs, warps and
-    stages. ``activation`` None: it is that of ``down``."""
-    (pairs, outputs, inputs, warps, stages), num_outputs = tile, out_PN.shape[1]
+    """Write one of the two products of all pairs; see ``_grouped_codes``. ``tile``: a ``moe.Tile``, of
+    which pairs, outputs, inputs, warps and stages count. ``activation`` None: it is that of ``down``."""
+    (pairs, outputs, inputs, warps, stages, *_), num_outputs = tile, out_PN.shape[1]
     _grouped_codes[(cdiv(num_outputs, outputs), len(routing.tiles))](
         x, *planes_of(w), x if bias is None else bias, out_PN, routing.order, routing.tiles, routing.num_tiles,
         x.stride(0), N=num_outputs,
