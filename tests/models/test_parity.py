@@ -21,8 +21,8 @@ from tests import checkpoints
 PAGE_SLOTS = 16
 # The norm after a recurrence divides by results that may be near zero, which magnifies rounding. Over ten seeds each,
 # logits of transformers differed between whole prompts and single rows by up to 3.6e-3, and ours from them by up to
-# 5.8e-3. So this tolerance holds for the seeds used here, not for every draw. With experts, one logit in 4,000 was off by
-# 6.4e-4 on one kind of processor.
+# 5.8e-3. So this tolerance holds for the seeds used here, not for every draw. With experts, one logit in 4,000 was off
+# by 6.4e-4 on one kind of processor.
 TOLERANCE = {"qwen3_next": 5e-4, "qwen3_5_moe": 1e-3, "qwen3_5": 5e-4}
 LENGTHS = (41, 3, 18)
 
