@@ -57,8 +57,8 @@ def pointers_of(layout: str, dtype: str) -> dict[str, str]:
 @pytest.mark.parametrize("layout, dtype", [(layout, "bf16") for layout in WIDE] + [("mxfp4", "fp32")])
 @pytest.mark.parametrize("rows, kind", [(1, -1), (16, 0), (64, -1), (64, 0)])
 def test_few_rows_of_codes(rows, kind, layout, dtype, compiler):
-    """What ``choose`` takes fits shared memory and registers, and copies blocks ahead. fp32 is for tests alone: it may
-    spill."""
+    """The kernel that ``choose`` picks fits shared memory and registers, and copies blocks ahead. In fp32, which only
+    tests use, it may spill."""
     group, width, outputs = WIDE[layout], 4096, 4096
     pair = 1 if layout == "i8" else 2
     planes = (torch.empty(shape, device="meta") for shape in ((2 * outputs, width // pair), (0,)))

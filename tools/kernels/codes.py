@@ -81,7 +81,8 @@ TILES = {
     256: (Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 8, 3)),
 }
 GPU = torch.device("cuda")
-# By format, rows and gating: by tile: times of its best split, by matrix, compared with the best of the matrix.
+# For each format, number of rows and gating, and for each tile: the time of its best split in each matrix, over the
+# time of the fastest tile there.
 Ranks = defaultdict[tuple[str, int, bool], defaultdict[tuple[int, int, int, int], dict[str, float]]]
 
 

@@ -151,7 +151,7 @@ def _one_row_codes(x_ptr, w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, norm_pt
     for b0 in range(0, B, BYTES):
         left = live & (b0 + BYTES < B)
         group = (b0 // BYTES + 1) * GROUPS
-        # What the next block needs is on its way while this one is multiplied.
+        # The next block is being loaded while this one is multiplied.
         ahead = load_codes(at, high_at, left, b0 + BYTES, B, LAYOUT, BLOCK_N, BYTES, False)
         s_ahead, z_ahead = load_scales(w_scale_ptr, more_ptr, n, left, group, G, LAYOUT, ZEROS, GROUP, GROUPS)
         if KIND >= 0:

@@ -22,7 +22,8 @@ class ScoredStrategy(Strategy):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.needs = ("tokens",) if config.prm or getattr(config, "judge", "") else ("tokens", "choose")  # type: ignore[misc]
+        asks_another = config.prm or getattr(config, "judge", "")
+        self.needs = ("tokens",) if asks_another else ("tokens", "choose")  # type: ignore[misc]
 
     def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
         super().check(all_, prompts)

@@ -70,8 +70,8 @@ def _write_tile(w_ptr, high_ptr, w_scale_ptr, more_ptr, y_ptr, rows, B, G, BLOCK
 
 @pytest.mark.parametrize("layout, group, zeros", [("u4", 128, False), ("u4", 128, True), *LAYOUTS[4:7]])
 def test_numbers_in_bf16_are_exact(layout, group, zeros, device):
-    """What the integer operations make of codes: every number, times its scale where that is exact, and the factor that
-    sums are multiplied with."""
+    """Integer operations give every number that a code stands for, times its scale where that is exact, and else the
+    factor that the sums are multiplied by."""
     w = weights(Draw(0, torch.float32, device), layout, 16, 128, group, zeros)
     want = w.numbers()
     if layout == "mxfp4":  # the ends of what is exact
