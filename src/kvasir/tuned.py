@@ -197,8 +197,8 @@ LATENT_ATTENTION = Tuned(
 LATENT_PROMPT = Tuned(
     (({"dim": 192}, (128, 64, 8, 3)), ({"dim": 320}, (128, 64, 8, 2)), ({}, (64, 32, 4, 2))),
     "Shape of the kernel for prompts over keys and values made of latents: rows of a tile, keys of a block, warps and "
-    "pipeline stages. dim: padded elements of a head's key. 192 was measured; the others are what shared memory of Hopper "
-    "holds.",
+    "pipeline stages. dim: padded elements of a head's key. 192 was measured; the others are what shared memory of "
+    "Hopper holds.",
     ("kvasir.kernels.latent_prompt.Shape",),
     "NVIDIA H100",
     ("h100/gpu_latents.json",),

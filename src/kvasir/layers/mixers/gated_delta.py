@@ -25,6 +25,7 @@ class Mixer:
     """Gated DeltaNet of one layer."""
 
     native = False  # no C kernel runs recurrences
+    graphs = True  # a step of short spans asks the host for nothing, so it can be captured
     sinks_H = None
 
     def __init__(self, spec: GatedDeltaSpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
