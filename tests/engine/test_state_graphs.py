@@ -10,6 +10,8 @@ from kvasir.engine.device_seats import DeviceSeats
 from kvasir.engine.eager_steps import EagerSteps
 from kvasir.engine.graphs import DecodeGraphs
 from tests.engine.driver import Driver, use_ways
+from tests.engine.stepwise import Stepwise
+from tests.engine.test_mixed_steps import forced
 from tests.engine.test_states import Scripted, alone, answers, engine, first, fleet, folder  # noqa: F401 (fixtures)
 from tests.speculation.helpers import install
 
@@ -72,7 +74,7 @@ def test_the_comparison_sees_a_page_that_was_not_sent(folder, alone, monkeypatch
 def test_recurrences_that_cannot_be_captured_run_layer_by_layer(folder, monkeypatch):  # noqa: F811
     driver = engine(folder)
     mixer = type(driver.engine.runner.model.blocks[0].mixer)
-    monkeypatch.setattr(mixer, "graphs", False)
+    monkeypatch.setattr(mixer, "captured", False)
     use_ways(driver.engine.runner, call_through, 0)
     assert [type(way) for way in driver.engine.runner.ways] == [EagerSteps]
     driver.close()
@@ -88,4 +90,15 @@ def test_padding_leaves_states_alone(folder):  # noqa: F811
         graphs._buffers.pad(4)
         graphs._compute(4, 0, 0)
     assert all(torch.equal(plane, before[name]) for name, plane in planes.items())
+    driver.close()
+
+
+def test_steps_with_prompts_in_pieces(folder, alone):  # noqa: F811
+    driver = engine(folder, overlap=True, max_num_batched_tokens=33, max_num_seqs=4)
+    use_ways(driver.engine.runner, None, 0, Stepwise(), 64)
+    ran = forced(driver)
+    for tag in ("", "again"):
+        driver.run(fleet(driver, tag), gap=2, preempt_every=4)
+        assert answers(driver, tag) == first(alone)
+    assert len(ran) >= 9 and any(rows < size for size, rows in ran), "nothing was padded"
     driver.close()

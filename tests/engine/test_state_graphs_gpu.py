@@ -7,6 +7,7 @@ import torch
 
 from kvasir.engine.graphs import DecodeGraphs
 from tests import checkpoints
+from tests.engine.test_mixed_steps import forced
 from tests.engine.test_states import Scripted, answers, engine, first, fleet
 from tests.speculation.helpers import install
 
@@ -48,4 +49,12 @@ def test_same_tokens_with_drafts(folder, eager, right):
         driver.run(fleet(driver), preempt_every=7)
         assert answers(driver) == first(eager)
     assert driver.engine.runner.way(DecodeGraphs)._ready, "nothing was captured"
+    driver.close()
+
+
+def test_same_tokens_of_steps_with_prompts_in_pieces(folder, eager):
+    driver = engine(folder, overlap=True, **OPTIONS)
+    ran = forced(driver)
+    driver.run(fleet(driver), gap=2, preempt_every=4)
+    assert answers(driver) == first(eager) and ran, "nothing was captured"
     driver.close()

@@ -299,9 +299,8 @@ def ways_to_run(
     ``pieces`` captures steps of up to ``max_rows`` rows that mix prompts with decodes. None: such steps are not
     captured. A model that pools has prompts alone, and needs the hidden states of steps, not their logits."""
     kinds = (False, True)[: 1 + (parts.num_variants > 0)]  # steps with variants have graphs of their own
-    if parts.packer.states:  # no tape, native program or graph in pieces has recurrences yet
-        graphs = [DecodeGraphs(parts, capture, max_drafts, varied) for varied in kinds] if capture is not None else []
-        return [*(graphs if parts.states_in_graphs() else []), EagerSteps(parts)]
+    if not all(mixer.captured for mixer in parts.recurrent()):
+        capture = pieces = None
     if parts.pooler is not None:
         return [*([MixedSteps(parts, pieces, max_rows)] if pieces is not None else []), EagerSteps(parts)]
     native = None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvasir.attention.backend import AttentionBackend
+from kvasir.attention.backend import AttentionBackend, Recurrence
 from kvasir.decoding.sampler import SampleOutput, Sampler
 from kvasir.engine.batch import Frame, Packer
 from kvasir.engine.device_seats import DeviceSeats
@@ -129,10 +129,9 @@ class StepParts:
         parts.model, parts.caches = model, self.caches[:num_layers]
         return parts
 
-    def states_in_graphs(self) -> bool:
-        """Whether every recurrence can be captured."""
-        layers = [layer for g in self.packer.states for layer in self.pool.groups[g].layers]
-        return all(self.model.blocks[layer].mixer.graphs for layer in layers)
+    def recurrent(self) -> list[Recurrence]:
+        """The mixers of recurrent layers."""
+        return [self.model.blocks[layer].mixer for g in self.packer.states for layer in self.pool.groups[g].layers]
 
     def have(self, num_variants: int, hooks: bool) -> None:
         """Take so many variants into account, sets of hooks among them or not."""
