@@ -76,6 +76,16 @@ MLA = dict(
     num_experts_per_tok=2,
     moe_intermediate_size=24,
 )
+# Kimi Linear: latent attention without rotation, of which a part of the key is still shared by all heads.
+KIMI = dict(
+    kv_lora_rank=24,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=12,
+    v_head_dim=10,
+    num_key_value_heads=4,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+)
 MLA_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 
 # name: (config class, model class, what differs from SHAPE)
@@ -311,6 +321,37 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             rope_interleave=False,
             attention_bias=True,
             rope_parameters={**MINISTRAL_ROPE, "llama_4_scaling_beta": 0.0},
+        ),
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        dict(
+            KIMI,
+            linear_num_heads=3,
+            linear_head_dim=8,
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+            moe_intermediate_size=24,
+            n_shared_experts=2,
+        ),
+    ),
+    "kimi_linear_plain": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        dict(
+            KIMI,
+            q_lora_rank=20,
+            linear_num_heads=2,
+            linear_head_dim=12,
+            linear_conv_kernel_dim=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            mlp_layer_types=["dense", "dense", "sparse"],
+            moe_intermediate_size=16,
+            n_group=2,
+            topk_group=1,
+            norm_topk_prob=False,
         ),
     ),
     "gemma4_text": (
