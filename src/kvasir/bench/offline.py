@@ -220,9 +220,9 @@ def described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
 def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, LLM]:
     """Our engine and its ``generate``.
 
-    ``generate`` counts ``at_once`` (the most sequences that held memory in a step), ``preemptions`` and ``cached`` (tokens
-    of prompts found in the prefix cache). Given ids that end an answer, it also counts drafts, and returns the answers as ``outputs``. Where adapters are loaded, the prompts
-    take turns with them.
+    ``generate`` counts ``at_once`` (the most sequences that held memory in a step), ``preemptions`` and ``cached``
+    (tokens of prompts that the prefix cache had). Given ids that end an answer, it also counts drafts, and returns the
+    answers as ``outputs``. Where adapters are loaded, the prompts take turns with them.
     """
     from kvasir.api.llm import LLM
     from kvasir.api.lora import LoRARequest

@@ -4,8 +4,8 @@
 once. What is left to do in order is one product a chunk, because the state after a chunk is linear in the state before
 it: S <- M S + N. States do not cross documents.
 
-Shape suffixes: B rows, T tokens, H heads of values, D key dim, V value dim, C mixed row (queries, keys, values), J taps,
-N chunks, L tokens of a chunk.
+Shape suffixes: B rows, T tokens, H heads of values, D key dim, V value dim, C mixed row (queries, keys, values), J
+taps, N chunks, L tokens of a chunk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The lab's trainable model: a Qwen3-shaped decoder in plain PyTorch, with the parameter names of the HF checkpoint.
 
 It has an RMSNorm before each block, grouped-query attention with normalised queries and keys, RoPE, SwiGLU and tied
-embeddings. With ``Shape.recurrent`` it has Qwen 3.5's form instead: those layers are Gated DeltaNet, attention is gated,
-a quarter of a head rotates, and norms are stored around zero. It is for training and for checking what was trained;
-kvasir's engine serves the exported folder.
+embeddings. With ``Shape.recurrent`` it has Qwen 3.5's form instead: those layers are Gated DeltaNet, attention is
+gated, a quarter of a head rotates, and norms are stored around zero. It is for training and for checking what was
+trained; kvasir's engine serves the exported folder.
 
 Shape suffixes: B rows, T tokens, C cached positions, H query heads, G KV heads, D head dim, E model dim, V vocabulary.
 """
@@ -50,8 +50,8 @@ class Shape:
     def __post_init__(self) -> None:
         if self.recurrent and (self.value_heads % self.key_heads or max(self.recurrent) >= self.layers):
             raise ConfigError(
-                f"value_heads={self.value_heads} must be a multiple of key_heads={self.key_heads}, and recurrent layers "
-                f"below layers={self.layers}"
+                f"value_heads={self.value_heads} must be a multiple of key_heads={self.key_heads}, and recurrent "
+                f"layers below layers={self.layers}"
             )
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ConfigError(

@@ -83,8 +83,8 @@ class _Rows:
     def _capture(self) -> None:
         """Capture the forward pass: one launch a token instead of hundreds.
 
-        The runs before and during the capture write what the replay writes again. States move on with every run, so they
-        are put back.
+        The runs before and during the capture write what the replay writes again. States move on with every run, so
+        they are put back.
         """
         states = [x for layer, pair in zip(self.model.model.layers, self.cache) if layer.recurs for x in pair]
         before = [x.clone() for x in states]

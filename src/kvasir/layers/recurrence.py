@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from kvasir.errors import ConfigError
 from kvasir.types import StepBatch
 
 Kept = dict[str, torch.Tensor]
@@ -87,3 +88,12 @@ def _write(planes: dict[str, torch.Tensor], page: int, kept: Kept, position: int
 def moved(tail: torch.Tensor, rows_TC: torch.Tensor) -> torch.Tensor:
     """The last rows, as many as ``tail`` [J - 1, C] has, after ``rows_TC`` [T, C]."""
     return torch.cat((tail, rows_TC.to(tail.dtype)))[len(rows_TC) :]
+
+
+def own_state(writes: bool) -> None:
+    """Raise ConfigError for a layer that should read another layer's cache."""
+    if not writes:
+        raise ConfigError(
+            "a recurrent layer keeps a state of its own and cannot read another layer's. Leave out cache_of for this "
+            "layer."
+        )

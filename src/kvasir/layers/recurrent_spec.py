@@ -76,8 +76,7 @@ class Mamba3Spec(Recurrent):
     ``groups``: heads of B and C; each serves as many heads as the others. ``rotated``: share of the state's dimensions
     that rotate. ``rank`` 1 has no factors for its one input (SISO), and rotates neighbours; otherwise dimension ``i``
     is paired with ``i + state_dim / 2``. ``rate``: how the decay is made of its projection; the two published
-    implementations differ, and their checkpoints cannot be exchanged. ``out_norm``: a gated RMS norm before the last
-    product, in place of the gate alone.
+    implementations differ, and their checkpoints cannot be exchanged.
     """
 
     kind: ClassVar[str] = "mamba3"
@@ -89,7 +88,6 @@ class Mamba3Spec(Recurrent):
     rotated: float = 0.5
     rank: int = 1
     rate: Literal["reciprocal", "softplus"] = "reciprocal"
-    out_norm: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.groups == 0, "groups of B and C have equally many heads"
@@ -129,15 +127,14 @@ class Mamba3Spec(Recurrent):
     def vectors(self, hidden: int, writes: bool = True) -> int:
         heads = self.num_heads
         factors = 3 * heads * self.rank * self.dim if self.rank > 1 else 0
-        norms = 2 * self.state_dim + (self.inner if self.out_norm else 0)
-        return 2 * heads + 2 * heads * self.rank * self.state_dim + factors + norms
+        return 2 * heads + 2 * heads * self.rank * self.state_dim + factors + 2 * self.state_dim
 
 
 @dataclass(frozen=True, slots=True)
 class M2RNNSpec(Recurrent):
-    """M2RNN (arXiv:2603.14360): a matrix of ``key_dim`` by ``value_dim`` for each of ``num_heads``, which goes through a
-    matrix of its head and a tanh at every row. All heads share ``key_heads`` queries and keys (1: one of each). A causal
-    convolution over ``taps`` rows comes before, and a gated RMS norm after."""
+    """M2RNN (arXiv:2603.14360): a matrix of ``key_dim`` by ``value_dim`` for each of ``num_heads``, which goes through
+    a matrix of its head and a tanh at every row. All heads share ``key_heads`` queries and keys (1: one of each). A
+    causal convolution over ``taps`` rows comes before, and a gated RMS norm after."""
 
     kind: ClassVar[str] = "m2rnn"
     num_heads: int

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.errors import ConfigError
 from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import CHUNK, L2_EPS, convolve
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.recurrence import Kept, moved, step
+from kvasir.layers.recurrence import Kept, moved, own_state, step
 from kvasir.layers.recurrent_spec import KDASpec
 from kvasir.layers.rope import Angles
 from kvasir.layers.weights import Placement, Slot
@@ -54,8 +53,8 @@ def chunk_scan(
     state_HDV: torch.Tensor,
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what ``recurrence`` does in chunks that end at absolute multiples of ``CHUNK``. ``start``: position of the
-    first row."""
+    """Compute what ``recurrence`` does in chunks that end at absolute multiples of ``CHUNK``. ``start``: position of
+    the first row."""
     rows, parts, at = len(q_THD), [], 0
     while at < rows:
         end = min(rows, at + CHUNK - (start + at) % CHUNK)
@@ -121,11 +120,7 @@ class Mixer:
     sinks_H = None
 
     def __init__(self, spec: KDASpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
-        if not writes:
-            raise ConfigError(
-                "a recurrent layer keeps a state of its own and cannot read another layer's. Leave out cache_of for "
-                "this layer."
-            )
+        own_state(writes)
         side, plain = spec.side, place.plain()
         self.spec, self.exact = spec, place.exact
         self.mixed = Linear(hidden_size, {"q": side, "k": side, "v": side}, bias=False, place=place)
