@@ -65,7 +65,7 @@ class Here:
         self.stack.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-9b", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3.5-9b", pytest.param("qwen3.5-35b-a3b", marks=pytest.mark.slow)])
 def test_a_turn_finds_the_conversation(name, monkeypatch, capsys, tmp_path):
     small(monkeypatch, name, intermediate_size=32, **(EXPERTS if "a3b" in name else {}))
     monkeypatch.setattr(turns, "Worker", Here)

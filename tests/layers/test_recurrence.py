@@ -198,7 +198,9 @@ def whole(request):
 MIXED = [5, 1, 1, 40, 16, 1, 17, 3, 64, 1, 1, 16, 34]
 
 
-@pytest.mark.parametrize("lengths", [[1, 199], [17, 183], [100, 100], MIXED], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [MIXED, *(pytest.param([n, TOKENS - n], marks=pytest.mark.slow) for n in (1, 17, 100))], ids=str
+)
 def test_cuts_change_no_bit(whole, lengths):
     """In exact mode; the scan is close."""
     name, want = whole
@@ -227,7 +229,7 @@ def drafted(pages, accepted, folded=0):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("accepted", [0, 2, 7])
+@pytest.mark.parametrize("accepted", [pytest.param(0, marks=pytest.mark.slow), 2, 7])
 def test_drafts_leave_no_trace(whole, accepted):
     name, want = whole
     got = drafted(Pages(name), accepted)
@@ -264,46 +266,60 @@ def test_planted_mistakes_are_seen(whole, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- learning
 
 
+class Learner:
+    """One layer that reads bits after a mark and says their parity, with the engine's own rule.
+
+    Mamba-3 starts with the slowest decays and with steps near one. A run of seconds from an ordinary start gets 64 tokens
+    right, but its angles are not precise enough for 256.
+    """
+
+    def __init__(self, name):
+        torch.manual_seed(0)
+        spec = {"mamba3": Mamba3Spec(2, 4, 8, NORM, rate="softplus"), "m2rnn": M2RNNSpec(2, 1, 8, 8, NORM)}[name]
+        self.rule = SPECS[name][0].Mixer(spec, HIDDEN, Placement(torch.device("cpu"), torch.float32)).rule
+        learnt = {key: value for key, value in vars(self.rule).items() if isinstance(value, torch.Tensor)}
+        for key, value in learnt.items():
+            value.zero_() if any(part in key for part in ("bias", "skip", "log")) else value.normal_(std=0.3)
+            if "norm" in key:
+                value.fill_(1)
+            if "inner" in key:
+                value.copy_(torch.eye(spec.value_dim))
+        self.rows = torch.randn(3, spec.state()[-2].shape[-1]) * 0.5  # of a zero, a one and the mark
+        self.out = torch.randn(spec.inner if name == "mamba3" else spec.values, 1) * 0.1
+        if name == "mamba3":
+            widths = {part: width for part, width in spec.parts.items() if part != "z"}
+            columns = dict(zip(widths, self.rows.split(list(widths.values()), -1)))
+            columns["dt"].zero_(), columns["A"].fill_(-10), learnt["step_bias_H"].fill_(0.54)
+        self.start = {p.name: torch.zeros(p.shape) for p in spec.state() if p.name not in recurrence.OWN}
+        self.parameters = [p.requires_grad_() for p in (self.rows, self.out, *learnt.values())]
+
+    def signs(self, bits):
+        """Above 0 where the bits [B, T] so far are even."""
+        rows = self.rows[F.pad(bits, (1, 0), value=2)]
+        found = torch.func.vmap(lambda one: self.rule.run(one, self.start, 0, False)[0])(rows)
+        return (found[:, 1:].flatten(2) @ self.out).squeeze(-1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba3", "m2rnn"])
-def test_parity_learnt_on_short_texts_holds_on_long_ones(name):
-    """Trained on 64 tokens, right on 256."""
-    torch.manual_seed(0)
-    spec = {"mamba3": Mamba3Spec(2, 8, 16, NORM), "m2rnn": M2RNNSpec(2, 1, 16, 16, NORM)}[name]
-    mixer = SPECS[name][0].Mixer(spec, HIDDEN, Placement(torch.device("cpu"), torch.float32))
-    rule, width = mixer.rule, spec.state()[-2].shape[-1]
-    out_dim = spec.inner if name == "mamba3" else spec.values
-    learnt = {k: v for k, v in vars(rule).items() if isinstance(v, torch.Tensor)}
-    for key, value in learnt.items():
-        value.zero_() if "bias" in key or "skip" in key or "log" in key else value.normal_(std=0.3)
-        if "norm" in key or "inner" in key:
-            value.copy_(torch.eye(*value.shape[-2:]) if "inner" in key else torch.ones_like(value))
-    weights = [torch.randn(2, width) * 0.5, torch.randn(out_dim, 2) * 0.1, torch.zeros(2)]
-    parameters = [p.requires_grad_() for p in (*weights, *learnt.values())]
-    start = {p.name: torch.zeros(p.shape) for p in spec.state() if p.name not in recurrence.OWN}
-
-    def logits(bits):
-        rows = weights[0][bits]
-        found = torch.func.vmap(lambda r: rule.run(r, start, 0, False)[0])(rows)
-        return (
-            found.sum(2).flatten(2) @ weights[1] + weights[2]
-            if name == "mamba3"
-            else found.flatten(2) @ weights[1] + weights[2]
-        )
-
-    optimizer, right = torch.optim.Adam(parameters, lr=1e-2), 0.0
-    for step in range(600):
-        length = 8 if step < 150 else 24 if step < 300 else 64
-        bits = torch.randint(0, 2, (32, length))
-        guess = logits(bits)
-        loss = F.cross_entropy(guess.flatten(0, 1), (bits.cumsum(1) % 2).flatten())
+@pytest.mark.parametrize("name, steps", [("mamba3", 900), ("m2rnn", 1200)])
+def test_parity_learnt_on_short_texts_holds_on_long_ones(name, steps):
+    """Trained on up to 64 tokens, right on 256."""
+    learner, length = Learner(name), 4
+    optimizer = torch.optim.Adam(learner.parameters)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1, 2 * (1 - step / steps))
+        bits = torch.randint(0, 2, (16, length))
+        loss = F.mse_loss(learner.signs(bits), 1.0 - 2 * (bits.cumsum(1) % 2))
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(learner.parameters, 1.0)
         optimizer.step()
-        if step % 50 == 49:
-            print(step, loss.item())
-    bits = torch.randint(0, 2, (64, 256))
+        if loss.item() < 0.15:
+            length = min(64, length + 2)
     with torch.no_grad():
-        right = (logits(bits).argmax(-1) == bits.cumsum(1) % 2).float().mean()
-    assert right > 0.99, right
+        bits = torch.randint(0, 2, (64, 256))
+        right = ((learner.signs(bits) < 0).long() == bits.cumsum(1) % 2).float().mean()
+        assert length == 64 and right > 0.99, right
+        one_by_one = learner.rule.run(learner.rows[F.pad(bits[0], (1, 0), value=2)], learner.start, 0, True)[0]
+        signs = (one_by_one[1:].flatten(1) @ learner.out).squeeze(-1)
+        assert ((signs < 0).long() == bits[0].cumsum(0) % 2).float().mean() > 0.98, "as a decode computes it"
