@@ -9,6 +9,7 @@ from kvasir.bench.case import parse
 from kvasir.bench.load import METRICS, Load
 from kvasir.bench.merge import merge
 from kvasir.bench.result import judged, verdict
+from kvasir.bench.servers import flags_of
 from kvasir.bench.workloads import SHAPES
 from kvasir.errors import ConfigError
 from tests.bench.helpers import SITE, SMALL, log_of
@@ -242,3 +243,11 @@ def test_refusals(data):
         replay.run_load(load, {}, peer=None, site=None, capacity=None, **options)
     with pytest.raises(ConfigError, match="no peer named 'vlm'.*vllm"):
         replay.run_load(load, {}, peer="vlm", site=None, capacity=None, **options)
+
+
+def test_arms_of_a_case_with_traces_may_have_a_servers_settings():
+    table = {"arms": {"two": {"replicas": 2}}}
+    made = parse("c", table | {"traces": {"x": {"file": "f", "rate": 1.0}}})
+    assert flags_of(made.arms["two"]) == ["--replicas", "2"]
+    with pytest.raises(ConfigError, match="replicas"):
+        parse("c", table | {"workloads": {"x": {"batch": 1, "prompt": 8, "output": 8}}})

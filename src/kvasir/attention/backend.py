@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvasir.technique import Technique
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvasir.attention.latent import UpProjection
     from kvasir.kv.codec import LayerCache
+    from kvasir.kv.state import StateCache
     from kvasir.types import StepBatch
 
 BACKENDS = "kvasir.attention.backends"
@@ -58,6 +59,18 @@ class AttentionSpec:
     def mixed_dim(self) -> int:
         """Width of a head's result as a mixer gets it: of ``run_latent`` where there is a latent."""
         return self.result_dim if self.latent is None else self.latent.value_dim
+
+
+class Recurrence(Protocol):
+    """A recurrent layer, as far as it depends on the spans of a step."""
+
+    results: tuple[int, int]  # heads, and elements of a head's result
+    captured: bool  # whether a step of short spans asks the host for nothing, so that a graph can hold it
+
+    def run(
+        self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_THV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Results [T, *results] fp32 of a step's rows. ``out_THV``: the memory for them; None: new memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +177,10 @@ class AttentionBackend(Technique):
         to rounding.
         """
         return up.project(self.run(up.absorb(q_THD), cache, spec, batch), out_THV)
+
+    def run_recurrence(
+        self, layer: Recurrence, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch
+    ) -> torch.Tensor:
+        """Run a recurrent layer, which attends to nothing. It goes through the backend because that is where a step
+        which is captured in pieces is cut."""
+        return layer.run(rows_TX, cache, batch)

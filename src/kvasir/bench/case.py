@@ -6,7 +6,7 @@ repeats = 5                        rounds that count; with several arms, lives o
 rounds = 1                         rounds of each life, with several arms
 cached = true                      time only decoding: a life computes its prompts once and then has them cached
 on_disk = true                     write a shape's random weights for all engines; else each makes its own
-settings = { max_num_seqs = 256 }  settings of each of our arms
+settings = { max_num_seqs = 256 }  settings of each of our arms; with traces a server's, too
 [arms.kvasir]                      one of our arms, with its own settings; targets refer to the first arm
 shape = "llama-8b-mla"             optional, in an arm: its own shape, with the case's vocabulary
 [peer]
@@ -39,7 +39,7 @@ from typing import Any
 
 from kvasir.bench.load import Load
 from kvasir.bench.workloads import Batch
-from kvasir.config import EngineConfig
+from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError, nearest
 
 KINDS = ("prefill", "decode", "total")
@@ -138,7 +138,7 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         raise ConfigError("arms have shapes of their own only beside a shape that is not on disk, without a peer")
     for arm, settings in arms.items():
         try:
-            EngineConfig.of(**settings)
+            (Settings if "traces" in table else EngineConfig).of(**settings)
         except ConfigError as e:
             raise ConfigError(f"arm {arm}: {e}") from e
     workloads = tuple(_workload(n, t) for n, t in table.get("workloads", {}).items())

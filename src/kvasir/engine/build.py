@@ -298,14 +298,14 @@ def ways_to_run(
     ``capture`` captures decode steps, with up to ``max_drafts`` drafts for each sequence, and with forced chains;
     ``pieces`` captures steps of up to ``max_rows`` rows that mix prompts with decodes. None: such steps are not
     captured. A model that pools has prompts alone, and needs the hidden states of steps, not their logits."""
-    if parts.packer.states:  # their page tables and kernels are in no graph, tape or native program yet
-        return [EagerSteps(parts)]
+    kinds = (False, True)[: 1 + (parts.num_variants > 0)]  # steps with variants have graphs of their own
+    if not all(mixer.captured for mixer in parts.recurrent()):
+        capture = pieces = None
     if parts.pooler is not None:
         return [*([MixedSteps(parts, pieces, max_rows)] if pieces is not None else []), EagerSteps(parts)]
     native = None
     if parts.model.place.fused and why_not(parts.model, parts.caches, parts.backend) is None:
         native = NativeDecoder(parts.model, parts.caches)
-    kinds = (False, True)[: 1 + (parts.num_variants > 0)]  # steps with variants have graphs of their own
     ways = (
         NativeDecodes(parts, native) if native is not None else None,
         *(DecodeGraphs(parts, capture, max_drafts, varied) for varied in kinds if capture is not None),

@@ -13,6 +13,7 @@ Legend: R seats (the padding seat included), B rows of a step, S sequences, W pa
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -79,9 +80,20 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
 
 
 class DeviceSeats:
-    """Seats for ``max_seqs`` sequences with up to ``max_pages`` pages in each group's table."""
+    """Seats for ``max_seqs`` sequences with up to ``max_pages`` pages in each group's table. ``states``: the groups, by
+    number and behind all others, whose pages hold states. Their tables begin with the page that a short span reads and
+    writes; nothing else in them counts."""
 
-    def __init__(self, max_seqs: int, max_pages: int, num_groups: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        max_seqs: int,
+        max_pages: int,
+        num_groups: int,
+        device: torch.device | str,
+        states: Collection[int] = (),
+    ) -> None:
+        if states:
+            max_pages = max(max_pages, 2)  # kernels read the page that a longer span would write
         self.count = count = max_seqs + 1
         self.padding = max_seqs
         self.words = torch.zeros(count * (TABLES + num_groups * max_pages), dtype=torch.int32, device=device)
@@ -99,7 +111,10 @@ class DeviceSeats:
         self._variant, self._variant_from = section(VARIANT), section(VARIANT_FROM)
         self._hook, self._hook_from = section(HOOK), section(HOOK_FROM)
         self.hooks = False  # whether any sequence can have hooks
-        self._bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
+        bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
+        self._bases = bases[: num_groups - len(states)]
+        self._state_bases = bases[len(self._bases) :]
+        self._state = np.full(count, UNKNOWN, np.int64)  # by seat: the page of states that the device knows
         self.kept = Kept(
             self.token,
             self.temperature,
@@ -157,6 +172,7 @@ class DeviceSeats:
     def forget(self) -> None:
         """Send everything again: a launch failed, so nothing on the device can be trusted."""
         self._position[:] = UNKNOWN
+        self._state[:] = UNKNOWN
         self._unsent.update(self._open)
         for seq, _, _ in self._open.values():
             seq.num_sent = 0
@@ -181,6 +197,8 @@ class DeviceSeats:
             seq = span.seq
             if seq.num_sent < len(seq.tables[0]):
                 self._send_pages(seq, at, content)
+        if self._state_bases:
+            self._send_states(spans, at, content)
         return at, content
 
     def bring(self, spans: list[Span]) -> None:
@@ -195,6 +213,13 @@ class DeviceSeats:
             self._host_words[at] = content
         for span in spans:
             position[span.seat] = span.start + 1
+
+    def _send_states(self, spans: list[Span], at: list[int], content: list[int]) -> None:
+        for span in spans:
+            if self._state[span.seat] != span.states[0]:
+                self._state[span.seat] = span.states[0]
+                at += [base + span.seat * self._max_pages for base in self._state_bases]
+                content += [span.states[0]] * len(self._state_bases)
 
     def _send_pages(self, seq: Sequence, at: list[int], content: list[int]) -> None:
         sent, end = seq.num_sent, len(seq.tables[0])

@@ -66,7 +66,8 @@ class DecodeGraphs(CapturingWay):
         parts, most, guests = self._parts, self.buckets[-1], 0
         if parts.guest_inputs is not None and within(self._sampler.guessing):
             guests = self._sampler.guessing.count
-        wide = bool(self.choice.forms) or parts.guest_inputs is not None
+        recurrent = bool(parts.packer.states and self.choice.drafted)  # then rows say which span they are of
+        wide = bool(self.choice.forms) or recurrent or parts.guest_inputs is not None
         with torch.inference_mode(False):
             return DecodeBuffers(parts.seats, most, wide, parts.model.spec.hidden_size, parts.model.place.dtype, guests)
 
@@ -161,6 +162,9 @@ class DecodeGraphs(CapturingWay):
         if self._varied:
             wide = form and len(words) > 3  # then guests may have a variant of their own
             batch.variants = words[8].int() if wide else self._seats.variants(seats_B, starts_B)
+        if parts.packer.states:
+            lengths_B = torch.where(words[4] == 0, words[5], 0) if form else torch.ones_like(seats_B)
+            batch.span_lengths = torch.where(seats_B == self._seats.padding, -1, lengths_B)
         if form > ROW_BY_ROW:
             batch.together, batch.ancestors = Together(words[4], words[5], form), words[6][:, None]
         if form and parts.guest_inputs is not None:

@@ -1,4 +1,4 @@
-"""Steps that mix prompts with decodes, captured except for attention.
+"""Steps that mix prompts with decodes, captured except for attention and recurrences.
 
 Launched kernel by kernel, such a step takes the host longer than a short prompt takes the GPU. What attention launches
 depends on the spans; everything else depends on the number of rows alone. So the work between two attentions is one
@@ -9,6 +9,8 @@ sizes whose launch hides behind the GPU's work (``most_rows``).
 While a piece is captured, ``_Cuts`` stands in for the attention backend: it notes what is to be attended, and the piece
 ends. Queries lie in the graphs' pool, whose memory is used again as soon as the layer is done, so only their address is
 noted and nothing is kept alive.
+
+A recurrence is cut out in the same way, and its rows are noted like queries.
 
 vLLM has piecewise graphs, too. There the compiler splits the model; here the seam to attention does.
 
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 
-from kvasir.attention.backend import AttentionBackend, AttentionSpec
+from kvasir.attention.backend import AttentionBackend, AttentionSpec, Recurrence
 from kvasir.attention.latent import UpProjection
 from kvasir.engine.batch import ALIGNED, Frame
 from kvasir.engine.capture import EAGER_STEPS, GRAPH_BYTES, PieceCapture, Work, check_memory, peak_bytes
@@ -33,6 +35,7 @@ from kvasir.engine.step_way import CapturingWay, StepParts
 from kvasir.engine.taps import Tapped, TappedHandle, Taps
 from kvasir.kernels.hardware import rates
 from kvasir.kv.codec import LayerCache
+from kvasir.kv.state import StateCache
 from kvasir.logs import log
 from kvasir.models.cost import active_params
 from kvasir.models.spec import ModelSpec
@@ -91,12 +94,27 @@ class _Call:
             backend.run_latent(q_THD, self.up, self.cache, self.spec, batch, out_THV=out_THD)
 
 
+@dataclass(frozen=True, slots=True)
+class _Recurrence:
+    """Arguments of one call of a backend's ``run_recurrence``."""
+
+    q_THD: Any  # the rows [T, X]
+    layer: Recurrence
+    cache: StateCache
+    out_THD: torch.Tensor
+
+    def attend(self, backend: AttentionBackend, rows: int, batch: StepBatch) -> None:
+        self.layer.run(self.q_THD[:rows], self.cache, batch, self.out_THD[:rows])
+
+
+# Memory for results [rows, heads, dim], by heads, dim and dtype.
+Outs = dict[tuple[int, int, torch.dtype], torch.Tensor]
+
+
 class _Cuts:
     """Stands in for a backend during a capture: notes the call, and ends the piece."""
 
-    def __init__(
-        self, codec_kernels: Any, outs: dict[tuple[int, int], torch.Tensor], calls: list[_Call], cut: Work
-    ) -> None:
+    def __init__(self, codec_kernels: Any, outs: Outs, calls: list[_Call | _Recurrence], cut: Work) -> None:
         self.codec_kernels = codec_kernels
         self._outs, self._calls, self._cut = outs, calls, cut
 
@@ -124,10 +142,22 @@ class _Cuts:
         sinks_H: torch.Tensor | None,
         up: UpProjection | None,
     ) -> torch.Tensor:
-        out_THD = self._outs[spec.num_heads, spec.mixed_dim][: len(q_THD)]
-        self._calls.append(_Call(_Address(q_THD) if q_THD.is_cuda else q_THD, cache, spec, sinks_H, out_THD, up))
+        out_THD = self._outs[spec.num_heads, spec.mixed_dim, q_THD.dtype][: len(q_THD)]
+        self._calls.append(_Call(_noted(q_THD), cache, spec, sinks_H, out_THD, up))
         self._cut()
         return out_THD
+
+    def run_recurrence(
+        self, layer: Recurrence, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch
+    ) -> torch.Tensor:
+        out_THV = self._outs[*layer.results, torch.float32][: len(rows_TX)]
+        self._calls.append(_Recurrence(_noted(rows_TX), layer, cache, out_THV))
+        self._cut()
+        return out_THV
+
+
+def _noted(x: torch.Tensor) -> Any:
+    return _Address(x) if x.is_cuda else x
 
 
 class _Address:
@@ -171,9 +201,14 @@ class MixedSteps(CapturingWay):
         self._rows = torch.arange(most, device=place.device)
         self._hidden = torch.zeros(self._max_wanted, model.spec.hidden_size, dtype=place.dtype, device=place.device)
         # Zero at first: padding rows go on from what stands there, and must be numbers.
-        heads = {(spec.num_heads, spec.mixed_dim) for spec in model.spec.attentions()}
-        self._outs = {shape: torch.zeros(most, *shape, dtype=place.dtype, device=place.device) for shape in heads}
-        self._ready: dict[int, tuple[list[Work], list[_Call]]] = {}  # size -> pieces, and the calls between them
+        results = {(spec.num_heads, spec.mixed_dim, place.dtype) for spec in model.spec.attentions()}
+        results |= {(*mixer.results, torch.float32) for mixer in parts.recurrent()}
+        self._outs: Outs = {
+            (heads, dim, dtype): torch.zeros(most, heads, dim, dtype=dtype, device=place.device)
+            for heads, dim, dtype in results
+        }
+        # By size: the pieces, and the calls between them.
+        self._ready: dict[int, tuple[list[Work], list[_Call | _Recurrence]]] = {}
         self._coarse = [*self.sizes[COARSE - 1 : -1 : COARSE], most]
         self._uses: Counter[int] = Counter()  # steps that an uncaptured coarse size would have taken
         self._next: Frame | None = None
@@ -271,7 +306,7 @@ class MixedSteps(CapturingWay):
         """Capture a size. If that fails, this process does without these graphs from then on."""
         if self._capture is None:
             return False
-        calls: list[_Call] = []
+        calls: list[_Call | _Recurrence] = []
 
         def work(cut: Work) -> None:
             calls.clear()

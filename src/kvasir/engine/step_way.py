@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvasir.attention.backend import AttentionBackend
+from kvasir.attention.backend import AttentionBackend, Recurrence
 from kvasir.decoding.sampler import SampleOutput, Sampler
 from kvasir.engine.batch import Frame, Packer
 from kvasir.engine.device_seats import DeviceSeats
@@ -110,7 +110,8 @@ class StepParts:
         self.caches = [pool.layer(model.spec.cache_layer(i)) for i in range(len(model.spec.layers))]
         states = [g for g, group in enumerate(pool.groups) if group.kind == "state"]
         self.packer = Packer(pool.page_slots, len(pool.groups), device, states)
-        self.seats = DeviceSeats(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
+        max_pages = pages_for(max_model_len, pool.page_slots)
+        self.seats = DeviceSeats(sampler.max_seqs, max_pages, len(pool.groups), device, states)
         sampler.in_flight = self.seats.token
         self.taps: Taps | None = None
         self.guest_inputs: torch.Tensor | None = None
@@ -127,6 +128,10 @@ class StepParts:
         model.blocks, model.rope_of = model.blocks[:num_layers], model.rope_of[:num_layers]
         parts.model, parts.caches = model, self.caches[:num_layers]
         return parts
+
+    def recurrent(self) -> list[Recurrence]:
+        """The mixers of recurrent layers."""
+        return [self.model.blocks[layer].mixer for g in self.packer.states for layer in self.pool.groups[g].layers]
 
     def have(self, num_variants: int, hooks: bool) -> None:
         """Take so many variants into account, sets of hooks among them or not."""

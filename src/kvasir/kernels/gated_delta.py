@@ -217,7 +217,7 @@ def _silu(x):
 @jit
 def _span(context_ptr, row_start_ptr, length_ptr, span, EACH: tl.constexpr):
     """Start, first row and length of a span. ``EACH``: there is a span for each row of the step, and ``length_ptr`` has
-    the lengths of those that begin there, 0 for other rows."""
+    the lengths of those that begin there, 0 for other rows and -1 for padding."""
     start = tl.load(context_ptr + span)
     if EACH:
         return start, span, tl.load(length_ptr + span).to(tl.int32)
@@ -237,15 +237,17 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
     span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
     start, first, length = _span(context_ptr, row_start_ptr, length_ptr, span, EACH)
-    if length == 0:
+    d, v = tl.arange(0, BD), block * BV + tl.arange(0, BV)
+    in_d, in_v = d < D, v < V
+    if length <= 0:
+        if length < 0:  # numbers that later layers can compute with
+            tl.store(out_ptr + (first.to(tl.int64) * H + head) * V + v, tl.zeros([BV], tl.float32), mask=in_v)
         return
     if length > AHEAD and not LONG:
         return
     old = start > 0
     base = tl.where(old, tl.load(base_ptr + span), 0).to(tl.int32)
     short = length <= AHEAD
-    d, v = tl.arange(0, BD), block * BV + tl.arange(0, BV)
-    in_d, in_v = d < D, v < V
     q_at, k_at = head // (H // K) * D + d, (K + head // (H // K)) * D + d
     v_at = 2 * K * D + head * V + v
     in_dv = in_d[:, None] & in_v[None, :]
@@ -303,7 +305,7 @@ def _settle(rows_ptr, tail_ptr, ahead_ptr, base_ptr, position_ptr, table_ptr, co
     span, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
     start, first, length = _span(context_ptr, row_start_ptr, length_ptr, span, EACH)
-    if length == 0:
+    if length <= 0:
         return
     old = start > 0
     base = tl.where(old, tl.load(base_ptr + span), 0).to(tl.int32)
@@ -376,11 +378,18 @@ def step(
 
 
 def _plain_step(rows_TX, planes, table_SW, batch, weights, exact, out_THV) -> torch.Tensor:
-    """``step`` in torch. The host's copies say where spans lie, or ``span_lengths`` where each row has a span."""
+    """``step`` in torch. The host's copies say where spans lie, or ``span_lengths`` where each row has a span; there
+    padding is behind all other rows."""
     starts, lengths, pages = batch.starts, batch.lengths, [tuple(pair) for pair in table_SW[:, :2].tolist()]
     if batch.span_lengths is not None:
         lengths = batch.span_lengths.tolist()
-        firsts = [row for row, length in enumerate(lengths) if length]
+        firsts = [row for row, length in enumerate(lengths) if length > 0]
         starts, lengths, pages = ([part[row] for row in firsts] for part in (starts, lengths, pages))
-    found_THV = step_reference(rows_TX, planes, pages, starts, lengths, weights, exact)
+    count = sum(lengths)
+    if not count:
+        found_THV = torch.zeros(0, *planes["matrix"].shape[1::2], device=rows_TX.device)
+    else:
+        found_THV = step_reference(rows_TX, planes, pages, starts, lengths, weights, exact)
+    if len(found_THV) < len(rows_TX):
+        found_THV = F.pad(found_THV, (0, 0, 0, 0, 0, len(rows_TX) - len(found_THV)))
     return found_THV if out_THV is None else out_THV.copy_(found_THV)

@@ -62,12 +62,12 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
         return "exact mode has an order of its own"
     if not backend.reference:
         return f"attention is by {backend.name}"
+    if not all(block.native for block in model.blocks):
+        return "some layers are not plain grouped-query attention and a dense block"
     if (other := next((cache.codec.name for cache in caches if not _is_known(cache)), None)) is not None:
         return f"no native kernel knows the cache's layout: '{other}'"
     if (other := next((w.format.name for w in model.weights() if not w.format.native), None)) is not None:
         return f"no native kernel knows the weights' format: '{other}'"
-    if not all(block.native for block in model.blocks):
-        return "some layers are not plain grouped-query attention and a dense block"
     if model.never_drawn is not None:
         return "the model has a token that is never drawn"
     if any(rope is None or rope.shape[1] != dim for rope, dim in _turned(model)):

@@ -205,7 +205,8 @@ class StepBatch:
     ``together``: set if each row is a span of its own here and the rows of one draft share the read of their keys. Then
     ``context`` is each row's position, ``tables`` has a line a row, and every row has ``ancestors``, in chains too.
     ``span_lengths`` [T] int64: set if each row is a span of its own here, although a draft may have several rows: the
-    rows of the draft that begins with this row, 0 for its other rows. Recurrences go from row to row of a draft.
+    rows of the draft that begins with this row, 0 for its other rows, -1 for padding. Recurrences go from row to row
+    of a draft.
     ``starts`` and ``lengths``: host copies of context and span lengths. ``scratch``: belongs to the attention backend,
     and to kernels that share something among layers, under types of theirs.
     """

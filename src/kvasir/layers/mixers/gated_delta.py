@@ -25,6 +25,7 @@ class Mixer:
     """Gated DeltaNet of one layer."""
 
     native = False  # no C kernel runs recurrences
+    captured = True
     sinks_H = None
 
     def __init__(self, spec: GatedDeltaSpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
@@ -35,6 +36,7 @@ class Mixer:
             )
         heads, keys = spec.num_value_heads, spec.num_key_heads * spec.key_dim
         self.spec, self.exact = spec, place.exact
+        self.results = spec.num_value_heads, spec.value_dim
         self.mixed = Linear(
             hidden_size, {"q": keys, "k": keys, "v": spec.values, "z": spec.values}, bias=False, place=place
         )
@@ -62,25 +64,23 @@ class Mixer:
         wanted_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
-        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles, and no
-        backend attends."""
+        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles."""
         assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
         spec = self.spec
         if norm is not None:  # two products read it
             x_TE = norm(x_TE)
         mixed_TC, z_TN = self.mixed(x_TE).split((spec.mixed, spec.values), -1)
         rows_TX = torch.cat((mixed_TC, self.gates(x_TE)), -1)
-        out_THV = step(
-            rows_TX,
-            cache.planes,
-            batch.tables[cache.group],
-            batch,
-            self.weights,
-            self.exact,
-        )
+        out_THV = backend.run_recurrence(self, rows_TX, cache, batch)
         if wanted_M is not None:
             out_THV, z_TN = out_THV.index_select(0, wanted_M), z_TN.index_select(0, wanted_M)
         return self.o(self._gated(out_THV, z_TN), residual_TN=residual_TE)
+
+    def run(
+        self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_THV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The recurrence of these rows: see `kvasir.attention.backend.Recurrence`."""
+        return step(rows_TX, cache.planes, batch.tables[cache.group], batch, self.weights, self.exact, out_THV)
 
     def _gated(self, out_THV: torch.Tensor, z_TN: torch.Tensor) -> torch.Tensor:
         """Norm of every head's result, times silu of its gate: [T, H * V] in the model's dtype."""

@@ -1,0 +1,60 @@
+"""Recurrent layers in CUDA graphs on a GPU, in exact mode: the tokens of eager steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvasir.engine.graphs import DecodeGraphs
+from tests import checkpoints
+from tests.engine.test_mixed_steps import forced
+from tests.engine.test_states import Scripted, answers, engine, first, fleet
+from tests.speculation.helpers import install
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+OPTIONS = dict(device="cuda", max_num_batched_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(checkpoints.write(tmp_path_factory.mktemp("model"), "qwen3_5_text"))
+
+
+@pytest.fixture(scope="module")
+def eager(folder):
+    driver = engine(folder, cuda_graphs=False, overlap=False, **OPTIONS)
+    for request in fleet(driver):
+        driver.run([request])
+    driver.close()
+    return answers(driver)
+
+
+@pytest.mark.parametrize("how", [{}, dict(gap=2), dict(preempt_every=5)], ids=["together", "arrivals", "preempted"])
+def test_same_tokens(folder, eager, how):
+    driver = engine(folder, overlap=True, **OPTIONS)
+    for tag in ("", "b", "c"):  # the second time steps are captured, the third time they are replayed
+        driver.run(fleet(driver, tag), **how)
+        assert answers(driver, tag) == first(eager)
+    assert driver.engine.runner.way(DecodeGraphs)._ready, "nothing was captured"
+    driver.close()
+
+
+@pytest.mark.parametrize("right", [0, 1, 99])
+def test_same_tokens_with_drafts(folder, eager, right):
+    driver = engine(folder, drafter="ngram", draft_control="fixed", **OPTIONS)
+    install(driver, Scripted(eager, right))
+    for _ in range(3):
+        driver.outputs.clear()
+        driver.run(fleet(driver), preempt_every=7)
+        assert answers(driver) == first(eager)
+    assert driver.engine.runner.way(DecodeGraphs)._ready, "nothing was captured"
+    driver.close()
+
+
+def test_same_tokens_of_steps_with_prompts_in_pieces(folder, eager):
+    driver = engine(folder, overlap=True, **OPTIONS)
+    ran = forced(driver)
+    driver.run(fleet(driver), gap=2, preempt_every=4)
+    assert answers(driver) == first(eager) and ran, "nothing was captured"
+    driver.close()
