@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvasir.attention.backends.torch import TorchBackend
 from kvasir.errors import ConfigError
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
@@ -54,7 +55,7 @@ def mixer_of(name):
 def forward(mixer, x, planes, table=(1, 2), start=0):
     batch = SimpleNamespace(ancestors=None, starts=[start], lengths=[len(x)], span_lengths=None,
                             tables=[torch.tensor([table], dtype=torch.int32)])  # fmt: skip
-    return mixer.forward(x, None, SimpleNamespace(planes=planes, group=0), None, batch)
+    return mixer.forward(x, None, SimpleNamespace(planes=planes, group=0), TorchBackend(), batch)
 
 
 # ------------------------------------------------------------------------------------------------------- the references
@@ -158,7 +159,7 @@ def test_a_mixer_is_its_reference(name):
         SPECS[name][0].Mixer(spec, HIDDEN, EXACT, writes=False)
 
 
-# -------------------------------------------------------------------------------------------- steps over pages of states
+# ------------------------------------------------------------------------------------------- steps over pages of states
 
 
 class Pages:
@@ -263,14 +264,14 @@ def test_planted_mistakes_are_seen(whole, monkeypatch):
         pages.launch(90, pages.rows[90:91])
 
 
-# -------------------------------------------------------------------------------------------------------------- learning
+# ------------------------------------------------------------------------------------------------------------- learning
 
 
 class Learner:
     """One layer that reads bits after a mark and says their parity, with the engine's own rule.
 
-    Mamba-3 starts with the slowest decays and with steps near one. A run of seconds from an ordinary start gets 64 tokens
-    right, but its angles are not precise enough for 256.
+    Mamba-3 starts with the slowest decays and with steps near one. A run of seconds from an ordinary start gets 64
+    tokens right, but its angles are not precise enough for 256.
     """
 
     def __init__(self, name):
@@ -323,3 +324,29 @@ def test_parity_learnt_on_short_texts_holds_on_long_ones(name, steps):
         one_by_one = learner.rule.run(learner.rows[F.pad(bits[0], (1, 0), value=2)], learner.start, 0, True)[0]
         signs = (one_by_one[1:].flatten(1) @ learner.out).squeeze(-1)
         assert ((signs < 0).long() == bits[0].cumsum(0) % 2).float().mean() > 0.98, "as a decode computes it"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", SPECS)
+def test_a_gpu_computes_the_same(name):
+    """Long spans, short ones and folded rows, with the scan and row by row."""
+    spec = SPECS[name][1]
+    group = CacheGroup("state", (0,), kind="state", states=(spec.state(),))
+    mixer, _ = mixer_of(name)
+    there = SPECS[name][0].Mixer(spec, HIDDEN, Placement(torch.device("cuda"), torch.float32))
+    for slot, place in there.slots().items():
+        place.target.copy_(mixer.slots()[slot].target)
+    x, lengths = drawn(TOKENS, HIDDEN, seed=5), MIXED
+    for exact in (True, False):
+        mixer.exact = there.exact = exact
+        found = []
+        for layer, device in ((mixer, "cpu"), (there, "cuda")):
+            pool = KVPool([group], PlainCodec(), [PAGES], 16, device, torch.float32)
+            out, start, table = [], 0, (1, 2)
+            for length in lengths:
+                rows = x[start : start + length].to(device)
+                out.append(forward(layer, rows, pool.layer(0).planes, table, start).cpu())
+                table, start = table[::-1] if length > LOOK_AHEAD else table, start + length
+            found.append(torch.cat(out))
+        torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)

@@ -1,5 +1,5 @@
-"""Our own folders of Mamba-3 and M2RNN: every stored number is read once, and the engine's tokens do not depend on chunks,
-company, prefix hits or drafts."""
+"""Our own folders of Mamba-3 and M2RNN: every stored number is read once, and the engine's tokens do not depend on
+chunks, company, prefix hits or drafts."""
 
 from __future__ import annotations
 

@@ -123,6 +123,7 @@ class Mixer:
         own_state(writes)
         side, plain = spec.side, place.plain()
         self.spec, self.exact = spec, place.exact
+        self.results = spec.num_heads, spec.dim
         self.mixed = Linear(hidden_size, {"q": side, "k": side, "v": side}, bias=False, place=place)
         self.narrow = Linear(
             hidden_size, {"f_a": spec.dim, "g_a": spec.dim, "b": spec.num_heads}, bias=False, place=plain
@@ -145,20 +146,26 @@ class Mixer:
         wanted_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
-        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles, and no
-        backend attends."""
+        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles."""
         assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
         spec = self.spec
         if norm is not None:  # two products read it
             x_TE = norm(x_TE)
         decay_TD, gate_TD, b_TH = self.narrow(x_TE).split((spec.dim, spec.dim, spec.num_heads), -1)
         rows_TX = torch.cat((self.mixed(x_TE), self.decay(decay_TD.contiguous()), b_TH), -1)
-        out_THD = step(self.rule, rows_TX, cache.planes, batch.tables[cache.group], batch, self.exact)
+        out_THD = backend.run_recurrence(self, rows_TX, cache, batch)
         if wanted_M is not None:
             out_THD, gate_TD = out_THD.index_select(0, wanted_M), gate_TD.index_select(0, wanted_M)
         gate_TN = self.gate(gate_TD.contiguous())
         normed_TN = self.norm(out_THD).flatten(1) * sigmoid(gate_TN.float(), self.exact)
         return self.o(normed_TN.to(gate_TN.dtype), residual_TN=residual_TE)
+
+    def run(
+        self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The recurrence of these rows: see `kvasir.attention.backend.Recurrence`."""
+        found_T = step(self.rule, rows_TX, cache.planes, batch.tables[cache.group], batch, self.exact)
+        return found_T if out_T is None else out_T.copy_(found_T)
 
     def slots(self) -> dict[str, Slot]:
         """Weight slots; the convolution's stand apart for queries, keys and values."""

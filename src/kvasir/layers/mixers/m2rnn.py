@@ -70,6 +70,7 @@ class Mixer:
         own_state(writes)
         side = spec.key_heads * spec.key_dim
         self.spec, self.exact = spec, place.exact
+        self.results = spec.num_heads, spec.value_dim
         self.mixed = Linear(
             hidden_size,
             {"q": side, "k": side, "v": spec.values, "f": spec.num_heads, "g": spec.values},
@@ -92,17 +93,23 @@ class Mixer:
         wanted_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
-        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles, and no
-        backend attends."""
+        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles."""
         assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
         spec = self.spec
         rows_TX, gate_TN = self.mixed(x_TE, norm).split((spec.mixed + spec.num_heads, spec.values), -1)
-        out_THV = step(self.rule, rows_TX, cache.planes, batch.tables[cache.group], batch, self.exact)
+        out_THV = backend.run_recurrence(self, rows_TX, cache, batch)
         if wanted_M is not None:
             out_THV, gate_TN = out_THV.index_select(0, wanted_M), gate_TN.index_select(0, wanted_M)
         gate = gate_TN.float()
         out_TN = self.norm(out_THV.flatten(1) * (gate * sigmoid(gate, self.exact)))
         return self.o(out_TN.to(gate_TN.dtype), residual_TN=residual_TE)
+
+    def run(
+        self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The recurrence of these rows: see `kvasir.attention.backend.Recurrence`."""
+        found_T = step(self.rule, rows_TX, cache.planes, batch.tables[cache.group], batch, self.exact)
+        return found_T if out_T is None else out_T.copy_(found_T)
 
     def slots(self) -> dict[str, Slot]:
         rule = self.rule

@@ -166,6 +166,7 @@ class Mixer:
     def __init__(self, spec: Mamba3Spec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         own_state(writes)
         self.spec, self.exact = spec, place.exact
+        self.results = spec.rank * spec.num_heads, spec.dim
         self.mixed = Linear(hidden_size, spec.parts, bias=False, place=place.plain())
         self.o = Linear(spec.inner, {"o": hidden_size}, bias=False, place=place)
         self.rule = Rule(spec, place)
@@ -187,12 +188,12 @@ class Mixer:
     ) -> torch.Tensor:
         """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
         the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles of
-        RoPE, and no backend attends."""
+        RoPE."""
         assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
         spec = self.spec
         mixed_TN = self.mixed(x_TE, norm)
         z_TN, rows_TX = mixed_TN.split((spec.inner, mixed_TN.shape[1] - spec.inner), -1)
-        out_TRHP = step(self.rule, rows_TX, cache.planes, batch.tables[cache.group], batch, self.exact)
+        out_TRHP = backend.run_recurrence(self, rows_TX, cache, batch).unflatten(1, (spec.rank, spec.num_heads))
         if wanted_M is not None:
             out_TRHP, z_TN = out_TRHP.index_select(0, wanted_M), z_TN.index_select(0, wanted_M)
         z = z_TN.float().unflatten(-1, (spec.num_heads, spec.dim)).unsqueeze(1)
@@ -202,6 +203,14 @@ class Mixer:
         if self.out_HRP is not None:
             out = out * self.out_HRP.transpose(0, 1)
         return self.o(out.sum(1).flatten(1).to(z_TN.dtype), residual_TN=residual_TE)
+
+    def run(
+        self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The recurrence of these rows: see `kvasir.attention.backend.Recurrence`."""
+        found_T = step(self.rule, rows_TX, cache.planes, batch.tables[cache.group], batch, self.exact)
+        found_T = found_T.flatten(1, 2)
+        return found_T if out_T is None else out_T.copy_(found_T)
 
     def slots(self) -> dict[str, Slot]:
         rule = self.rule
