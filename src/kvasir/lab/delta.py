@@ -10,14 +10,11 @@ taps, N chunks, L tokens of a chunk.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    from kvasir.lab.model import Shape
 
 CHUNK = 64  # Tokens of a chunk.
 L2_EPS = 1e-6  # Of the norms of queries and keys, as in Qwen 3.5.
@@ -93,6 +90,17 @@ def scan(
     return out.transpose(2, 3).flatten(1, 2)[:, :length], now.unflatten(0, (rows, heads))
 
 
+class Sizes(Protocol):
+    """The fields of a model's shape that a recurrent layer needs."""
+
+    dim: int
+    key_heads: int
+    value_heads: int
+    state_dim: int
+    taps: int
+    norm_eps: float
+
+
 class GatedNorm(nn.Module):
     """RMS norm of every head's result, times silu of its gate."""
 
@@ -109,7 +117,7 @@ class GatedNorm(nn.Module):
 class DeltaNet(nn.Module):
     """The mixer of a recurrent layer. Its cache is the state [B, H, D, V] fp32 and the last J - 1 mixed rows."""
 
-    def __init__(self, s: Shape) -> None:
+    def __init__(self, s: Sizes) -> None:
         super().__init__()
         self.shape = s
         self.keys, self.values = s.key_heads * s.state_dim, s.value_heads * s.state_dim

@@ -43,7 +43,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def hybrid_config(shape: Shape) -> dict:
-    """What differs in the config.json of a hybrid."""
+    """The fields of config.json in which a hybrid differs."""
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",

@@ -10,7 +10,7 @@ from kvasir.types import StatePlane
 
 
 class Recurrent:
-    """What recurrent mixers share: no keys, no window, no attention of a backend."""
+    """The parts that recurrent mixers share: no keys, no window, no attention of a backend."""
 
     __slots__ = ()
     window: ClassVar[int | None] = None
