@@ -9,11 +9,12 @@ def test_the_page_is_that_of_the_code():
     assert family_page.PAGE.read_text() == family_page.page(), "write it again: python -m tests.family_page"
 
 
-# Layouts that only our converters write, compared with their sources in tests/convert/.
-CONVERTED = {"kvasir_mla"}
+# Layouts of our own: what converters write is compared with its source in tests/convert/, and mixers for research with
+# references in tests/layers/test_recurrence.py.
+OWN = {"kvasir_mla", "kvasir_mamba3", "kvasir_m2rnn"}
 
 
 def test_every_family_is_compared():
     compared = {model for _, model, _ in checkpoints.VARIANTS.values()}
-    for name in sorted(set(technique.own(FAMILIES)) - CONVERTED):
+    for name in sorted(set(technique.own(FAMILIES)) - OWN):
         assert compared & set(find_family(name).ARCHITECTURES), f"{name}: add it to tests/checkpoints.py"

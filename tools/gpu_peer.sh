@@ -37,7 +37,8 @@ trace() {  # CASE [LOAD]
 
 mkdir -p "$out"
 case $step in
-  llama-8b | llama-8b-f8 | llama-8b-long | llama-8b-long-prefill | qwen3-0.6b | gemma-3-27b | speculation-ngram)
+  llama-8b | llama-8b-f8 | llama-8b-long | llama-8b-long-prefill | qwen3-0.6b | gemma-3-27b | speculation-ngram | \
+    qwen3.5-9b | qwen3.5-9b-long)
     bench run "bench/cases/$step.toml" "${peer[@]}" ;;
   traces-azure | traces-mixed | traces-repeats | traces-full) trace "$step" ;;
   conversation50 | conversation80 | conversation90 | recorded) trace trace-conversation "$step" ;;
@@ -50,7 +51,8 @@ case $step in
   startup-gemma-3-27b) bench startup --shape gemma-3-27b --on-disk --max-model-len 8192 --repeats 1 "${beside[@]}" ;;
   ladder) bench ladder --shape llama-8b --max-model-len 8192 --repeats 6 ;;
   ladder-qwen3-0.6b) bench ladder --shape qwen3-0.6b --max-model-len 8192 --repeats 6 ;;
-  qwen3-30b-a3b | gpt-oss-20b | batch-invariant | attention-backends) bench run "bench/cases/$step.toml" ;;
+  turns) bench turns --shape qwen3.5-9b --max-num-seqs 16 --gpu-memory-utilization 0.85 "${beside[@]}" ;;
+  qwen3-30b-a3b | qwen3.5-35b-a3b | gpt-oss-20b | batch-invariant | attention-backends) bench run "bench/cases/$step.toml" ;;
   profile) bench profile --shape llama-8b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   profile-qwen3-0.6b) bench profile --shape qwen3-0.6b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   *) echo "no step named $step" >&2; exit 2 ;;

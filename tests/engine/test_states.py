@@ -27,10 +27,10 @@ SHARED = [1 + (7 * i) % (checkpoints.VOCAB - 1) for i in range(80)]
 PROMPTS = [SHARED[: length - 3] + [1 + k, 2 + 2 * k, 3] for k, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen3_5_text", pytest.param("kimi_linear", marks=pytest.mark.slow)])
+def folder(request, tmp_path_factory):
     """Three recurrent layers and one that attends."""
-    return str(checkpoints.write(tmp_path_factory.mktemp("model"), "qwen3_5_text"))
+    return str(checkpoints.write(tmp_path_factory.mktemp("model"), request.param))
 
 
 def engine(folder: str, **options) -> Driver:
@@ -262,6 +262,8 @@ def hits(folder: str, alone: dict) -> dict:
     return answers(driver, "again")
 
 
+# Those that wrong a rule's own code do so to one family; tests/layers/test_recurrence.py has them for the other rules.
+@pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
 @pytest.mark.parametrize(
     "plant, run",
     [

@@ -57,7 +57,7 @@ def serve(driver: Driver, name: str, prompt: list[int], **params) -> Output:
     return driver.outputs[name, 0]
 
 
-HYBRIDS = ("qwen3_5", "qwen3_next")
+HYBRIDS = ("qwen3_5", "qwen3_next", "kimi_linear")
 SERVED = [v for v in checkpoints.VARIANTS if v not in checkpoints.TWINS]
 
 

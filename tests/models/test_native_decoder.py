@@ -34,7 +34,7 @@ LEFT = {
     "phi3_longrope": "rotate a part of a head",
 }
 OTHERS = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmo2", "gemma4_text", "deepseek", "mistral4", "qwen3_5")
-OTHERS += ("qwen3_next", "mistral3_latents", "kvasir_mla")
+OTHERS += ("qwen3_next", "kimi_linear", "mistral3_latents", "kvasir_mla")
 DENSE = [name for name in checkpoints.VARIANTS if name not in LEFT and not name.startswith(OTHERS)]
 
 

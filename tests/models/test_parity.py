@@ -190,6 +190,7 @@ def test_gemma_attention_softcap(tmp_path, monkeypatch):
         "phi3_partial",
         "qwen3_5_text",
         "qwen3_next",
+        "kimi_linear",
     ],
 )
 def test_exact_mode_gives_a_row_the_same_bits_in_any_batch(variant, tmp_path):

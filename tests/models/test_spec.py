@@ -14,7 +14,7 @@ from kvasir.engine.build import _info
 from kvasir.errors import ConfigError
 from kvasir.layers.spec import DenseSpec, MoESpec, RopeSpec
 from kvasir.models import cost
-from kvasir.models.families import FAMILIES, build_spec, text_of
+from kvasir.models.families import FAMILIES, build_spec, find_family, text_of
 from kvasir.types import CacheGroup, CacheRow
 
 BASE = {
@@ -60,6 +60,9 @@ def test_the_served_families():
         "glm4_moe_lite",
         "gpt_oss",
         "granite",
+        "kimi_linear",
+        "kvasir_m2rnn",
+        "kvasir_mamba3",
         "kvasir_mla",
         "llama",
         "ministral3",
@@ -431,7 +434,7 @@ def test_cost_of_windows_and_experts():
     assert cost.flops_per_token(spec, 100) == cost.flops_per_token(spec, 10)
 
 
-@pytest.mark.parametrize("family", [name for name in technique.own(FAMILIES) if name != "kvasir_mla"])
+@pytest.mark.parametrize("family", [name for name in technique.own(FAMILIES) if not name.startswith("kvasir_")])
 def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tmp_path):
     """A config with the required fields only, and one whose head counts are null."""
     from transformers import CONFIG_MAPPING
@@ -516,3 +519,43 @@ def test_hybrids_refuse_what_they_do_not_compute():
     ):
         with pytest.raises(ConfigError, match=message):
             build_spec(config("qwen3_5_text", **changes))
+
+
+# As Kimi-Linear-48B-A3B is published: its own names of fields, and layers numbered from 1.
+KIMI_48B = dict(
+    hidden_size=2304, intermediate_size=9216, moe_intermediate_size=1024, num_hidden_layers=27, num_attention_heads=32,
+    num_key_value_heads=32, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, mla_use_nope=True, num_experts=256, num_experts_per_token=8, num_shared_experts=1,
+    moe_renormalize=True, moe_router_activation_func="sigmoid", num_expert_group=1, topk_group=1, moe_layer_freq=1,
+    routed_scaling_factor=2.446, first_k_dense_replace=1, vocab_size=163840, model_max_length=1048576,
+    max_position_embeddings=..., hidden_act="silu",
+    linear_attn_config=dict(
+        head_dim=128, num_heads=32, short_conv_kernel_size=4, full_attn_layers=[4, 8, 12, 16, 20, 24, 27],
+        kda_layers=[i for i in range(1, 28) if i % 4 and i != 27],
+    ),
+)  # fmt: skip
+
+
+def test_kimi_linear_as_published():
+    spec = build_spec(config("kimi_linear", **KIMI_48B))
+    full, state = spec.cache_groups()
+    assert full.layers == (3, 7, 11, 15, 19, 23, 26) and len(state.layers) == 20 and spec.max_position == 1 << 20
+    assert all(layer.rope is None for layer in spec.layers) and spec.layers[3].mixer.row_dim == 576
+    assert cost.num_params(spec) / 1e9 == pytest.approx(49.12, abs=0.01)
+    ffns = [layer.ffn for layer in spec.layers]
+    assert isinstance(ffns[0], DenseSpec) and all(isinstance(ffn, MoESpec) and ffn.correction for ffn in ffns[1:])
+    assert find_family("kimi_linear").stored("layers.0.ffn.gate.weight", spec) == "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(layer_types=["full_attention"] * 26 + ["sliding_attention"]), "layer_types has 'sliding_attention'"),
+        (dict(moe_router_activation_func="softmax"), "moe_router_activation_func"),
+        (dict(mla_use_nope=False), "mla_use_nope"),
+        (dict(linear_attn_config={"full_attn_layers": [4], "kda_layers": [1, 2]}), "every layer from 1 to 27 once"),
+    ],
+)
+def test_kimi_linear_refuses_what_it_does_not_compute(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build_spec(config("kimi_linear", **{**KIMI_48B, **changes}))

@@ -220,9 +220,9 @@ def described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
 def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, LLM]:
     """Our engine and its ``generate``.
 
-    ``generate`` counts ``at_once`` (the most sequences that held memory in a step) and ``preemptions``. Given ids that
-    end an answer, it also counts drafts, and returns the answers as ``outputs``. Where adapters are loaded, the prompts
-    take turns with them.
+    ``generate`` counts ``at_once`` (the most sequences that held memory in a step), ``preemptions`` and ``cached``
+    (tokens of prompts that the prefix cache had). Given ids that end an answer, it also counts drafts, and returns the
+    answers as ``outputs``. Where adapters are loaded, the prompts take turns with them.
     """
     from kvasir.api.llm import LLM
     from kvasir.api.lora import LoRARequest
@@ -254,7 +254,11 @@ def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Gener
         ended = llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora_request=adapters)
         outputs = [list(o.outputs[0].token_ids) for o in ended]
         assert stop or all(len(ids) == num_tokens for ids in outputs)
-        found: dict[str, Any] = {"at_once": at_once, "preemptions": engine.scheduler.preemptions - before}
+        found: dict[str, Any] = {
+            "at_once": at_once,
+            "preemptions": engine.scheduler.preemptions - before,
+            "cached": sum(o.num_cached_tokens for o in ended),
+        }
         return (
             found
             if stop is None

@@ -13,6 +13,25 @@ from typing import Any
 
 from kvasir.errors import ConfigError, nearest
 
+# What the hybrids of Qwen 3.5 share: every fourth layer attends, the others are Gated DeltaNet.
+QWEN_HYBRID: dict[str, Any] = dict(
+    full_attention_interval=4,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    vocab_size=248320,
+    max_position_embeddings=262144,
+    rms_norm_eps=1e-6,
+    rope_parameters=dict(rope_type="default", rope_theta=10000000.0, partial_rotary_factor=0.25),
+    tie_word_embeddings=False,
+    hidden_act="silu",
+    attention_bias=False,
+    torch_dtype="bfloat16",
+    bos_token_id=1,
+    eos_token_id=2,
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": dict(
         architectures=["LlamaForCausalLM"],
@@ -167,6 +186,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         bos_token_id=1,
         eos_token_id=2,
         attention_bias=False,
+    ),
+    # Qwen 3.5 of 9B, text alone: 24 of 32 layers keep a state.
+    "qwen3.5-9b": dict(
+        architectures=["Qwen3_5ForCausalLM"],
+        model_type="qwen3_5_text",
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        **QWEN_HYBRID,
+    ),
+    "qwen3.5-35b-a3b": dict(
+        architectures=["Qwen3_5MoeForCausalLM"],
+        model_type="qwen3_5_moe_text",
+        hidden_size=2048,
+        num_hidden_layers=40,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        **QWEN_HYBRID,
     ),
     "gemma-3-27b": dict(
         architectures=["Gemma3ForCausalLM"],

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvasir import __version__
-from kvasir.cli.bench_thinking import app as bench  # with the commands of all bench_*.py
+from kvasir.cli.bench_turns import app as bench  # with the commands of all bench_*.py
 from kvasir.cli.cluster import app as cluster
 from kvasir.cli.lab import app as lab
 from kvasir.cli.options import Command, build_settings, check_output, with_settings

@@ -74,6 +74,11 @@ class KVPool:
         """Bytes one token takes while every group still holds it. States take none."""
         return sum(p.shape[1] for g, p in zip(self.groups, self.pages) if g.kind == "pages") / self.page_slots
 
+    def state_share(self) -> float:
+        """Share of the pool's bytes that pages of states have; 0 for a model without recurrent layers."""
+        sizes = [n * self.page_bytes(g) for g, n in enumerate(self.num_pages)]
+        return sum(size for group, size in zip(self.groups, sizes) if group.kind == "state") / max(1, sum(sizes))
+
     def layer(self, index: int) -> Any:
         """The `LayerCache` or `StateCache` of model layer ``index``: strided views into its group's pages."""
         return self._layers[index]

@@ -1,8 +1,8 @@
-"""Write a trained lab model as a Hugging Face folder (Qwen3ForCausalLM, bf16 safetensors), and read it back."""
+"""Write a trained lab model as a Hugging Face folder (Qwen3ForCausalLM, or Qwen3_5ForCausalLM with recurrent layers, in
+bf16 safetensors), and read it back."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,30 @@ HF_NAMES = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
+# The same for the fields of a hybrid's recurrent layers.
+HYBRID_NAMES = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "state_dim": "linear_key_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def hybrid_config(shape: Shape) -> dict:
+    """The fields of config.json in which a hybrid differs."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        **{name: getattr(shape, field) for field, name in HYBRID_NAMES.items()},
+        "linear_value_head_dim": shape.state_dim,
+        "layer_types": [LINEAR if i in shape.recurrent else FULL for i in range(shape.layers)],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": shape.rope_theta,
+            "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
+        },
+    }
 
 
 def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
@@ -40,11 +64,11 @@ def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
         name: lab_tokenizer.SPECIAL.index(token)
         for name, token in (("bos", "<bos>"), ("eos", "<eos>"), ("pad", "<pad>"))
     }
-    return {
+    config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **{HF_NAMES[name]: value for name, value in dataclasses.asdict(shape).items()},
+        **{name: getattr(shape, field) for field, name in HF_NAMES.items()},
         "rope_scaling": None,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -57,6 +81,7 @@ def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
         "initializer_range": 0.02,
         **{f"{name}_token_id": i for name, i in ids.items()},
     }
+    return config | hybrid_config(shape) if shape.recurrent else config
 
 
 def _write(weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -120,15 +145,21 @@ def load(
         weights = dict(read_tensors(folder)) if weights is None else weights
     except (OSError, json.JSONDecodeError, ConfigError) as e:
         raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
-    if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings"):
+    hybrid = config.get("model_type") == "qwen3_5_text"
+    if not (hybrid or config.get("model_type") == "qwen3") or not config.get("tie_word_embeddings"):
         raise ConfigError(
             f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, "
             f"not '{config.get('model_type')}'"
         )
-    missing = [name for name in HF_NAMES.values() if name not in config]
+    names = HF_NAMES | HYBRID_NAMES if hybrid else HF_NAMES
+    missing = [name for name in (*names.values(), *(["layer_types"] if hybrid else [])) if name not in config]
     if missing:
         raise ConfigError(f"{folder}/config.json lacks {', '.join(missing)}")
-    model = Model(Shape(**{field: config[name] for field, name in HF_NAMES.items()}))
+    recurrent = tuple(i for i, kind in enumerate(config["layer_types"]) if kind == LINEAR) if hybrid else ()
+    shape = Shape(**{field: config[name] for field, name in names.items()}, recurrent=recurrent)
+    if hybrid and (differs := [k for k, value in hybrid_config(shape).items() if config.get(k) != value]):
+        raise ConfigError(f"{folder}: the lab reads hybrids of its own only; {', '.join(differs)} differ from those")
+    model = Model(shape)
     try:
         model.load_state_dict({name: w.float() for name, w in weights.items()})
     except RuntimeError as e:

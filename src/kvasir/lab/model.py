@@ -1,7 +1,9 @@
 """The lab's trainable model: a Qwen3-shaped decoder in plain PyTorch, with the parameter names of the HF checkpoint.
 
 It has an RMSNorm before each block, grouped-query attention with normalised queries and keys, RoPE, SwiGLU and tied
-embeddings. It is for training and for checking what was trained; kvasir's engine serves the exported folder.
+embeddings. With ``Shape.recurrent`` it has Qwen 3.5's form instead: those layers are Gated DeltaNet, attention is
+gated, a quarter of a head rotates, and norms are stored around zero. It is for training and for checking what was
+trained; kvasir's engine serves the exported folder.
 
 Shape suffixes: B rows, T tokens, C cached positions, H query heads, G KV heads, D head dim, E model dim, V vocabulary.
 """
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvasir.errors import ConfigError
+from kvasir.lab.delta import DeltaNet
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 BLOCK = 128  # Rows and columns of a BlockMask tile, which is kept or skipped as a whole.
@@ -25,7 +28,8 @@ BLOCK = 128  # Rows and columns of a BlockMask tile, which is kept or skipped as
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. ``positions``: the context length that it is trained for."""
+    """Sizes of a model. ``positions``: the context length that it is trained for. ``recurrent``: the layers that keep a
+    state; the fields after it are theirs, and the model is a hybrid."""
 
     vocab: int = 2048
     dim: int = 192
@@ -37,27 +41,50 @@ class Shape:
     positions: int = 2048
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    recurrent: tuple[int, ...] = ()
+    key_heads: int = 4
+    value_heads: int = 8
+    state_dim: int = 64
+    taps: int = 4
 
     def __post_init__(self) -> None:
+        if self.recurrent and (self.value_heads % self.key_heads or max(self.recurrent) >= self.layers):
+            raise ConfigError(
+                f"value_heads={self.value_heads} must be a multiple of key_heads={self.key_heads}, and recurrent "
+                f"layers below layers={self.layers}"
+            )
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ConfigError(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and head_dim={self.head_dim} even"
             )
 
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that rotate."""
+        return self.head_dim // 4 if self.recurrent else self.head_dim
+
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float) -> None:
+    """The scale is ``offset`` + the stored weight, which starts at 1 - ``offset``."""
+
+    def __init__(self, dim: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
+        if self.offset:  # as Qwen 3.5 computes it, in fp32
+            scale = self.weight.float() + self.offset
+            return (scale * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE in the "half" layout to x [B, heads, T, D]; cos, sin [B or 1, 1, T, D]."""
+    """Apply RoPE in the "half" layout to x [B, heads, T, D]; cos, sin [B or 1, 1, T, D], or fewer than D dimensions,
+    which are the ones that rotate."""
+    if (turned := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), -1)
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
@@ -65,13 +92,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Attention(nn.Module):
     def __init__(self, s: Shape) -> None:
         super().__init__()
-        self.shape = s
-        self.q_proj = nn.Linear(s.dim, s.heads * s.head_dim, bias=False)
+        self.shape, self.gated = s, bool(s.recurrent)
+        self.q_proj = nn.Linear(s.dim, s.heads * s.head_dim * (2 if self.gated else 1), bias=False)
         self.k_proj = nn.Linear(s.dim, s.kv_heads * s.head_dim, bias=False)
         self.v_proj = nn.Linear(s.dim, s.kv_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.heads * s.head_dim, s.dim, bias=False)
-        self.q_norm = RMSNorm(s.head_dim, s.norm_eps)
-        self.k_norm = RMSNorm(s.head_dim, s.norm_eps)
+        self.q_norm, self.k_norm = (RMSNorm(s.head_dim, s.norm_eps, float(self.gated)) for _ in range(2))
 
     def forward(
         self,
@@ -88,7 +114,11 @@ class Attention(nn.Module):
         """
         b, t, _ = x.shape
         s = self.shape
-        q = self.q_norm(self.q_proj(x).view(b, t, s.heads, s.head_dim)).transpose(1, 2)
+        q = self.q_proj(x).view(b, t, s.heads, -1)
+        gate = None
+        if self.gated:  # the second half of each head
+            q, gate = q.chunk(2, -1)
+        q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(b, t, s.kv_heads, s.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(b, t, s.kv_heads, s.head_dim).transpose(1, 2)
         q, k = rotate(q, *rope).to(v.dtype), rotate(k, *rope).to(v.dtype)
@@ -108,7 +138,8 @@ class Attention(nn.Module):
             # K and V are repeated by hand, because the fused kernels that take a mask do not take grouped heads.
             k, v = (z.repeat_interleave(s.heads // s.kv_heads, 1) for z in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))
+        out = out.transpose(1, 2).reshape(b, t, -1)
+        return self.o_proj(out if gate is None else out * gate.reshape(b, t, -1).sigmoid())
 
 
 class MLP(nn.Module):
@@ -123,11 +154,17 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, s: Shape) -> None:
+    """A layer. ``recurs``: it keeps a state, and its ``mask`` is the document [B, T] of every token."""
+
+    def __init__(self, s: Shape, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(s.dim, s.norm_eps)
-        self.self_attn = Attention(s)
-        self.post_attention_layernorm = RMSNorm(s.dim, s.norm_eps)
+        offset, self.recurs = float(bool(s.recurrent)), index in s.recurrent
+        self.input_layernorm = RMSNorm(s.dim, s.norm_eps, offset)
+        if self.recurs:
+            self.linear_attn = DeltaNet(s)
+        else:
+            self.self_attn = Attention(s)
+        self.post_attention_layernorm = RMSNorm(s.dim, s.norm_eps, offset)
         self.mlp = MLP(s)
 
     def forward(
@@ -138,7 +175,10 @@ class Block(nn.Module):
         cache: tuple[torch.Tensor, torch.Tensor] | None = None,
         at: int | torch.Tensor = 0,
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, at)
+        if self.recurs:
+            x = x + self.linear_attn(self.input_layernorm(x), mask, cache)
+        else:
+            x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, at)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -148,8 +188,8 @@ class Trunk(nn.Module):
     def __init__(self, s: Shape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(s.vocab, s.dim)
-        self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
-        self.norm = RMSNorm(s.dim, s.norm_eps)
+        self.layers = nn.ModuleList(Block(s, i) for i in range(s.layers))
+        self.norm = RMSNorm(s.dim, s.norm_eps, float(bool(s.recurrent)))
 
 
 class Model(nn.Module):
@@ -165,10 +205,12 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.ndim == 2:
-                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                into_residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02, generator=generator)
+        for index in shape.recurrent:
+            self.model.layers[index].linear_attn.draw(generator)
         # Not a buffer: a checkpoint holds weights only, and autocast must not round the angles.
-        frequency = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+        frequency = shape.rope_theta ** (-torch.arange(0, shape.rotary_dim, 2).float() / shape.rotary_dim)
         angle = torch.arange(shape.positions).float()[:, None] * torch.cat([frequency, frequency])
         self._rope = (angle.cos(), angle.sin())
 
@@ -196,8 +238,9 @@ class Model(nn.Module):
         else:
             rope = tuple(t[positions][:, None] for t in self._rope)
         x = self.model.embed_tokens(ids)
+        documents = documents_of(mask) if self.shape.recurrent and mask is not None and ids.shape[1] > 1 else None
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, rope, mask, cache[i] if cache else None, at)
+            x = layer(x, rope, documents if layer.recurs else mask, cache[i] if cache else None, at)
         return self.logits(x[:, -1:] if last else x)
 
     def rope(self, length: int, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +254,14 @@ class Model(nn.Module):
     def new_cache(self, rows: int, length: int) -> Cache:
         s, weight = self.shape, self.model.embed_tokens.weight
         size = (rows, s.kv_heads, length, s.head_dim)
-        return [(weight.new_zeros(size), weight.new_zeros(size)) for _ in range(s.layers)]
+        state = (rows, s.value_heads, s.state_dim, s.state_dim)
+        tail = (rows, s.taps - 1, (2 * s.key_heads + s.value_heads) * s.state_dim)
+        return [
+            (weight.new_zeros(state, dtype=torch.float32), weight.new_zeros(tail))
+            if i in s.recurrent
+            else (weight.new_zeros(size), weight.new_zeros(size))
+            for i in range(s.layers)
+        ]
 
     @property
     def num_parameters(self) -> int:
@@ -223,6 +273,13 @@ def document_mask(documents: torch.Tensor) -> torch.Tensor:
     t = documents.shape[1]
     causal = torch.ones(t, t, dtype=torch.bool, device=documents.device).tril()
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+
+
+def documents_of(mask: torch.Tensor) -> torch.Tensor:
+    """Document numbers [B, T] from a mask [B, 1, T, T] like that of `document_mask`: a token that does not see the one
+    before it begins a document. Padding on the left sees itself only, so that each of it is a document of its own."""
+    begins = ~mask[:, 0].diagonal(-1, -2, -1)
+    return F.pad(begins.cumsum(-1), (1, 0)).to(torch.int16)
 
 
 def block_mask(documents: torch.Tensor) -> BlockMask:
@@ -312,7 +369,7 @@ def losses(
     rope = model.rope(ids.shape[1])
     x = model.model.embed_tokens(ids)
     for layer in model.model.layers:
-        x = compute.layer(layer, x, rope, mask)
+        x = compute.layer(layer, x, rope, documents if layer.recurs else mask)
     if chosen is None:
         return compute.head(model, x[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), trained[:, 1:].flatten().float())
     return compute.head(

@@ -83,8 +83,11 @@ class _Rows:
     def _capture(self) -> None:
         """Capture the forward pass: one launch a token instead of hundreds.
 
-        The runs before and during the capture write what the replay writes again.
+        The runs before and during the capture write what the replay writes again. States move on with every run, so
+        they are put back.
         """
+        states = [x for layer, pair in zip(self.model.model.layers, self.cache) if layer.recurs for x in pair]
+        before = [x.clone() for x in states]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -99,6 +102,8 @@ class _Rows:
             self.graphs = False
         else:
             self.graph = graph
+        for x, kept in zip(states, before):
+            x.copy_(kept)
 
     def keep(self, index: torch.Tensor) -> None:
         """Keep the rows at ``index`` only."""

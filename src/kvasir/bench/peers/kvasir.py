@@ -29,6 +29,7 @@ def main() -> None:
                 "version": __version__,
                 "kv_bytes_per_token": llm.engine.runner.pool.bytes_per_token(),
                 "kv_capacity_tokens": llm.info.kv_capacity_tokens,
+                "state_share": llm.engine.runner.pool.state_share(),
             }
 
         def rest() -> None:

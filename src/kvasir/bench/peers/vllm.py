@@ -62,6 +62,7 @@ def main() -> None:
             outputs = [list(o.outputs[0].token_ids) for o in outs]
             assert stop or all(len(ids) == num_tokens for ids in outputs), "vLLM ended a request early"
             found: dict[str, Any] = {name: count - before[name] for name, count in counts().items()}
+            found["cached"] = sum(getattr(o, "num_cached_tokens", None) or 0 for o in outs)
             return found if stop is None else found | {"outputs": outputs}
 
         return generate, {"version": vllm.__version__}

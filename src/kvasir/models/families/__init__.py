@@ -48,7 +48,7 @@ OF_THE_WHOLE = (
 POOLING_ENDS = ("Model", "TextModel", "ForSequenceClassification", "TextForSequenceClassification")
 
 # Fields whose names end as those of parts do.
-NO_PARTS = ("per_layer_config", "quantization_config", "compression_config")
+NO_PARTS = ("per_layer_config", "quantization_config", "compression_config", "linear_attn_config")
 
 
 def find_family(model_type: str) -> ModuleType:
