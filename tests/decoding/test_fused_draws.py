@@ -12,7 +12,7 @@ from tests.decoding.test_sampler_gpu import KINDS
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def drawn(vocab_size: int, device: str, fused: bool):
+def drawn(vocab_size: int, device: str, fused: bool, dtype: torch.dtype = torch.float32):
     """Results of rows with masks, forced chains, bans, biases and penalties; one of them holds NaN."""
     sampler = Sampler(vocab_size, vocab_size - 3, 64, device, (EOS,))
     sampler.fused = fused
@@ -25,6 +25,7 @@ def drawn(vocab_size: int, device: str, fused: bool):
         spans.append(decode_span(seq))
     batch = sampler.pack(spans)
     logits = torch.randn(batch.num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    logits = logits.to(dtype)
     logits[5, 11] = float("nan")
     there = logits.to(device)
     if device == "cuda":
@@ -39,11 +40,11 @@ def drawn(vocab_size: int, device: str, fused: bool):
     return output.read(), spans
 
 
-@pytest.mark.parametrize("vocab_size", [96, 3003])
+@pytest.mark.parametrize("vocab_size, dtype", [(96, torch.float32), (3003, torch.float32), (3003, torch.bfloat16)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_same_draws(device, vocab_size):
-    want, spans = drawn(vocab_size, "cpu", False)
-    found, _ = drawn(vocab_size, device, True)
+def test_same_draws(device, vocab_size, dtype):
+    want, spans = drawn(vocab_size, "cpu", False, dtype)
+    found, _ = drawn(vocab_size, device, True, dtype)
     assert [(a.tokens, a.error) for a in found] == [(b.tokens, b.error) for b in want]
     assert 0 < sum(result.error is not None for result in want) < 5
     for span, result in zip(spans, want):

@@ -218,7 +218,8 @@ class Sampler:
             whole = [(b, b.first - first) for b in blocks if first <= b.first and b.first + len(b.drafts) < stop]
             low, high = np.searchsorted(batch.guests, [first, stop])
             guests = batch.guests[low:high] - first
-            drawn, found, guessed = self._slice(part.float(), batch.rows.cut(first, stop), whole, guests)
+            wide = part.float()
+            drawn, found, guessed = self._slice(wide, batch.rows.cut(first, stop), whole, guests, own=wide is not part)
             draws.append(drawn)
             reports.append(found)
             if guessed is not None:
@@ -239,16 +240,18 @@ class Sampler:
         rows: Rows,
         blocks: Many[tuple[max_accept.Block, int]] = (),
         guests: np.ndarray = NO_ROWS,
+        own: bool = False,
     ) -> tuple[torch.Tensor, _Reports | None, torch.Tensor | None]:
         """Return the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of a slice, and
-        the guesses of its rows ``guests``."""
+        the guesses of its rows ``guests``. ``own``: nobody else needs the logits, so they may be written over."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
         raw = logits_MV[:, : self.tokenizer_size] if padded else logits_MV
         if self.fused and whole and not rows.reports[3].any() and not blocks and self.kept is None:
-            x_MV = self._constrain(logits_MV, rows)
+            largest_M = logits_MV.amax(-1) if rows.constrained else None  # a model's NaN must not hide behind a mask
+            x_MV = self._constrain(logits_MV, rows, in_place=own and not len(rows.reports[0]))
             drawn = self._draw_plain(x_MV, rows)
-            if rows.constrained:  # a model's NaN must not hide behind a mask
-                torch.amax(logits_MV, -1, out=drawn[1])
+            if largest_M is not None:
+                drawn[1] = largest_M
             found = self._report(raw, raw, drawn[0].long(), rows) if len(rows.reports[0]) else None
             return drawn, found, self._guess(x_MV, drawn[0], rows, guests)
         guessed = None
@@ -322,12 +325,12 @@ class Sampler:
         tokens_S[at] = noise_RV.add_(y_RV).argmax(-1)
         return tokens_S, best_S, final_SV
 
-    def _constrain(self, raw_SV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Apply stages 1-5. Returns the input itself when no row asks for any. All masks may come last, since -inf
-        stays -inf."""
+    def _constrain(self, raw_SV: torch.Tensor, rows: Rows, in_place: bool = False) -> torch.Tensor:
+        """Apply stages 1-5. Returns the input itself with ``in_place``, and when no row asks for any. All masks may
+        come last, since -inf stays -inf."""
         if not rows.constrained:
             return raw_SV
-        x_SV = raw_SV.clone(memory_format=torch.contiguous_format)
+        x_SV = raw_SV if in_place else raw_SV.clone(memory_format=torch.contiguous_format)
         if len(rows.bias[0]):
             row, ids, value = map(self._send, rows.bias)
             x_SV[row, ids] += value
