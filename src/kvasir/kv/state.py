@@ -33,7 +33,7 @@ class StateCache:
 
 
 def _dtype(plane: StatePlane, dtype: torch.dtype) -> torch.dtype:
-    return {"state": torch.float32, "model": dtype, "position": torch.int64}[plane.kind]
+    return {"state": torch.float32, "float32": torch.float32, "model": dtype, "position": torch.int64}[plane.kind]
 
 
 def _plane_bytes(plane: StatePlane, dtype: torch.dtype) -> int:
