@@ -27,7 +27,9 @@ def test_shapes_are_the_published_ones(name, billions, states):
 
 
 def small(monkeypatch, name="qwen3.5-9b", **changes):
-    monkeypatch.setitem(SHAPES, name, SHAPES[name] | SMALL | changes)
+    shape = SHAPES[name]
+    parts = {"text_config": shape["text_config"] | SMALL | changes} if "text_config" in shape else SMALL | changes
+    monkeypatch.setitem(SHAPES, name, shape | parts | {"vocab_size": SMALL["vocab_size"]})
     monkeypatch.setattr(turns, "REPEATED", 96)
     monkeypatch.setattr(turns, "ANSWER", 8)
     monkeypatch.setattr(turns, "BATCHES", (1,))

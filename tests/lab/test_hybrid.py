@@ -54,6 +54,14 @@ def test_the_scan_is_the_rule(length):
         torch.testing.assert_close(after[b], last, atol=1e-5, rtol=1e-4)
 
 
+def test_many_rows_are_mixed_in_parts(monkeypatch):
+    model, ids = lively(), torch.randint(3, 2048, (5, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(ids)
+        monkeypatch.setattr(delta, "AT_ONCE", 80)
+        torch.testing.assert_close(model(ids), whole, atol=1e-5, rtol=1e-5)
+
+
 def test_documents_do_not_see_each_other():
     """Packed rows give the losses of their documents alone; without their numbers they do not."""
     model, ids = lively(), torch.randint(3, 2048, (1, 150), generator=torch.Generator().manual_seed(0))

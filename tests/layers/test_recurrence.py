@@ -30,7 +30,7 @@ SPECS = {
     "mamba3 mimo": (mamba3, Mamba3Spec(4, 6, 12, NORM, rotated=1.0, rank=3, rate="softplus")),
     "m2rnn": (m2rnn, M2RNNSpec(6, 2, 10, 5, NORM)),
 }
-HIDDEN, TOKENS, PAGES = 20, 200, 8
+HIDDEN, TOKENS, PAGES = 20, 200, 10
 
 
 def drawn(*shape, seed=0):
@@ -246,6 +246,26 @@ def test_a_snapshot_goes_on(whole):
         pages.planes[key][5] = pages.planes[key][pages.table[0]]
     pages.run([60], 43)
     assert torch.equal(pages.launch(43, pages.rows[43:90], (5, 6)), want[43:90])
+
+
+def test_sequences_that_decode_together(whole):
+    """Decodes and drafts of several sequences, some of them alike, in one run and in exact mode."""
+    name, want = whole
+    for exact in (True, False):
+        pages = Pages(name, exact)
+        begin, lengths = [40, 18, 60, 0, 41], [1, 1, 1, 1, 2]
+        tables = [(1, 2), (3, 4), (5, 6), (7, 0), (8, 9)]
+        for table, length in zip(tables, begin):
+            if length:
+                pages.launch(0, pages.rows[:length], table)
+        tables = [(b, a) if length else (a, b) for (a, b), length in zip(tables, begin)]
+        for step in range(3):
+            starts = [start + step * length for start, length in zip(begin, lengths)]
+            rows = torch.cat([pages.rows[s : s + n] for s, n in zip(starts, lengths)])
+            batch = SimpleNamespace(starts=starts, lengths=lengths, span_lengths=None)
+            got = recurrence.step(pages.rule, rows, pages.planes, torch.tensor(tables), batch, exact)
+            expected = torch.cat([want[s : s + n] for s, n in zip(starts, lengths)])
+            assert torch.equal(got, expected) if exact else torch.allclose(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_planted_mistakes_are_seen(whole, monkeypatch):

@@ -25,8 +25,8 @@ DRAFTER = "suffix"
 REPEATED, ANSWER, BATCHES = 1024, 256, (1, 8)
 # Bounds of the ratios: a turn's first token to a cold one, and decoding with drafts to decoding without.
 TURN, DRAFTED = 0.2, 1.3
-# What the peer needs so that prompts with states are found in its cache.
-ALIGNED = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
+# What the peer needs so that prompts with states are found in its cache, and so that it loads no tower for images.
+ALIGNED = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "language_model_only": True}
 
 
 def draw(vocab: int, count: int, rng: random.Random) -> list[int]:

@@ -34,7 +34,7 @@ class StateCache:
 
 def _dtype(group: CacheGroup, plane: StatePlane, dtype: torch.dtype) -> torch.dtype:
     own = getattr(torch, group.state_dtype)
-    return {"state": own, "number": torch.float32, "model": dtype, "position": torch.int64}[plane.kind]
+    return {"state": own, "float32": torch.float32, "model": dtype, "position": torch.int64}[plane.kind]
 
 
 def _plane_bytes(group: CacheGroup, plane: StatePlane, dtype: torch.dtype) -> int:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 CHUNK = 64  # Tokens of a chunk.
+AT_ONCE = 1 << 17  # Tokens that are mixed at once where no gradient is wanted: a token takes some 25 kB of memory.
 L2_EPS = 1e-6  # Of the norms of queries and keys, as in Qwen 3.5.
 # The start of decays, as in the paper's code: rates from 1 to 16, and steps from 1e-3 to 0.1 on a logarithmic scale.
 RATES, STEPS = (1.0, 16.0), (1e-3, 0.1)
@@ -78,16 +79,26 @@ def scan(
     kept = torch.where(to_state, (last - total).exp()[..., None], 0.0) * k
     through = torch.where(passes, last.exp()[..., None], 0.0)  # [B, N, H, 1, 1]
     eye = torch.eye(k.shape[-1], device=k.device, dtype=k.dtype)
-    step = through * eye - kept.mT @ reads
-    added = kept.mT @ written
+    # Chunks first, so that the loop copies nothing: [N, B * H, D, D] and [N, B * H, D, V].
+    step, added = (x.transpose(0, 1).flatten(1, 2) for x in (through * eye - kept.mT @ reads, kept.mT @ written))
     states, now = [], state.flatten(0, 1)
     for n in range(count):
         states.append(now)
-        now = torch.baddbmm(added[:, n].flatten(0, 1), step[:, n].flatten(0, 1), now)
-    begun = torch.stack(states, 1).unflatten(0, (rows, heads)).transpose(1, 2)  # [B, N, H, D, V]
+        now = torch.baddbmm(added[n], step[n], now)
+    begun = torch.stack(states).unflatten(1, (rows, heads)).transpose(0, 1)  # [B, N, H, D, V]
     attention = (q @ k.mT) * between
     out = attention @ written + (q * grown - attention @ reads) @ begun
     return out.transpose(2, 3).flatten(1, 2)[:, :length], now.unflatten(0, (rows, heads))
+
+
+def scan_some(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``scan``, a few rows after the other where no gradient is wanted and memory would not do for all."""
+    rows, length = inputs[0].shape[:2]
+    most = rows if torch.is_grad_enabled() else max(1, AT_ONCE // length)
+    if most >= rows:
+        return scan(*inputs)
+    parts = [scan(*part) for part in zip(*(x.split(most) for x in inputs))]
+    return torch.cat([out for out, _ in parts]), torch.cat([state for _, state in parts])
 
 
 class Sizes(Protocol):
@@ -166,7 +177,7 @@ class DeltaNet(nn.Module):
             if length == 1 and cache is not None:
                 out, after = self._step(q, k, v, decay, b.float().sigmoid(), state)
             else:
-                out, after = scan(q, k, v, decay, b.float().sigmoid(), documents, state)
+                out, after = scan_some(q, k, v, decay, b.float().sigmoid(), documents, state)
             if cache is not None:
                 last = torch.where((around == documents[:, -1:])[..., None], torch.cat((tail, mixed), 1), 0.0)
                 cache[0].copy_(after)

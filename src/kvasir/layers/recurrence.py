@@ -5,12 +5,13 @@ A mixer gives a `Rule`: what rows do to what a sequence keeps. ``step`` does the
 rows from there to the span's start are folded in first. A span of up to ``LOOK_AHEAD`` rows then leaves its own rows to
 the look-ahead slots; a longer one writes another page.
 
-It runs span after span and reads positions on the host. So it cannot be captured, and mixers that use it say
-``captured = False``.
+It reads positions on the host, once a step. So it cannot be captured, and mixers that use it say ``captured = False``.
+Short spans that are alike, such as all decodes, run together, except in exact mode.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -41,48 +42,94 @@ def step(
     batch: StepBatch,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Results [T, ...] fp32 of a step's rows, span after span. ``table_SW``: int32, its first two columns are the pages
-    that each span reads and writes. ``exact``: row by row, whatever the length."""
+    """Results [T, ...] fp32 of a step's rows. ``table_SW``: int32, its first two columns are the pages that each span
+    reads and writes. ``exact``: row by row, whatever the length."""
     starts, lengths, pages = batch.starts, batch.lengths, [tuple(pair) for pair in table_SW[:, :2].tolist()]
     if batch.span_lengths is not None:  # every row has a span
         lengths = batch.span_lengths.tolist()
         firsts = [row for row, length in enumerate(lengths) if length]
         starts, lengths, pages = ([part[row] for row in firsts] for part in (starts, lengths, pages))
-    found, at = [], 0
-    for (read, write), start, length in zip(pages, starts, lengths):
-        rows, at = rows_TX[at : at + length], at + length
-        found.append(_span(rule, rows, planes, read, write, start, exact))
-    return torch.cat(found)
+    spans, at, ahead = [], 0, planes["ahead"].shape[1]
+    reads = torch.tensor([read for read, _ in pages], device=rows_TX.device)
+    for (read, write), base, start, length in zip(pages, planes["position"][reads, 0].tolist(), starts, lengths):
+        base = base if start else 0  # whatever the page holds belongs to an earlier sequence
+        assert 0 <= start - base <= ahead, f"a state at {base} cannot reach {start}"
+        spans.append(_Span(at, length, start, base, read, write))
+        at += length
+    groups: dict[tuple[int, ...], list[_Span]] = {}
+    for i, span in enumerate(spans):
+        alike = (span.length, span.start - span.base, bool(span.start)) if span.length <= ahead else (i,)
+        groups.setdefault((i,) if exact else alike, []).append(span)
+    found = {}
+    for group in groups.values():
+        results = (
+            [_one(rule, rows_TX, planes, group[0], exact)] if len(group) == 1 else _alike(rule, rows_TX, planes, group)
+        )
+        found |= {span.first: result for span, result in zip(group, results)}
+    return torch.cat([found[span.first] for span in spans])
 
 
-def _span(
-    rule: Rule, rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], read: int, write: int, start: int, exact: bool
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A span of a step: its first row there, its length and first position, the base of the page that it reads, and the
+    page that it writes if it is longer than the look-ahead."""
+
+    first: int
+    length: int
+    start: int
+    base: int
+    read: int
+    write: int
+
+    def rows(self, rows_TX: torch.Tensor) -> torch.Tensor:
+        return rows_TX[self.first : self.first + self.length]
+
+
+def _one(rule: Rule, rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], span: _Span, exact: bool) -> torch.Tensor:
     """Results of one span."""
-    aheads, position, length = planes["ahead"], planes["position"], len(rows_TX)
+    aheads, rows, start, base, read = planes["ahead"], span.rows(rows_TX), span.start, span.base, span.read
     kept = {name: plane[read] for name, plane in planes.items() if name not in OWN}
-    short, base = length <= aheads.shape[1], int(position[read])
-    if start:
-        assert 0 <= start - base <= aheads.shape[1], f"a state at {base} cannot reach {start}"
-    else:  # whatever the page holds belongs to an earlier sequence
-        base, kept = 0, {name: torch.zeros_like(value) for name, value in kept.items()}
+    short = span.length <= aheads.shape[1]
+    if not start:
+        kept = {name: torch.zeros_like(value) for name, value in kept.items()}
     if start > base:
         _, kept = rule.run(aheads[read, : start - base], kept, base, True)
     if short and (start > base or not start):
         _write(planes, read, kept, start)
         kept = {name: planes[name][read] for name in kept}  # as a step that runs again reads it
-    out, kept = rule.run(rows_TX, kept, start, short or exact)
+    out, kept = rule.run(rows, kept, start, short or exact)
     if short:
-        aheads[read, :length] = rows_TX
+        aheads[read, : span.length] = rows
     else:
-        _write(planes, write, kept, start + length)
+        _write(planes, span.write, kept, start + span.length)
     return out
 
 
-def _write(planes: dict[str, torch.Tensor], page: int, kept: Kept, position: int) -> None:
+def _alike(rule: Rule, rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], spans: list[_Span]) -> torch.Tensor:
+    """Results [S, T, ...] of short spans of one length, with as many rows to fold, in one run: as many launches as for
+    one of them. Not for exact mode, because a row's bits depend on how many there are."""
+    first, run = spans[0], torch.func.vmap(lambda rows, kept: rule.run(rows, kept, 0, True))
+    pages = torch.tensor([span.read for span in spans], device=rows_TX.device)
+    kept = {name: plane[pages] for name, plane in planes.items() if name not in OWN}
+    if not first.start:
+        kept = {name: torch.zeros_like(value) for name, value in kept.items()}
+    if first.start > first.base:
+        _, kept = run(planes["ahead"][pages, : first.start - first.base], kept)
+    if first.start > first.base or not first.start:
+        starts = torch.tensor([[span.start] for span in spans], device=rows_TX.device)
+        _write(planes, pages, kept, starts)
+        kept = {name: planes[name][pages] for name in kept}
+    rows = torch.stack([span.rows(rows_TX) for span in spans])
+    out, _ = run(rows, kept)
+    planes["ahead"][pages, : first.length] = rows
+    return out
+
+
+def _write(planes: dict[str, torch.Tensor], page: int | torch.Tensor, kept: Kept, at: int | torch.Tensor) -> None:
+    """Let a page, or several, keep this, with a base of ``at``."""
     for name, value in kept.items():
-        planes[name][page] = value
-    planes["position"][page] = position
+        planes[name][page] = value.to(planes[name].dtype)
+    planes["position"][page] = at
 
 
 def moved(tail: torch.Tensor, rows_TC: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,7 @@ class Mamba3Spec(Recurrent):
         heads = self.num_heads
         return (
             StatePlane("matrix", (heads, self.dim, self.state_dim), "state"),
-            StatePlane("angle", (heads, self.angles), "number"),
+            StatePlane("angle", (heads, self.angles), "float32"),  # sums of angles lose their precision in less
             StatePlane("last_B", (self.rank, heads, self.state_dim), "state"),
             StatePlane("last_x", (heads, self.dim), "state"),
             *waiting(sum(self.parts.values()) - self.inner),

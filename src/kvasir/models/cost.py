@@ -61,7 +61,7 @@ def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> dict[str, int]:
 
 def state_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
     """Bytes of one page of states: what the recurrent layers keep of a sequence, whatever its length."""
-    sizes = {"state": 4, "number": 4, "model": dtype_bytes, "position": 8}
+    sizes = {"state": 4, "float32": 4, "model": dtype_bytes, "position": 8}
     planes = [plane for g in spec.cache_groups() for planes in g.states for plane in planes]
     return sum(math.prod(plane.shape) * sizes[plane.kind] for plane in planes)
 

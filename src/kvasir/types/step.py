@@ -53,12 +53,12 @@ class CacheRow:
 @dataclass(frozen=True, slots=True)
 class StatePlane:
     """One array of what a recurrent layer keeps of a sequence. ``kind``: ``state`` (the recurrence's own numbers, in
-    the ``state_dtype`` of their group), ``number`` (fp32, always), ``model`` (numbers in the model's dtype) or
+    the ``state_dtype`` of their group), ``float32`` (numbers that always are), ``model`` (numbers in the model's dtype) or
     ``position`` (int64)."""
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["state", "number", "model", "position"]
+    kind: Literal["state", "float32", "model", "position"]
 
 
 @dataclass(frozen=True, slots=True)
