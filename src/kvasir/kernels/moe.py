@@ -13,7 +13,8 @@ residual add after.
 Tiles with ``copies`` fetch weights by tile copies (``kernels.moe_prompt``), for prompts.
 
 Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Its token rounding, which changes
-the experts that a row sees, is an option (``kernels.moe_rounding``). Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a pair.
+the experts that a row sees, is an option (``kernels.moe_rounding``). Bytes: 3 x F x E x itemsize per expert that has
+rows. FLOPs: 6 x F x E a pair.
 
 Weights may be codes in FP8 (``kernels.f8``): SCALES is -1 for plain ones, 0 for a scale a channel, else the outputs and
 inputs of a block. Codes with scales by group have kernels of their own (``kernels.codes_moe``). What is computed is the
@@ -440,8 +441,10 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts
         _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e,
                                                    RESIDUAL=residual_TE is not None, num_warps=4, **early)
     else:
-        rounded = round_triton(logits_TX, routing.weights, routing.ids, renormalize, rounding, tiling.gate_up.m, fixed_T)
-        y_PE = _products(x_TE, gate_up_XFE, down_XEF, biases, activation, tiling, rounded.gather, rounded.stay, 1, early)
+        rounded = round_triton(logits_TX, routing.weights, routing.ids, renormalize, rounding, tiling.gate_up.m,
+                               fixed_T)
+        y_PE = _products(x_TE, gate_up_XFE, down_XEF, biases, activation, tiling, rounded.gather, rounded.stay, 1,
+                         early)
         sum_listed_triton(y_PE, rounded, out_TE, residual_TE is not None)
     return out_TE
 

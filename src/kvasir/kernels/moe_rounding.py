@@ -34,13 +34,13 @@ from kvasir.kernels.moe_routing import Routing
 Direction = Literal["nearest", "up", "down"]
 DIRECTIONS: tuple[Direction, ...] = ("nearest", "up", "down")
 TILE = 128  # rows of a tile, as published; every tile of the kernels for prompts divides it
-ELEMENTS = 4096  # rows x experts of a program
+ELEMENTS = 2048  # rows x experts of a program: with more, registers do not hold them
 CHUNK = 4096  # rows that a program looks at at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How the rows of each expert are rounded. ``tile``: to a multiple of so many."""
+    """The rounding of each expert's rows, to a multiple of ``tile``."""
 
     direction: Direction
     tile: int = TILE
@@ -93,8 +93,8 @@ def round_reference(logits_TX: torch.Tensor, weights_TK: torch.Tensor, ids_TK: t
 
 @jit
 def _row_block(logits_ptr, weights_ptr, ids_ptr, t, x, num_rows, logits_row, X: tl.constexpr, TOP_K: tl.constexpr):
-    """Of the rows t and the experts x: probabilities, whether the row chose the expert, its weight there, and the sum of
-    the probabilities that the row chose [rows, 1]."""
+    """Read the rows t at the experts x: probabilities, whether the row chose the expert, its weight there, and the sum
+    of the probabilities that the row chose [rows, 1]."""
     inside = (t < num_rows)[:, None] & (x < X)[None, :]
     logits = tl.load(logits_ptr + t.to(tl.int64)[:, None] * logits_row + x[None, :], mask=inside,
                      other=-float("inf")).to(tl.float32)
@@ -149,7 +149,7 @@ def _at_least(keys_ptr, least, num_rows, CHUNK: tl.constexpr):
 @jit(do_not_specialize=["num_rows"])
 def _threshold(keys_ptr, counts_ptr, least_ptr, ties_ptr, num_rows, UP: tl.constexpr, DOWN: tl.constexpr,
                TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Of one expert: the rows that it gets after rounding, the least key of these, and how many of them have it.
+    """Find the rows that one expert gets after rounding, the least key of these, and how many of them have it.
 
     The least key is found bit by bit, from the top.
     """
@@ -183,8 +183,8 @@ def _threshold(keys_ptr, counts_ptr, least_ptr, ties_ptr, num_rows, UP: tl.const
 def _list_rows(keys_ptr, counts_ptr, least_ptr, ties_ptr, rows_ptr, places_ptr, at_ptr, tiles_ptr, num_tiles_ptr,
                num_rows, X: tl.constexpr, X_PAD: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
                BLOCK_M: tl.constexpr, PDL: tl.constexpr):
-    """List the rows of one expert, in ascending order, and its tiles. ``at`` [X, T]: the place of each pair, -1: there is
-    no such pair. ``places`` [P]: each pair's own place."""
+    """List the rows of one expert, in ascending order, and its tiles. ``at`` [X, T]: the place of each pair, -1: there
+    is no such pair. ``places`` [P]: each pair's own place."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -245,8 +245,8 @@ def _list_pairs(logits_ptr, weights_ptr, ids_ptr, at_ptr, found_ptr, found_weigh
 @jit
 def _sum_listed(y_ptr, found_ptr, weights_ptr, num_found_ptr, out_ptr, E: tl.constexpr, X: tl.constexpr,
                 BLOCK_E: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
-    """BLOCK_E outputs of one row: its pairs' results y [P, E] times their weights, by expert, in fp32, plus the old value
-    of out if RESIDUAL."""
+    """BLOCK_E outputs of one row: its pairs' results y [P, E] times their weights, by expert, in fp32, plus the old
+    value of out if RESIDUAL."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -206,7 +206,8 @@ class StepBatch:
     ``context`` is each row's position, ``tables`` has a line a row, and every row has ``ancestors``, in chains too.
     ``span_lengths`` [T] int64: set if each row is a span of its own here, although a draft may have several rows: the
     rows of the draft that begins with this row, 0 for its other rows. Recurrences go from row to row of a draft.
-    ``starts`` and ``lengths``: host copies of context and span lengths. ``scratch``: belongs to the attention backend,
+    ``starts`` and ``lengths``: host copies of context and span lengths. ``prompts``: whether each span has several rows
+    of known tokens; empty: not known, as in a captured step. ``scratch``: belongs to the attention backend,
     and to kernels that share something among layers, under types of theirs.
     """
 
@@ -227,6 +228,7 @@ class StepBatch:
     hooks: torch.Tensor | None = None
     together: Together | None = None
     span_lengths: torch.Tensor | None = None
+    prompts: list[bool] = field(default_factory=list)
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def only(self, rows_M: torch.Tensor) -> StepBatch:
