@@ -14,7 +14,7 @@ from kvasir.errors import ConfigError
 
 def train(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Model to train: nano or base (smoke: a test run of seconds).")
+        str, typer.Argument(metavar="NAME", help="Model to train: nano, base, experts (smoke: a test run of seconds).")
     ],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: lab-NAME.")] = None,
     minutes: Annotated[

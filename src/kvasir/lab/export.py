@@ -1,4 +1,5 @@
-"""Write a trained lab model as a Hugging Face folder (Qwen3ForCausalLM, bf16 safetensors), and read it back."""
+"""Write a trained lab model as a Hugging Face folder (Qwen3ForCausalLM, or Qwen3MoeForCausalLM where it has experts;
+bf16 safetensors), and read it back."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ HF_NAMES = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
+EXPERT_NAMES = {"experts": "num_experts", "top_k": "num_experts_per_tok"}
 
 
 def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
@@ -40,11 +42,17 @@ def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
         name: lab_tokenizer.SPECIAL.index(token)
         for name, token in (("bos", "<bos>"), ("eos", "<eos>"), ("pad", "<pad>"))
     }
+    sizes = dataclasses.asdict(shape)
+    family: dict = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if shape.experts:
+        family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        family |= {hf: sizes[name] for name, hf in EXPERT_NAMES.items()}
+        family |= {"moe_intermediate_size": shape.ffn, "norm_topk_prob": True, "decoder_sparse_step": 1}
+        family |= {"mlp_only_layers": []}
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **family,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **{HF_NAMES[name]: value for name, value in dataclasses.asdict(shape).items()},
+        **{hf: sizes[name] for name, hf in HF_NAMES.items()},
         "rope_scaling": None,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -120,15 +128,16 @@ def load(
         weights = dict(read_tensors(folder)) if weights is None else weights
     except (OSError, json.JSONDecodeError, ConfigError) as e:
         raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
-    if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings"):
+    if config.get("model_type") not in ("qwen3", "qwen3_moe") or not config.get("tie_word_embeddings"):
         raise ConfigError(
             f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, "
             f"not '{config.get('model_type')}'"
         )
-    missing = [name for name in HF_NAMES.values() if name not in config]
+    names = HF_NAMES | (EXPERT_NAMES if config["model_type"] == "qwen3_moe" else {})
+    missing = [name for name in names.values() if name not in config]
     if missing:
         raise ConfigError(f"{folder}/config.json lacks {', '.join(missing)}")
-    model = Model(Shape(**{field: config[name] for field, name in HF_NAMES.items()}))
+    model = Model(Shape(**{field: config[name] for field, name in names.items()}))
     try:
         model.load_state_dict({name: w.float() for name, w in weights.items()})
     except RuntimeError as e:

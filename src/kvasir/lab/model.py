@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvasir.errors import ConfigError
+from kvasir.lab.experts import Experts
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 BLOCK = 128  # Rows and columns of a BlockMask tile, which is kept or skipped as a whole.
@@ -25,7 +26,8 @@ BLOCK = 128  # Rows and columns of a BlockMask tile, which is kept or skipped as
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. ``positions``: the context length that it is trained for."""
+    """Sizes of a model. ``positions``: the context length that it is trained for. ``experts``: blocks of width ``ffn``,
+    of which each token uses ``top_k``; 0: one block for all."""
 
     vocab: int = 2048
     dim: int = 192
@@ -37,12 +39,16 @@ class Shape:
     positions: int = 2048
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    experts: int = 0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ConfigError(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and head_dim={self.head_dim} even"
             )
+        if self.experts and not 0 < self.top_k <= self.experts:
+            raise ConfigError(f"top_k={self.top_k} must be from 1 to the number of experts, {self.experts}")
 
 
 class RMSNorm(nn.Module):
@@ -128,7 +134,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(s.dim, s.norm_eps)
         self.self_attn = Attention(s)
         self.post_attention_layernorm = RMSNorm(s.dim, s.norm_eps)
-        self.mlp = MLP(s)
+        self.mlp = Experts(s.dim, s.experts, s.top_k, lambda: MLP(s)) if s.experts else MLP(s)
 
     def forward(
         self,

@@ -293,6 +293,13 @@ BASE = NANO.replace(
     lr=2e-3,
     warmup=300,
 )
+# For studies of experts: as many active weights as `nano`, and 16 experts of which 4 are used.
+EXPERTS = NANO.replace(
+    name="experts",
+    about="A mixture of experts for studies; it solves what `nano` solves.",
+    shape=Shape(ffn=160, positions=4096, experts=16, top_k=4),
+    minutes=5.0,
+)
 EASY = "chain:modulus=11,max_factor=3,min_steps=1,max_steps=2"
 # The same path in seconds: for tests, and for a dry run before a run on a GPU.
 SMOKE_ROWS = (
@@ -317,7 +324,7 @@ SMOKE = Recipe(
     pool=50,
     reply_tokens=24,
 )
-RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, SMOKE)}
+RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, EXPERTS, SMOKE)}
 
 
 def find(name: str) -> Recipe:
