@@ -393,7 +393,7 @@ def page() -> str:
 
             Two kinds of speculation are not on this page, because they have no `=`: rejection (`max_accept`, which
             keeps the distribution and not the tokens) and "typical" acceptance. Nor is
-            [token rounding](weights.md#token-rounding) of experts, which is lossy and depends on the other prompts of a
+            [token rounding](experts.md#token-rounding) of experts, which is lossy and depends on the other prompts of a
             step.
             """),
         "## Drafters\n",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvasir.engine import build
+from kvasir.engine.mixed_steps import MixedSteps
 from kvasir.errors import ConfigError
 from kvasir.kernels.moe_rounding import DIRECTIONS, Rounding, round_reference
 from kvasir.kernels.moe_routing import route_reference
@@ -133,6 +134,18 @@ def test_the_engine_rounds_large_steps_with_prompts(folder, monkeypatch):
         found[direction] = [[at.logprob for at in d.outputs[n, 0].prompt_logprobs[1:]] for n in ("short", "long")]
         d.close()
     assert found["off"][0] == found["nearest"][0] and found["off"][1] != found["nearest"][1]
+
+
+def test_captured_steps_end_below_the_rows_that_are_rounded(folder, monkeypatch):
+    """The control: without rounding they hold as many rows as a step may have."""
+    monkeypatch.setattr(token_rounding, "Rounding", partial(Rounding, tile=64))
+    last = {}
+    for direction in ("off", "nearest"):
+        options = dict(max_model_len=256, batch_invariant=False, max_num_batched_tokens=256, token_rounding=direction)
+        d = Driver(folder, pieces=True, load_format="dummy", **options)
+        last[direction] = next(way.sizes[-1] for way in d.engine.runner.ways if isinstance(way, MixedSteps))
+        d.close()
+    assert last == {"off": 256, "nearest": 128} and d.engine.runner.model.rounds_from == 160
 
 
 def test_the_prefix_key_knows_it(folder, monkeypatch):
