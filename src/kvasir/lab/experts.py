@@ -52,11 +52,11 @@ class Experts(nn.Module):
         if self.training:
             probabilities_TX = _Balanced.apply(probabilities_TX, chosen_TX)
         weights_TX = probabilities_TX * chosen_TX
-        weights_TX = (weights_TX / weights_TX.sum(-1, keepdim=True)).to(x.dtype)
+        weights_TX = weights_TX / weights_TX.sum(-1, keepdim=True)
         gate, up, down = (
             torch.cat([getattr(expert, name).weight for expert in self.experts], dim)
             for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1))
         )
         inner = F.silu(F.linear(flat_TE, gate)) * F.linear(flat_TE, up)
-        inner = inner.unflatten(-1, (len(self.experts), -1)) * weights_TX.unsqueeze(-1)
+        inner = inner.unflatten(-1, (len(self.experts), -1)) * weights_TX.to(inner.dtype).unsqueeze(-1)
         return F.linear(inner.flatten(1), down).view(x.shape)
