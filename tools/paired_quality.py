@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def measure(study: Study, names: Iterable[str], options: argparse.Namespace, cas
     An arm is known by its name, by ``config`` and by the number of problems. The plain arm is measured in every run:
     the others are paired with it.
     """
+    # what a result records as its command
+    sys.argv[:] = ["python", "-m", f"tools.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
     config = config | {"n": options.n, "seeds": list(options.seeds), "tasks": list(options.tasks)}
     before = json.loads(options.output.read_text())["arms"] if options.output.exists() else []
     kept = [a for a in before if a["name"] != PLAIN or a["config"] != config]

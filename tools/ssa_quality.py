@@ -1,7 +1,7 @@
 """Measure what ScaleSearchAttention costs in answers: the emulation of tools/ssa_attention.py, part by part.
 
     python -m tools.ssa_quality RESULT.json [--model base] [--device cuda] [-n 300] [--seeds 7] [--seconds 280]
-        [--tasks story:... chain path needle] [--arms "scale search attention" nvfp4 ...]
+        [--tasks story:... chain path needle] [--arms whole nvfp4 ...]
 
 ``story`` gives perplexity, the other tasks exact match; needles are spread over lengths and depths. Every difference is
 paired with the same reference attention in the model's own numbers. ``-n 100`` fits five minutes of a GPU, and a run
@@ -22,14 +22,14 @@ from tools.paired_quality import PLAIN, arguments, measure, no_twin
 
 TASKS = ("story:form=prose,length=512", "chain", "path", "needle")
 BACKEND = Path(__file__).parent / "ssa_attention.py"
-# The arms of tools/ssa_study.py, the most important first.
+# The arms of tools/ssa_study.py, the most important first; whole is the method with all its parts.
 ARMS = {
-    "scale search attention": "search=true,rotate=true,split=true,sinks=16,recent=128",
+    "whole": "search=true,rotate=true,split=true,sinks=16,recent=128",
     "nvfp4": "search=false,rotate=false,split=false,sinks=0,recent=0",
     "search": "search=true,rotate=false,split=false,sinks=0,recent=0",
-    "search, rotation, split": "search=true,rotate=true,split=true,sinks=0,recent=0",
-    "the same without search": "search=false,rotate=true,split=true,sinks=16,recent=128",
-    "search, rotation": "search=true,rotate=true,split=false,sinks=0,recent=0",
+    "search-rotation-split": "search=true,rotate=true,split=true,sinks=0,recent=0",
+    "whole-without-search": "search=false,rotate=true,split=true,sinks=16,recent=128",
+    "search-rotation": "search=true,rotate=true,split=false,sinks=0,recent=0",
 }
 
 
