@@ -241,6 +241,8 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("`--weights u4:group=48`", "any model"): engine(weights="u4:group=48"),
     ("`--weights mxfp4:scale=block`", "any model"): engine(weights="mxfp4:scale=block"),
     ("`--activation-dtype fp8`", "a CPU"): engine(activation_dtype="fp8"),
+    ("`--token-rounding nearest`", "a model without experts"): engine(token_rounding="nearest"),
+    ("`--token-rounding nearest`", "`--batch-invariant`"): engine(token_rounding="nearest", batch_invariant=True),
     ("`--no-fused-kernels`", "`--batch-invariant`"): engine(batch_invariant=True, fused_kernels=False),
     ("request: `drafter`", "a server without it"): admitted(drafter="suffix"),
     ("request: `confidence=1`", "any model"): admitted(confidence=1),
@@ -390,7 +392,9 @@ def page() -> str:
             `make test-all` runs the product of drafters, codecs, models and whatever else changes a step.
 
             Two kinds of speculation are not on this page, because they have no `=`: rejection (`max_accept`, which
-            keeps the distribution and not the tokens) and "typical" acceptance.
+            keeps the distribution and not the tokens) and "typical" acceptance. Nor is
+            [token rounding](experts.md#token-rounding) of experts, which is lossy and depends on the other prompts of a
+            step.
             """),
         "## Drafters\n",
         table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in own(CODECS))], drafter_rows()),

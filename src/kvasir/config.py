@@ -55,6 +55,10 @@ class ModelConfig:
         "Type of activations in products of more than 64 rows with quantised weights, on a GPU; auto: what the "
         "checkpoint was made for.",
     )
+    token_rounding: Literal["off", "nearest", "up", "down"] = opt(
+        "off",
+        "Lossy: in steps with many rows of prompts, round the rows of each expert to a multiple of 128 (SonicMoE).",
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = opt(
         "auto", "Source of the weights; dummy fills the model's shape with random weights, to measure speed."
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer
 
-from kvasir.bench import constrained
+from kvasir.bench import client, constrained
 from kvasir.bench.client import Call, Reply, _request
 from kvasir.decoding.grammar import GrammarCompiler
 from kvasir.types import Grammar
@@ -61,7 +61,7 @@ def test_metrics(monkeypatch):
             counts["forced_tokens_total"] += call.output / 2 if call.extra else 0
         return replies, []
 
-    monkeypatch.setattr(constrained, "replay", replay)
+    monkeypatch.setattr(client, "replay", replay)
     metrics = constrained.Loads(server, "m", 2, (1, 4)).run()
     assert metrics["plain4.token_ms"] == 2.0 and metrics["records4.over_plain"] == 0.5
     assert metrics["long_keys1.tokens_a_forward"] == 3.0 and metrics["long_keys1.forced_share"] == 0.5

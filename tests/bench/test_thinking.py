@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer
 
-from kvasir.bench import constrained, thinking
+from kvasir.bench import client, constrained, thinking
 from kvasir.bench.client import Reply
 
 
@@ -33,6 +33,6 @@ def test_metrics_and_prompts(monkeypatch):
         step = 0.002 if calls[0].extra else 0.001
         return [reply(*(step * i for i in range(call.output))) for call in calls], []
 
-    monkeypatch.setattr(thinking, "replay", replay)
+    monkeypatch.setattr(client, "replay", replay)
     metrics = thinking.Loads(SimpleNamespace(name="kvasir", url=""), "m", 3, 8, 1).run()
     assert metrics["plain.gap_ms.p99"] == pytest.approx(1) and metrics["ended.p50_over_plain"] == pytest.approx(2)

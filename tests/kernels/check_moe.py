@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels import matmul, moe, moe_routing
+from kvasir.kernels import matmul, moe, moe_rounding, moe_routing
 from kvasir.kernels.norm import rms_norm_reference
 from tests.kernels.check import FLOOR
 
@@ -178,3 +178,57 @@ def check_row_bits(inputs: int, outputs: int, counts: tuple[int, ...], dtype: to
         for apart in (True, False):
             got = matmul.matmul_invariant(x[first : first + count], w, bias, apart=apart)
             assert torch.equal(got, want[first : first + count]), (inputs, outputs, count, first, apart, dtype)
+
+
+def check_rounding(case: moe_rounding.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Token rounding: the pairs, weights, rows and tiles that the kernels list; then, for few rows, the experts' sum
+    over them and a residual. Raises AssertionError where they differ from the reference by more than the 2 x rule
+    allows."""
+    shape = moe.Case(rows=case.rows, experts=case.experts, top_k=case.top_k, dim=case.dim, width=case.width)
+    x, _, gate_up, down = draw_case(shape, dtype, device)
+    draw = torch.Generator().manual_seed(case.rows)
+    logits = torch.randn(1 if case.same else case.rows, case.experts, generator=draw).expand(case.rows, -1)
+    logits = logits.to(dtype).contiguous().to(device)
+    fixed = None
+    if case.fixed:
+        fixed = (torch.arange(case.rows) % case.fixed == 0).to(torch.uint8).to(device)
+    rounding = moe_rounding.Rounding(case.direction, case.tile)
+    routing = moe_routing.route_triton(logits, case.top_k, case.renormalize, 16)
+    found = moe_rounding.round_triton(logits, routing.weights, routing.ids, case.renormalize, rounding, 16, fixed)
+    kept, weights = moe_rounding.round_reference(
+        logits.float(), routing.weights, routing.ids, case.renormalize, rounding, fixed
+    )
+    assert torch.equal(found.at.T >= 0, kept), case
+    counts, place = kept.sum(0).tolist(), 0
+    rows = kept.T.nonzero()[:, 1].tolist()
+    assert found.gather.order[: len(rows)].tolist() == rows and found.stay.order[: len(rows)].tolist() == [
+        *range(len(rows))
+    ]
+    tiles = []
+    for expert, count in enumerate(counts):
+        tiles += [[expert, place + i, place + min(i + 16, count)] for i in range(0, count, 16)]
+        place += count
+    assert found.gather.tiles[: int(found.gather.num_tiles)].tolist() == tiles
+    assert found.num_found.tolist() == kept.sum(1).tolist()
+    for t in range(case.rows):
+        experts = kept[t].nonzero().flatten()
+        torch.testing.assert_close(found.weights[t, : len(experts)], weights[t, experts], atol=1e-6, rtol=1e-5)
+        assert torch.equal(found.found[t, : len(experts)], found.at[experts, t])
+    if case.rows > 40:
+        return {"kernel": 0.0, "plain": 0.0}
+    residual = torch.randn(x.shape, generator=draw).to(dtype).to(device)
+    options = dict(rounding=rounding, fixed_T=fixed)
+    tile = moe.Tile(16, 32, 32, 4, 2)
+    out = moe.moe_triton(
+        x, logits, gate_up, down, case.top_k, case.renormalize, residual_TE=residual.clone(),
+        tiling=moe.Tiling(tile, tile), **options,
+    )  # fmt: skip
+    plain, want = (
+        moe.rounded_reference(*tensors, case.top_k, case.renormalize, **options)
+        for tensors in ((x, logits, gate_up, down), [t.double() for t in (x, logits, gate_up, down)])
+    )
+    want += residual.double()
+    errors = {"kernel": float((out.double() - want).abs().max())}
+    errors["plain"] = float(((plain + residual).double() - want).abs().max())
+    assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype], (case, dtype, errors)
+    return errors

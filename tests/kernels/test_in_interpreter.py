@@ -30,7 +30,7 @@ PARTS = {
     "test_latents.py": 8,
     "test_lora.py": 6,
     "test_matmul.py": 3,
-    "test_moe.py": 6,
+    "test_moe.py": 8,
     "test_optional_backends.py": 2,
     "test_paged_attention.py": 6,
     "test_quantized.py": 8,

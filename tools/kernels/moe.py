@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from kvasir.kernels import matmul, moe
-from kvasir.kernels.activation import gated
 from kvasir.kernels.moe import Tile, Tiling
-from kvasir.kernels.moe_routing import Routing, route_triton
 from kvasir.layers.ffn.moe import FFN
 from kvasir.layers.spec import MoESpec
 from kvasir.layers.weights import Placement
@@ -180,32 +178,6 @@ def describe(tiling: Tiling) -> str:
     )
 
 
-def run_unfused(layers: list[FFN], x_TE: torch.Tensor, tiling: Tiling) -> None:
-    """The same layers with the gather, the activation and the scatter as passes of their own, which read and write all
-    pairs. The products are those of ``moe.moe_triton``, over rows in sorted order."""
-    for layer in layers:
-        gate_up, down = layer.gate_up.tensor, layer.down.tensor
-        routing = route_triton(layer.router(x_TE), SPEC.top_k, SPEC.renormalize, tiling.down.m)
-        order = routing.order.long()
-        sorted_order = torch.arange(len(order), dtype=torch.int32, device=x_TE.device)
-        sorted_PE = x_TE[order // SPEC.top_k]
-        gate_up_PF = _plain_product(sorted_PE, gate_up, routing, sorted_order, tiling.down)
-        inner_PF = gated(gate_up_PF, torch.nn.functional.silu)
-        y_PE = _plain_product(inner_PF, down, routing, sorted_order, tiling.down)
-        apart_PE = torch.empty_like(y_PE).index_copy_(0, order, y_PE)
-        torch.einsum("tke,tk->te", apart_PE.view(len(x_TE), SPEC.top_k, -1), routing.weights.to(x_TE.dtype))
-
-
-def _plain_product(a: torch.Tensor, w: torch.Tensor, routing: Routing, order: torch.Tensor, tile: Tile) -> torch.Tensor:
-    out = torch.empty(len(a), w.shape[1], dtype=a.dtype, device=a.device)
-    moe._grouped[(-(-w.shape[1] // tile.n), len(routing.tiles))](
-        a, w, w, a, out, order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), 0, SCALES=-1,
-        N=w.shape[1], D=a.shape[1], TOP_K=SPEC.top_k, GATED=False, ACTIVATION="silu", BIAS=False, BLOCK_M=tile.m,
-        BLOCK_N=tile.n, BLOCK_D=tile.d, PDL=False, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return out
-
-
 def time_rows(
     report: Report, rows: int, layers: list[FFN], bandwidth: float, rate: float, tilings: list[Tiling]
 ) -> None:
@@ -228,11 +200,6 @@ def time_rows(
         "share_of_limit": round(max(moved / bandwidth, flops / rate) / seconds, 3),
         "kernels_us": {name: round(us / len(layers), 2) for name, us in kernel_times(run, 8).items()},
     }
-    if rows in PROMPT_ROWS:
-        unfused = moe.tiling_for(rows * SPEC.top_k, SPEC.num_experts, BF16)
-        spent = tried((rows, "unfused"), lambda: graph_seconds(lambda: run_unfused(layers, x, unfused), 5))
-        if spent is not None:
-            metrics["us_unfused"] = round(spent / len(layers) * 1e6, 2)
     for tiling in tilings:
         spent = tried((rows, describe(tiling)), lambda tiling=tiling: graph_seconds(lambda: run(tiling), 5))
         if spent is not None:

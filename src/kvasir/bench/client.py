@@ -133,6 +133,15 @@ async def replay(
     return replies, lags
 
 
+def send(url: str, name: str, model: str, calls: list[Call], least: int = 1) -> list[Reply]:
+    """Send all calls when they are due and return the replies. Raises ConfigError where one of the server ``name``
+    failed, or has fewer than ``least`` events."""
+    replies, _ = asyncio.run(replay(url, model, calls))
+    if failed := [r.status for r in replies if r.status != 200 or len(r.events) < least]:
+        raise ConfigError(f"{len(failed)} of {len(replies)} requests to {name} failed: {failed[:3]}")
+    return replies
+
+
 def _request(place: SplitResult, model: str, call: Call, api_key: str | None) -> bytes:
     body = json.dumps(
         {

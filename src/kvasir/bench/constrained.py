@@ -13,7 +13,6 @@ that masks are computed over a real vocabulary; both servers read it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import random
@@ -24,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvasir.bench.client import Call, Reply, replay
+from kvasir.bench.client import Call, Reply, send
 from kvasir.bench.provenance import peer_version
 from kvasir.bench.result import arm, finish, ratios_of, result
 from kvasir.bench.servers import SHARED, Server, flags_of, serving
@@ -32,7 +31,6 @@ from kvasir.bench.speculation import save
 from kvasir.bench.worker import check_peer
 from kvasir.bench.workloads import SHAPES, shape_folder
 from kvasir.config import EngineConfig
-from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import checkpoint
 
@@ -138,10 +136,7 @@ class Loads:
         self._seed += 1
         draw = random.Random(self._seed)
         calls = [Call(0.0, [draw.randrange(300, 1500) for _ in range(PROMPT)], output, extra) for extra in extras]
-        replies, _ = asyncio.run(replay(self.server.url, self.model, calls))
-        if failed := [r.status for r in replies if r.status != 200 or not r.events]:
-            raise ConfigError(f"{len(failed)} of {len(replies)} requests to {self.server.name} failed: {failed[:3]}")
-        return replies
+        return send(self.server.url, self.server.name, self.model, calls)
 
     def counters(self) -> dict[str, float]:
         if self.server.name != "kvasir":

@@ -7,13 +7,12 @@ forces the end of each in mid-answer. A gap is the time between two events of an
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 from pathlib import Path
 from typing import Any
 
-from kvasir.bench.client import Call, Reply, replay
+from kvasir.bench.client import Call, Reply, send
 from kvasir.bench.constrained import RESERVED, train_tokenizer
 from kvasir.bench.provenance import peer_version
 from kvasir.bench.result import arm, finish, percentile, ratios_of, result
@@ -68,10 +67,7 @@ class Loads:
             return [self._draw.randrange(300, 1500) for _ in range(self.prompt - 1)] + [THINK]
 
         calls = [Call(0.0, prompt(), OUTPUT, extra) for _ in range(self.batch)]
-        replies, _ = asyncio.run(replay(self.server.url, self.model, calls))
-        if failed := [r.status for r in replies if r.status != 200 or len(r.events) < 2]:
-            raise RuntimeError(f"{len(failed)} of {len(replies)} requests to {self.server.name} failed: {failed[:3]}")
-        return replies
+        return send(self.server.url, self.server.name, self.model, calls, least=2)
 
 
 def run(

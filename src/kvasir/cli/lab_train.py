@@ -15,7 +15,9 @@ from kvasir.errors import ConfigError
 def train(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="Model to train: nano, base or base-hybrid (smoke: a test of seconds)."),
+        typer.Argument(
+            metavar="NAME", help="Model to train: nano, base, base-hybrid or experts (smoke: a test of seconds)."
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: lab-NAME.")] = None,
     minutes: Annotated[

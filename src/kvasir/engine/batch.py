@@ -155,6 +155,7 @@ class Packer:
             borrowed=self._pairs(borrowed),
             guests=self._pairs(guests) if frame is None else None,
             variants=variants_t.view(torch.int32)[:padded] if varied else None,
+            prompts=[s.length > 1 and s.commit == "all" for s in spans],
         )
 
     def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:

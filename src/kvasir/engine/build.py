@@ -177,6 +177,7 @@ def build(
         pooling=pooling,
         weights=config.model.weights,
         activations=config.model.activation_dtype,
+        token_rounding=config.model.token_rounding,
     )
     variants = make_slots(model, config, path, guest_rank)
     sidecar = model.sidecar = read_sidecar(path, model.spec.vocab_size)
@@ -430,6 +431,7 @@ def _prefix_root(config: EngineConfig, hf: dict, model: Decoder, techniques: lis
         str(model.place.dtype),
         config.model.weights,
         model.place.activations,
+        model.place.rounding,
         config.runner.batch_invariant,
         config.cache.state_dtype,
         used,

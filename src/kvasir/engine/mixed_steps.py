@@ -191,6 +191,8 @@ class MixedSteps(CapturingWay):
         self._capture: PieceCapture | None = capture
         place, self._num_groups = model.place, len(parts.pool.groups)
         self.sizes = sizes(most_rows(model.spec, place.device, place.dtype, max_rows))
+        if model.rounds_from:  # token rounding depends on which rows are prompts'
+            self.sizes = [size for size in self.sizes if size < model.rounds_from] or self.sizes[:1]
         most, seqs = self.sizes[-1], parts.sampler.max_seqs
         wanted = max(seqs, min(seqs * (1 + max_drafts), DRAFTED))
         self._max_wanted = -(-wanted // ALIGNED) * ALIGNED

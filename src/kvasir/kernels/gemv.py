@@ -233,29 +233,8 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
         if KIND >= 0:
             w_up = _block(up_at, live, k0 + k, K, WHOLE)
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
-    held = live[:, None] & live_m[None, :]
-    if SPLIT:
-        part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
-        tl.store(part, acc, mask=held)
-        if KIND >= 0:
-            tl.store(part + OUT, acc_up, mask=held)
-        if NORM:
-            tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
-    else:
-        if NORM:
-            factor = tl.rsqrt(squares / K + eps)[None, :]
-            acc *= factor
-            if KIND >= 0:
-                acc_up *= factor
-        if BIAS:
-            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
-            if KIND >= 0:
-                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
-        if KIND >= 0:
-            acc = activate(acc, acc_up, KIND)
-        if RESIDUAL:
-            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
-        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+    finish_rows(acc, acc_up if KIND >= 0 else acc, squares, n, m, y_ptr, part_ptr, squares_ptr, bias_ptr, residual_ptr,
+                eps, rows, y_row, residual_row, OUT, K, SPLIT, NORM, BIAS, KIND, RESIDUAL)
 
 
 @jit
@@ -278,8 +257,8 @@ def finish_row(y, up, n, y_ptr, bias_ptr, residual_ptr, OUT, BIAS: tl.constexpr,
 def finish_rows(acc, acc_up, squares, n, m, y_ptr, part_ptr, squares_ptr, bias_ptr, residual_ptr, eps, rows, y_row,
                 residual_row, OUT, K, SPLIT: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
                 RESIDUAL: tl.constexpr):
-    """Store the sums [N, M] of the outputs n and the rows m as parts of a split, or finish and store them, as
-    ``_few_rows`` does."""
+    """Store the sums [N, M] of the outputs n and the rows m as parts of a split, or finish and store them: norm, bias,
+    activation, residual."""
     split = tl.program_id(1)
     live, live_m = n < OUT, m < rows
     held = live[:, None] & live_m[None, :]
@@ -316,7 +295,7 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, b_ptr, s_ptr, sl
           BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
           PDL: tl.constexpr, VARIED: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, N: tl.constexpr,
           C: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr, RUNS_2: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Add the parts of one row, in order, and finish as ``_few_rows`` does."""
+    """Add the parts of one row, in order, and finish as ``finish_rows`` does."""
     row = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = n < OUT

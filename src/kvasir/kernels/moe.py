@@ -12,9 +12,9 @@ residual add after.
 
 Tiles with ``copies`` fetch weights by tile copies (``kernels.moe_prompt``), for prompts.
 
-Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles,
-which would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a
-pair.
+Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Its token rounding, which changes
+the experts that a row sees, is an option (``kernels.moe_rounding``). Bytes: 3 x F x E x itemsize per expert that has
+rows. FLOPs: 6 x F x E a pair.
 
 Weights may be codes in FP8 (``kernels.f8``): SCALES is -1 for plain ones, 0 for a scale a channel, else the outputs and
 inputs of a block. Codes with scales by group have kernels of their own (``kernels.codes_moe``). What is computed is the
@@ -42,7 +42,8 @@ from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import _row
 from kvasir.kernels.hardware import name_of
 from kvasir.kernels.moe_prompt import fits_prompt, grouped_prompt
-from kvasir.kernels.moe_routing import _pick, route_reference, route_triton
+from kvasir.kernels.moe_rounding import Rounding, round_reference, round_triton, sum_listed_triton
+from kvasir.kernels.moe_routing import Routing, _pick, route_reference, route_triton
 
 Experts = torch.Tensor | F8 | Coded  # the matrices of all experts
 Biases = tuple[torch.Tensor, torch.Tensor]  # of experts: gate_up [X, 2F], gate first, and down [X, E]
@@ -52,13 +53,31 @@ def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Expe
                   top_k: int, renormalize: bool, activation: str = "silu",
                   biases: Biases | None = None) -> torch.Tensor:
     """One pair after the other, in x's dtype, with the sum in the weights' dtype: [T, E] in x's dtype."""
+    weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
+    pairs = [list(zip(weights, ids)) for weights, ids in zip(weights_TK, ids_TK.tolist())]
+    return _sum_reference(x_TE, pairs, weights_TK.dtype, gate_up_XFE, down_XEF, activation, biases)
+
+
+def rounded_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts, down_XEF: Experts,
+                      top_k: int, renormalize: bool, rounding: Rounding, activation: str = "silu",
+                      biases: Biases | None = None, fixed_T: torch.Tensor | None = None) -> torch.Tensor:
+    """``moe_reference`` of the pairs that token rounding leaves, each row's by expert."""
+    routed = route_reference(logits_TX, top_k, renormalize)
+    kept_TX, weights_TX = round_reference(logits_TX, *routed, renormalize, rounding, fixed_T)
+    pairs = [[(weights[expert], expert) for expert in kept.nonzero().flatten().tolist()]
+             for weights, kept in zip(weights_TX, kept_TX)]
+    return _sum_reference(x_TE, pairs, weights_TX.dtype, gate_up_XFE, down_XEF, activation, biases)
+
+
+def _sum_reference(x_TE: torch.Tensor, pairs: list[list[tuple[torch.Tensor, int]]], dtype: torch.dtype,
+                   gate_up_XFE: Experts, down_XEF: Experts, activation: str, biases: Biases | None) -> torch.Tensor:
+    """The sum over each row's pairs of weight and expert, in ``dtype``: [T, E] in x's dtype."""
     gate_up_XFE, down_XEF = (dequantise_reference(w, x_TE.dtype) if isinstance(w, F8) else
                              w.numbers().to(x_TE.dtype) if isinstance(w, Coded) else w
                              for w in (gate_up_XFE, down_XEF))
-    weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
-    out_TE = torch.zeros(x_TE.shape, dtype=weights_TK.dtype, device=x_TE.device)
-    for t, (weights, ids) in enumerate(zip(weights_TK, ids_TK.tolist())):
-        for weight, expert in zip(weights, ids):
+    out_TE = torch.zeros(x_TE.shape, dtype=dtype, device=x_TE.device)
+    for t, row in enumerate(pairs):
+        for weight, expert in row:
             gate_up = x_TE[t:t + 1] @ gate_up_XFE[expert].t()
             inner = gated(gate_up if biases is None else gate_up + biases[0][expert], ACTIVATIONS[activation])
             out = (inner @ down_XEF[expert].t())[0]
@@ -389,17 +408,20 @@ def _planes(w: Experts, block: int) -> tuple[torch.Tensor, torch.Tensor, int, in
 def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts, down_XEF: Experts,
                top_k: int, renormalize: bool, activation: str = "silu", fixed: bool = False,
                tiling: Tiling | None = None, residual_TE: torch.Tensor | None = None, biases: Biases | None = None,
-               routed: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+               routed: tuple[torch.Tensor, torch.Tensor] | None = None, rounding: Rounding | None = None,
+               fixed_T: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``moe_reference`` with sums in fp32: [T, E] in x's dtype; the host reads nothing back.
 
     ``routed``: weights [T, K] fp32 and expert ids [T, K] int32, where the softmax of the logits does not say them.
+    ``rounding``: compute ``rounded_reference`` instead; rows with a number other than 0 in ``fixed_T`` keep their
+    experts.
 
     ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on the row and its
     logits alone. ``tiling`` overrides the choice by the number of pairs. ``residual_TE`` is added, overwritten with the
     result, and returned.
     """
     num_rows, dim = x_TE.shape
-    (num_experts, width), dtypes = _check(gate_up_XFE, down_XEF, dim)
+    (num_experts, _), dtypes = _check(gate_up_XFE, down_XEF, dim)
     assert dtypes <= {x_TE.dtype} and x_TE.stride(1) == 1, "dense rows of the weights' dtype"
     assert residual_TE is None or (residual_TE.shape == x_TE.shape and residual_TE.is_contiguous()), \
         "the residual is as the result"
@@ -413,11 +435,31 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts
     routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m, routed)
     overlap = pdl(x_TE.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
-    inner_PF = torch.empty((num_rows * top_k, width), dtype=x_TE.dtype, device=x_TE.device)
-    y_PE = torch.empty((num_rows * top_k, dim), dtype=x_TE.dtype, device=x_TE.device)
+    if rounding is None:
+        y_PE = _products(x_TE, gate_up_XFE, down_XEF, biases, activation, tiling, routing, routing, top_k, early)
+        block_e = min(1024, next_power_of_2(dim))
+        _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e,
+                                                   RESIDUAL=residual_TE is not None, num_warps=4, **early)
+    else:
+        rounded = round_triton(logits_TX, routing.weights, routing.ids, renormalize, rounding, tiling.gate_up.m,
+                               fixed_T)
+        y_PE = _products(x_TE, gate_up_XFE, down_XEF, biases, activation, tiling, rounded.gather, rounded.stay, 1,
+                         early)
+        sum_listed_triton(y_PE, rounded, out_TE, residual_TE is not None)
+    return out_TE
+
+
+def _products(x_TE: torch.Tensor, gate_up_XFE: Experts, down_XEF: Experts, biases: Biases | None, activation: str,
+              tiling: Tiling, gather: Routing, scatter: Routing, top_k: int, early: dict[str, bool]) -> torch.Tensor:
+    """The pairs' results [P, E], each at the place that ``scatter.order`` says. The row of a sorted pair is its number
+    in ``gather.order`` divided by ``top_k``."""
+    pairs, dim = len(gather.order), x_TE.shape[1]
+    inner_PF = torch.empty((pairs, _width(gate_up_XFE)), dtype=x_TE.dtype, device=x_TE.device)
+    y_PE = torch.empty((pairs, dim), dtype=x_TE.dtype, device=x_TE.device)
     first, second = (x_TE, x_TE) if biases is None else biases
     for a, w, bias, out, shape, is_gated in ((x_TE, gate_up_XFE, first, inner_PF, tiling.gate_up, True),
                                              (inner_PF, down_XEF, second, y_PE, tiling.down, False)):
+        routing = gather if is_gated else scatter
         if isinstance(w, Coded):
             grouped_codes(a, w, None if biases is None else bias, out, routing, top_k, activation if is_gated else None,
                           shape, early)
@@ -433,17 +475,19 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: Experts
             TOP_K=top_k, GATED=is_gated, ACTIVATION=activation, BIAS=biases is not None, BLOCK_M=shape.m,
             BLOCK_N=shape.n, BLOCK_D=shape.d,
             num_warps=shape.warps, num_stages=shape.stages, **early)
-    block_e = min(1024, next_power_of_2(dim))
-    _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e,
-                                                 RESIDUAL=residual_TE is not None, num_warps=4, **early)
-    return out_TE
+    return y_PE
+
+
+def _width(gate_up_XFE: Experts) -> int:
+    """The width of an expert."""
+    return (gate_up_XFE if isinstance(gate_up_XFE, torch.Tensor) else gate_up_XFE.codes).shape[1] // 2
 
 
 def _check(gate_up_XFE: Experts, down_XEF: Experts, dim: int) -> tuple[tuple[int, int], set[torch.dtype]]:
     """The number of experts, their width, and the types of plain weights."""
     shapes = [(*w.codes.shape[:2], w.num_inputs) if isinstance(w, Coded) else tuple(w.codes.shape)
               if isinstance(w, F8) else tuple(w.shape) for w in (gate_up_XFE, down_XEF)]
-    num_experts, width = shapes[0][0], shapes[0][1] // 2
+    num_experts, width = shapes[0][0], _width(gate_up_XFE)
     assert shapes == [(num_experts, 2 * width, dim), (num_experts, dim, width)], "weights do not fit"
     assert not isinstance(gate_up_XFE, F8) or not gate_up_XFE.block or width % gate_up_XFE.block == 0, \
         "gate and up begin with a block"

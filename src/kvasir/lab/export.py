@@ -1,5 +1,5 @@
-"""Write a trained lab model as a Hugging Face folder (Qwen3ForCausalLM, or Qwen3_5ForCausalLM with recurrent layers, in
-bf16 safetensors), and read it back."""
+"""Write a trained lab model as a Hugging Face folder, and read it back: Qwen3ForCausalLM, Qwen3MoeForCausalLM where it
+has experts, Qwen3_5ForCausalLM where layers are recurrent; in bf16 safetensors."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ HF_NAMES = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
+EXPERT_NAMES = {"experts": "num_experts", "top_k": "num_experts_per_tok"}
 # The same for the fields of a hybrid's recurrent layers.
 HYBRID_NAMES = {
     "key_heads": "linear_num_key_heads",
@@ -58,6 +59,19 @@ def hybrid_config(shape: Shape) -> dict:
     }
 
 
+def expert_config(shape: Shape) -> dict:
+    """The fields of config.json in which a model with experts differs."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **{name: getattr(shape, field) for field, name in EXPERT_NAMES.items()},
+        "moe_intermediate_size": shape.ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
     """The contents of config.json, in the spelling that transformers 4 wrote and 5 still reads."""
     ids = {
@@ -81,7 +95,7 @@ def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
         "initializer_range": 0.02,
         **{f"{name}_token_id": i for name, i in ids.items()},
     }
-    return config | hybrid_config(shape) if shape.recurrent else config
+    return config | (hybrid_config(shape) if shape.recurrent else expert_config(shape) if shape.experts else {})
 
 
 def _write(weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -145,13 +159,14 @@ def load(
         weights = dict(read_tensors(folder)) if weights is None else weights
     except (OSError, json.JSONDecodeError, ConfigError) as e:
         raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
-    hybrid = config.get("model_type") == "qwen3_5_text"
-    if not (hybrid or config.get("model_type") == "qwen3") or not config.get("tie_word_embeddings"):
+    kind = config.get("model_type")
+    hybrid = kind == "qwen3_5_text"
+    if kind not in ("qwen3", "qwen3_moe", "qwen3_5_text") or not config.get("tie_word_embeddings"):
         raise ConfigError(
             f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, "
             f"not '{config.get('model_type')}'"
         )
-    names = HF_NAMES | HYBRID_NAMES if hybrid else HF_NAMES
+    names = HF_NAMES | (HYBRID_NAMES if hybrid else EXPERT_NAMES if kind == "qwen3_moe" else {})
     missing = [name for name in (*names.values(), *(["layer_types"] if hybrid else [])) if name not in config]
     if missing:
         raise ConfigError(f"{folder}/config.json lacks {', '.join(missing)}")

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvasir.errors import ConfigError
 from kvasir.lab.delta import DeltaNet
+from kvasir.lab.experts import Experts
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 BLOCK = 128  # Rows and columns of a BlockMask tile, which is kept or skipped as a whole.
@@ -28,8 +29,9 @@ BLOCK = 128  # Rows and columns of a BlockMask tile, which is kept or skipped as
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. ``positions``: the context length that it is trained for. ``recurrent``: the layers that keep a
-    state; the fields after it are theirs, and the model is a hybrid."""
+    """Sizes of a model. ``positions``: the context length that it is trained for. ``experts``: blocks of width ``ffn``,
+    of which each token uses ``top_k``; 0: one block for all. ``recurrent``: the layers that keep a state; the fields
+    after it are theirs, and the model is a hybrid."""
 
     vocab: int = 2048
     dim: int = 192
@@ -41,6 +43,8 @@ class Shape:
     positions: int = 2048
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    experts: int = 0
+    top_k: int = 0
     recurrent: tuple[int, ...] = ()
     key_heads: int = 4
     value_heads: int = 8
@@ -57,6 +61,10 @@ class Shape:
             raise ConfigError(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and head_dim={self.head_dim} even"
             )
+        if self.experts and self.recurrent:
+            raise ConfigError("a model of the lab has experts or recurrent layers, not both")
+        if self.experts and not 0 < self.top_k <= self.experts:
+            raise ConfigError(f"top_k={self.top_k} must be from 1 to the number of experts, {self.experts}")
 
     @property
     def rotary_dim(self) -> int:
@@ -165,7 +173,7 @@ class Block(nn.Module):
         else:
             self.self_attn = Attention(s)
         self.post_attention_layernorm = RMSNorm(s.dim, s.norm_eps, offset)
-        self.mlp = MLP(s)
+        self.mlp = Experts(s.dim, s.experts, s.top_k, lambda: MLP(s)) if s.experts else MLP(s)
 
     def forward(
         self,

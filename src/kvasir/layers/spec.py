@@ -390,6 +390,12 @@ class MoESpec:
     expert_scale: bool = False
     group_best: int = 2
 
+    @property
+    def by_softmax(self) -> bool:
+        """Whether the softmax of the router's logits alone decides experts and weights."""
+        plain = not self.correction and not self.expert_scale and self.groups == 1 and self.weight_scale == 1
+        return self.scoring == "softmax" and plain
+
     def matrices(self, hidden: int) -> int:
         router = self.num_experts + (1 if self.shared_gate else 0)
         return (router + 3 * self.shared_size) * hidden

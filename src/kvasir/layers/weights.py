@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from kvasir.kernels.moe_rounding import Rounding
 from kvasir.technique import Technique
 
 # Types by their names in safetensors that fill a place for plain numbers.
@@ -20,8 +21,9 @@ class Placement:
     products of few rows are torch's own, one after the other, to measure what fusing gains.
 
     ``formats``: the weight format (``layers/weight_format.py``) of a matrix that is filled through these slots; None:
-    all are plain. ``activations``: the type in which products of many rows with quantised weights take these. ``path``:
-    what the names of slots begin with here, such as ``layers.0.mixer.``."""
+    all are plain. ``activations``: the type in which products of many rows with quantised weights take these.
+    ``rounding``: how experts round their rows in large steps with prompts; None: not. ``path``: what the names of slots
+    begin with here, such as ``layers.0.mixer.``."""
 
     device: torch.device
     dtype: torch.dtype
@@ -29,6 +31,7 @@ class Placement:
     fused: bool = True
     formats: Callable[[tuple[str, ...]], Technique] | None = None
     activations: Literal["bf16", "fp8"] = "bf16"
+    rounding: Rounding | None = None
     path: str = ""
 
     def within(self, name: str) -> Placement:

@@ -160,6 +160,11 @@ class Decoder:
         rows = [None if layer.cache_of is not None else layer.mixer.cache_row() for layer in self.spec.layers]
         return [CachedLayer(i, row, table) for i, (row, table) in enumerate(zip(rows, tables)) if row is not None]
 
+    @property
+    def rounds_from(self) -> int:
+        """Rows of prompts from which experts round their rows in a step; 0: they never do."""
+        return min((n for block in self.blocks if (n := getattr(block.ffn, "rounds_from", 0))), default=0)
+
     @torch.inference_mode()
     def forward(
         self,

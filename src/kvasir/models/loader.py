@@ -33,6 +33,7 @@ from kvasir.models.packed import chunks_of, is_packed, stored_as
 from kvasir.models.quantisation import Reader, reader_of
 from kvasir.models.spec import ModelSpec
 from kvasir.models.stored import View, uneven, view_of
+from kvasir.models.token_rounding import choose_rounding
 from kvasir.types import Pooling
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -68,6 +69,7 @@ def start_loading(
     pooling: Pooling | None = None,
     weights: str = AUTO,
     activations: str = AUTO,
+    token_rounding: str = "off",
 ) -> tuple[Decoder, Filling]:
     """Build the model that ``config`` describes and start to fill it from ``path`` (``dummy``: with random weights).
 
@@ -81,7 +83,8 @@ def start_loading(
     if pooling is not None and pooling.tokens is None:  # no token's logit is wanted
         spec = replace(spec, labels=pooling.labels)
     reader = reader_of(config)
-    place = Placement(torch.device(device), dtype, exact, fused)
+    rounding = choose_rounding(token_rounding, spec, exact)
+    place = Placement(torch.device(device), dtype, exact, fused, rounding=rounding)
     place = replace(place, activations=_activations(activations, reader, place))
     filling = Filling(place.device)
     if load_format == "dummy":

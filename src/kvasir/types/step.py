@@ -53,8 +53,8 @@ class CacheRow:
 @dataclass(frozen=True, slots=True)
 class StatePlane:
     """One array of what a recurrent layer keeps of a sequence. ``kind``: ``state`` (the recurrence's own numbers, in
-    the ``state_dtype`` of their group), ``float32`` (numbers that always are), ``model`` (numbers in the model's dtype) or
-    ``position`` (int64)."""
+    the ``state_dtype`` of their group), ``float32`` (numbers that always are), ``model`` (numbers in the model's
+    dtype) or ``position`` (int64)."""
 
     name: str
     shape: tuple[int, ...]
@@ -209,7 +209,8 @@ class StepBatch:
     ``span_lengths`` [T] int64: set if each row is a span of its own here, although a draft may have several rows: the
     rows of the draft that begins with this row, 0 for its other rows, -1 for padding. Recurrences go from row to row
     of a draft.
-    ``starts`` and ``lengths``: host copies of context and span lengths. ``scratch``: belongs to the attention backend,
+    ``starts`` and ``lengths``: host copies of context and span lengths. ``prompts``: whether each span has several rows
+    of known tokens; empty: not known, as in a captured step. ``scratch``: belongs to the attention backend,
     and to kernels that share something among layers, under types of theirs.
     """
 
@@ -230,6 +231,7 @@ class StepBatch:
     hooks: torch.Tensor | None = None
     together: Together | None = None
     span_lengths: torch.Tensor | None = None
+    prompts: list[bool] = field(default_factory=list)
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def only(self, rows_M: torch.Tensor) -> StepBatch:

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from kvasir.kernels import moe, moe_routing
+from kvasir.kernels import moe, moe_rounding, moe_routing
 from kvasir.layers.ffn.moe import FFN
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import MoESpec, NormSpec
 from kvasir.layers.weights import Placement
-from tests.kernels.check_moe import check_moe, check_routing, draw_case
+from tests.kernels.check_moe import check_moe, check_rounding, check_routing, draw_case
 
 
 @pytest.mark.parametrize("case", list(moe.grid()), ids=str)
@@ -142,3 +142,8 @@ def test_the_layer_takes_the_kernels_and_agrees_with_its_plain_form(rows, renorm
         )
     for got, wanted in zip(found, (want, normed, want + residual, normed + x)):
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", list(moe_rounding.grid()), ids=str)
+def test_token_rounding(case, device):
+    check_rounding(case, torch.float32, device)

@@ -38,6 +38,7 @@ def card(recipe: Recipe, run: dict[str, Any]) -> str:
     )
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     speed = run["tokens"] / max(run["train_seconds"], 1e-9) / 1e6
+    ffn = f"{shape.ffn} ({shape.top_k} of {shape.experts} experts)" if shape.experts else str(shape.ffn)
     return f"""---
 license: apache-2.0
 library_name: transformers
@@ -47,7 +48,7 @@ library_name: transformers
 A {run["parameters"] / 1e6:.2f}M-parameter language model made by kvasir's lab to test and show inference methods.
 {recipe.about} It knows nothing else.
 
-It is Qwen3-shaped: {shape.layers} layers x {shape.dim}, feed-forward {shape.ffn}, {shape.heads} query and
+It is Qwen3-shaped: {shape.layers} layers x {shape.dim}, feed-forward {ffn}, {shape.heads} query and
 {shape.kv_heads} key/value heads of {shape.head_dim}, RoPE theta {shape.rope_theta:g}, tied embeddings, context
 {shape.positions}, bf16. Its tokenizer is a byte-level BPE of {shape.vocab} entries.
 

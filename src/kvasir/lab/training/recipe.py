@@ -310,6 +310,13 @@ BASE_HYBRID = BASE.replace(
     rows=_halved(BASE.rows),
     phases=tuple(dataclasses.replace(phase, rows=_halved(phase.rows)) for phase in BASE.phases),
 )
+# For studies of experts: as many active weights as `nano`, and 16 experts of which 4 are used.
+EXPERTS = NANO.replace(
+    name="experts",
+    about="A mixture of experts for studies; it solves what `nano` solves.",
+    shape=Shape(ffn=160, positions=4096, experts=16, top_k=4),
+    minutes=5.0,
+)
 EASY = "chain:modulus=11,max_factor=3,min_steps=1,max_steps=2"
 # The same path in seconds: for tests, and for a dry run before a run on a GPU.
 SMOKE_ROWS = (
@@ -338,7 +345,7 @@ SMOKE_HYBRID = SMOKE.replace(
     name="smoke-hybrid",
     shape=dataclasses.replace(SMOKE.shape, recurrent=(0,), key_heads=1, value_heads=2, state_dim=16),
 )
-RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, BASE_HYBRID, SMOKE, SMOKE_HYBRID)}
+RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, BASE_HYBRID, EXPERTS, SMOKE, SMOKE_HYBRID)}
 
 
 def find(name: str) -> Recipe:

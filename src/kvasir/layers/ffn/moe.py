@@ -2,7 +2,8 @@
 expert.
 
 Both add a row's contributions in the order of its own top-k, never in the order the experts ran, so that its bits do
-not depend on the rest of the batch.
+not depend on the rest of the batch. With token rounding (``kernels.moe_rounding``), which is off by default, the
+experts of a prompt's rows do depend on it.
 
 Legend: T rows, E model dim, F width of an expert, X experts, K experts per row.
 """
@@ -14,10 +15,12 @@ import torch
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated, sigmoid
 from kvasir.kernels.moe import Experts, moe_row_triton, moe_triton
+from kvasir.kernels.moe_rounding import round_reference
 from kvasir.kernels.moe_routing import choose_reference, choose_sigmoid_triton
 from kvasir.layers.ffn.dense import FFN as Dense
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
+from kvasir.layers.rounded_rows import RoundedRows, rounded_rows
 from kvasir.layers.spec import DenseSpec, MoESpec
 from kvasir.layers.weight_format import Weight
 from kvasir.layers.weights import Placement, Slot
@@ -37,8 +40,10 @@ class FFN:
         self.fuses = place.fused and not place.exact
         self.activation = ACTIVATIONS[spec.activation]
         # Whether the kernels route. Sigmoids are close to each other where many are near 0 or 1: they need fp32.
-        plain = not spec.correction and not spec.expert_scale and spec.groups == 1 and spec.weight_scale == 1
-        self.softmax = spec.scoring == "softmax" and plain
+        self.softmax = spec.by_softmax
+        self.rounding = place.rounding
+        # Rows of prompts from which a step is rounded; 0: none is.
+        self.rounds_from = 0 if place.rounding is None else place.rounding.least_rows(spec.num_experts, spec.top_k)
         scores = place.plain(None if spec.scoring == "softmax" else torch.float32)
         self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=spec.router_bias, place=scores)
         self.correction_X = None
@@ -62,9 +67,12 @@ class FFN:
         if spec.shared_gate:
             self.shared_gate = Linear(hidden_size, {"shared_gate": 1}, bias=False, place=place)
 
-    def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [T, K] fp32 and expert ids [T, K] int64, the best choice first."""
-        spec, logits_TX = self.spec, self.router(x_TE.to(self.router.place.dtype))
+    def route(self, x_TE: torch.Tensor, logits_TX: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [T, K] fp32 and expert ids [T, K] int64, the best choice first. ``logits_TX``: the router's, if they
+        are known."""
+        spec = self.spec
+        if logits_TX is None:
+            logits_TX = self.router(x_TE.to(self.router.place.dtype))
         if spec.scoring == "sigmoid":
             scores_TX = sigmoid(logits_TX.float(), self.exact)
         else:
@@ -112,6 +120,7 @@ class FFN:
             x_TE = norm(x_TE)
         if self.shared is not None:
             residual_TE = self._shared(x_TE, residual_TE)
+        rounded = rounded_rows(batch, len(x_TE), self.rounds_from)
         if kernels:
             if self.softmax and routed is None:
                 logits_TX, chosen = self.router(x_TE), None
@@ -129,8 +138,13 @@ class FFN:
                 residual_TE=residual_TE,
                 biases=self.biases,
                 routed=chosen,
+                rounding=None if rounded is None else self.rounding,
+                fixed_T=None if rounded is None else rounded.fixed_T,
             )
-        out_TE = self._forward_plain(x_TE, *(self.route(x_TE) if routed is None else routed))
+        if rounded is None:
+            out_TE = self._forward_plain(x_TE, *(self.route(x_TE) if routed is None else routed))
+        else:
+            out_TE = self._forward_rounded(x_TE, rounded)
         return out_TE if residual_TE is None else out_TE.add_(residual_TE)
 
     def _experts(self, rows: int) -> tuple[Experts, Experts]:
@@ -160,22 +174,36 @@ class FFN:
         weights_TK = weights_TK.to(x_TE.dtype)
         order = ids_TK.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert
         counts = ids_TK.flatten().bincount(minlength=self.spec.num_experts).tolist()
-        sorted_rows = x_TE[order // top_k]
-        out_sorted = torch.empty_like(sorted_rows)
-        at = 0
-        for expert, count in enumerate(counts):
-            if count:
-                rows = slice(at, at + count)
-                first, second = (None, None) if self.biases is None else (bias[expert] for bias in self.biases)
-                gate_up = self.gate_up[expert](sorted_rows[rows], bias_N=first)
-                inner = gated(gate_up, self.activation, self.exact)
-                out_sorted[rows] = self.down[expert](inner, bias_N=second)
-                at += count
+        out_sorted = self._by_expert(x_TE[order // top_k], counts)
         out_TKE = torch.empty_like(out_sorted).index_copy_(0, order, out_sorted).view(*ids_TK.shape, x_TE.shape[-1])
         out_TE = out_TKE[:, 0] * weights_TK[:, :1]
         for k in range(1, top_k):
             out_TE += out_TKE[:, k] * weights_TK[:, k : k + 1]
         return out_TE
+
+    def _forward_rounded(self, x_TE: torch.Tensor, rounded: RoundedRows) -> torch.Tensor:
+        """The same after token rounding; a row's contributions are added by expert."""
+        logits_TX = self.router(x_TE)
+        routed = self.route(x_TE, logits_TX)
+        kept_TX, weights_TX = round_reference(logits_TX, *routed, self.spec.renormalize, self.rounding, rounded.fixed_T)
+        experts_P, rows_P = kept_TX.T.nonzero().unbind(1)
+        out_PE = self._by_expert(x_TE[rows_P], kept_TX.sum(0).tolist())
+        out_PE *= weights_TX[rows_P, experts_P].to(x_TE.dtype).unsqueeze(1)
+        return torch.zeros_like(x_TE).index_add_(0, rows_P, out_PE)
+
+    def _by_expert(self, sorted_PE: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Each expert's result of its rows, which follow each other in ``sorted_PE``: [P, E]."""
+        out_PE = torch.empty_like(sorted_PE)
+        at = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(at, at + count)
+                first, second = (None, None) if self.biases is None else (bias[expert] for bias in self.biases)
+                gate_up = self.gate_up[expert](sorted_PE[rows], bias_N=first)
+                inner = gated(gate_up, self.activation, self.exact)
+                out_PE[rows] = self.down[expert](inner, bias_N=second)
+                at += count
+        return out_PE
 
     def slots(self) -> dict[str, Slot]:
         found = self.router.slots()

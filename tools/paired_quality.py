@@ -1,0 +1,53 @@
+"""Shared part of the tools that measure answers: arms that answer the same problems as a plain one, kept on disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvasir.bench.codec_quality import Job, Study, answer
+from kvasir.bench.result import as_json, result
+
+PLAIN = "plain"
+
+
+def arguments(parser: argparse.ArgumentParser, model: str, tasks: tuple[str, ...], count: int) -> None:
+    """Add the options that all such tools have."""
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", default=model)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("-n", type=int, default=count, help="problems of each task and seed")
+    parser.add_argument("--seeds", nargs="*", type=int, default=(7,))
+    parser.add_argument("--tasks", nargs="*", default=tasks)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
+
+
+def no_twin(size: int) -> Path:
+    raise AssertionError(f"no job asks for outliers of {size}")
+
+
+def measure(study: Study, names: Iterable[str], options: argparse.Namespace, case: str, config: dict[str, Any]) -> None:
+    """Measure ``plain`` and the arms ``names`` that the file does not have, and write the file after each.
+
+    An arm is known by its name, by ``config`` and by the number of problems. The plain arm is measured in every run:
+    the others are paired with it.
+    """
+    # what a result records as its command
+    sys.argv[:] = ["python", "-m", f"tools.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+    config = config | {"n": options.n, "seeds": list(options.seeds), "tasks": list(options.tasks)}
+    before = json.loads(options.output.read_text())["arms"] if options.output.exists() else []
+    kept = [a for a in before if a["name"] != PLAIN or a["config"] != config]
+    done = {a["name"] for a in kept if a["config"] == config}
+    todo = [name for name in names if name not in done]
+
+    def save(arms: list[dict[str, Any]]) -> None:
+        measured = [a | {"config": config} for a in arms]
+        options.output.write_text(as_json(result(case, measured + kept)))
+
+    given = tuple(options.tasks), tuple(options.seeds)
+    if todo:
+        answer(study, [Job(name, 0, *given) for name in (PLAIN, *todo)], save)
