@@ -159,7 +159,9 @@ class Engines:
             await endpoint.close()
 
 
-async def cell(spec: str, endpoints: list[EngineEndpoint], task: Any, drawn: list, seed: int) -> dict[str, Any]:
+async def cell(
+    spec: str, endpoints: list[EngineEndpoint], task: Any, drawn: list, seed: int, max_tokens: int = MAX_TOKENS
+) -> dict[str, Any]:
     """One arm on one seed's problems: right [N] as 0 and 1, MFLOP [N], and sums."""
     for endpoint in endpoints:
         endpoint.forget()
@@ -170,7 +172,7 @@ async def cell(spec: str, endpoints: list[EngineEndpoint], task: Any, drawn: lis
         endpoints,
         seed=seed,
         name=spec,
-        sampling=Sampling(MAX_TOKENS),
+        sampling=Sampling(max_tokens),
         at_once=AT_ONCE,
     )
     spent = [costs(s.ledger.total())["flops"] for s in done.solved]

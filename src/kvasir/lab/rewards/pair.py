@@ -207,6 +207,18 @@ def gradient(model: Model, found: Rollouts, weight: float) -> None:
             losses(model, batch.ids.to(device), None, weights.to(device), chosen=places)[0].backward()
 
 
+@torch.no_grad()
+def likelihoods(model: Model, found: Rollouts) -> list[float]:
+    """Log-probability of every reply in nats, its end mark included."""
+    device = model.model.embed_tokens.weight.device
+    told = []
+    for prompt, reply in zip(found.prompts, found.replies, strict=True):
+        ids = torch.tensor([[*prompt, *reply]], device=device)
+        places = torch.arange(len(prompt), ids.shape[1], device=device)
+        told.append(-float(losses(model, ids, None, torch.ones_like(ids), chosen=places)[0]))
+    return told
+
+
 def fit(model: Model, tokenizer: Tokenizer, plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Train ``model`` in place. Returns rewards and shares of groups that teach something, every LOOK steps."""
     model.train().requires_grad_(True)
@@ -235,9 +247,10 @@ def fit(model: Model, tokenizer: Tokenizer, plan: Plan, say: Callable[[str], Non
         optimizer.zero_grad(set_to_none=True)
         seen.append([part for told in (written, judged) for part in _told(told)])
         if (step + 1) % LOOK == 0 or step + 1 == plan.steps:
-            names = ("right", "taught", "judged", "judged_taught")
-            means = np.nanmean(np.array(seen, float), 0) if judged or plan.judge != "none" else np.mean(seen, 0)
-            now = {"step": step + 1} | {k: round(float(v), 4) for k, v in zip(names, means, strict=True) if v == v}
+            now: dict[str, Any] = {"step": step + 1}
+            for name, values in zip(("right", "taught", "judged", "judged_taught"), zip(*seen)):
+                if known := [value for value in values if value is not None]:
+                    now[name] = round(float(np.mean(known)), 4)
             history.append(now)
             seen.clear()
             say(f"  {', '.join(f'{k} {v}' for k, v in now.items())}, {time.monotonic() - began:.0f} s")
@@ -245,10 +258,10 @@ def fit(model: Model, tokenizer: Tokenizer, plan: Plan, say: Callable[[str], Non
     return history
 
 
-def _told(found: Rollouts | None) -> tuple[float, float]:
-    """Mean reward, and share of replies whose group's rewards differ; NaN where nothing was sampled."""
+def _told(found: Rollouts | None) -> tuple[float, float] | tuple[None, None]:
+    """Mean reward, and share of replies whose group's rewards differ; None where nothing was sampled."""
     if found is None or not len(found.reward):
-        return math.nan, math.nan
+        return None, None
     return float(found.reward.mean()), float((found.advantages() != 0).mean())
 
 
