@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from kvasir.bench.result import arm, finish, result
+from kvasir.bench.result import arm, as_json, result
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
@@ -184,7 +184,7 @@ def store(cells: dict[str, dict[tuple, dict]], options: argparse.Namespace, left
     outcome["cells"] = {"done": sum(map(len, cells.values())), "left": left}
     if worst is not None and math.isfinite(worst):
         outcome["parity"] = {"nats_a_token": worst}
-    finish(outcome, options.output)
+    options.output.write_text(as_json(outcome))
 
 
 def main(given: list[str] | None = None) -> int:

@@ -177,6 +177,7 @@ def self_eval(
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of 512 tokens.")] = 32,
     replies: OwnReplies = None,
     held_out: HeldOut = 1024,
+    digits: Annotated[bool, typer.Option("--digits", help="Learn to rate steps from 0 to 9, too.")] = False,
     device: Device = None,
     seed: Seed = 0,
 ) -> None:
@@ -187,7 +188,8 @@ def self_eval(
     check_output(out / "config.json", make=True)
     place = device or default_device()
     count = replies or REPLIES.get(place.split(":")[0], REPLIES["cpu"])
-    train(Plan(task, rank, steps, rows, count, held_out=held_out, seed=seed), target, out, device=place)
+    plan = Plan(task, rank, steps, rows, count, held_out=held_out, seed=seed, digits=digits)
+    train(plan, target, out, device=place)
 
 
 @app.command("pair_rl")
