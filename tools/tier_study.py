@@ -46,11 +46,15 @@ from kvasir.scaling.strategy import load_strategy
 from tools.reward_study import Engines
 from tools.widen_checkpoint import SIZES, widen
 
-TASKS = {"countdown": "countdown:min_numbers=4", "path": "path", "state": "state:min_steps=14,min_every=4"}
-STEPPED = ("countdown", "state")  # Tasks whose replies have steps; path's are one line.
+TASKS = {
+    "chain": "chain:modulus=499,max_factor=30,max_steps=10",  # nano does most steps and few chains
+    "countdown": "countdown:min_numbers=4",
+    "path": "path",
+}
+STEPPED = ("chain", "countdown")  # Tasks whose replies have steps; path's are one line.
 AT_ONCE = 256  # Problems at once in the quality part.
 TIMED = (1, 16)  # Problems at once in the timed part.
-MAX_TOKENS = 160
+MAX_TOKENS = 256
 SMALL, LARGE = "nano", "base"
 QUALITY = "quality"
 
