@@ -2,8 +2,8 @@
 
     python -m tools.tier_study OUT.json [--minutes 9] [--problems 1000] [--seeds 3] [--tasks countdown] [--parts timed]
 
-``nano`` is the small model and ``base`` the large one. What is missing is trained first: ``rater`` (base, taught to
-rate its steps with a digit and with Yes or No), and for each task ``easy`` (nano's reward model, the router's
+``nano`` is the small model and ``base`` the large one. What is missing is trained first, for each task: ``rater``
+(base, taught to rate its steps with a digit and with Yes or No) and ``easy`` (nano's reward model, the router's
 classifier). There are two parts:
 
 - quality: every arm answers the same problems, hundreds at once. A cell has accuracy and the tokens of each model.
@@ -61,8 +61,8 @@ QUALITY = "quality"
 
 @dataclass(frozen=True)
 class Arm:
-    """A strategy. ``large``: the large model. ``timed``: in the timed part, too. ``routes``: its control is the mean of
-    both models with its own shares."""
+    """A strategy. ``large``: the large model, base or the task's rater. ``timed``: in the timed part, too. ``routes``:
+    its control is the mean of both models with its own shares."""
 
     spec: str
     large: str = LARGE
@@ -71,7 +71,8 @@ class Arm:
 
     def models(self, task: str) -> list[str]:
         """The engines that it needs, the small model first."""
-        return [SMALL, self.large, *([f"easy-{task}"] if "prm=easy" in self.spec else [])]
+        large = self.large if self.large == LARGE else f"{self.large}-{task}"
+        return [SMALL, large, *([f"easy-{task}"] if "prm=easy" in self.spec else [])]
 
     @property
     def name(self) -> str:
@@ -85,7 +86,7 @@ def arms(task: str) -> list[Arm]:
         found += [Arm("specreason:threshold=0.7", timed=True)]
         found += [Arm(f"specreason:threshold=0.7,score={how}", "rater", timed=True) for how in ("digit", "mean", "yes")]
         found += [Arm("specreason:threshold=0.3,score=mean", "rater", timed=True)]
-        found += [Arm("majority:n=1,model=rater", "rater")]
+        found += [Arm("majority:n=1", "rater")]
     found += [Arm(f"cost_router:prm=easy,threshold={t}", routes=True) for t in (0.5, 0.3, 0.7)]
     found += [Arm("cost_router:by=random,share=0.5", routes=True)]
     found += [Arm(f"cascade:n={n},agree={m},last=1") for n, m in ((2, 2), (4, 3), (4, 2))]
@@ -105,9 +106,10 @@ def arms(task: str) -> list[Arm]:
 
 def train(name: str, folder: Path, options: argparse.Namespace, device: str) -> None:
     """Train what is called ``name`` into ``folder``."""
-    if name == "rater":
+    kind, _, task = name.partition("-")
+    if kind == "rater":
         plan = self_evaluation.Plan(
-            TASKS[options.tasks[0]],
+            TASKS[task],
             replies=options.replies or self_evaluation.REPLIES[device],
             steps=options.steps,
             held_out=options.held_out,
@@ -117,24 +119,20 @@ def train(name: str, folder: Path, options: argparse.Namespace, device: str) -> 
             plan = self_evaluation.Plan(**{**vars(plan), "rows": 2})
         self_evaluation.train(plan, LARGE, folder, device=device)
     else:
-        kind = score.Plan(
-            TASKS[name.removeprefix("easy-")],
-            replies=options.replies or 32768,
-            held_out=options.held_out,
-            epochs=2.0,
-        )
-        score.train(kind, SMALL, folder, device=device)
+        classifier = score.Plan(TASKS[task], replies=options.replies or 32768, held_out=options.held_out)
+        score.train(classifier, SMALL, folder, device=device)
     if device == "cuda":
         torch.cuda.empty_cache()  # the engines are other processes
 
 
-def widened(models: dict[str, str], scratch: Path, device: str) -> dict[str, str]:
-    """The models at the cost of large ones: nano as 1B, and base and the rater as 8B. They are made if missing."""
+def widened(models: dict[str, str], task: str, scratch: Path, device: str) -> dict[str, str]:
+    """The models of a task at the cost of large ones: nano as 1B, and base and the rater as 8B. They are made if
+    missing."""
     found = dict(models)
-    for name, size in ((SMALL, "1b"), (LARGE, "8b"), ("rater", "8b")):
+    for name, size in ((SMALL, "1b"), (LARGE, "8b"), (f"rater-{task}", "8b")):
         out = scratch / f"{name}-{size}"
         if not (out / "model.safetensors.index.json").exists():
-            like = scratch / f"{LARGE}-8b" if name == "rater" else None
+            like = scratch / f"{LARGE}-8b" if name.startswith("rater") else None
             widen(checkpoint.resolve(models[name]), out, SIZES[size], like=like, device=device)
         found[name] = str(out)
     return found
@@ -310,7 +308,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--timed", type=int, default=48, help="problems of a timed cell; four times as many at 16")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--tasks", default=",".join(TASKS), help="the rater learns the first one")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"comma-separated: {', '.join(TASKS)}")
     parser.add_argument("--parts", default="timed,quality")
     parser.add_argument("--own", action="store_true", help="time the models at their own cost")
     parser.add_argument("--steps", type=int, default=300)
@@ -328,17 +326,19 @@ def main(given: list[str] | None = None) -> int:
     home = options.output.with_suffix(".models")
     home.mkdir(parents=True, exist_ok=True)
     cells, left, cost = load_cells(options.output.with_suffix(".cells.jsonl")), 0, "own" if options.own else "8b"
-    models = {SMALL: SMALL, LARGE: LARGE, "rater": str(home / "rater")}
-    models |= {f"easy-{name}": str(home / f"easy-{name}") for name in options.tasks}
-    for name, folder in models.items():
-        needed = name == "rater" or (name.startswith("easy") and QUALITY in options.parts)
-        if needed and not (Path(folder) / "reward.json").exists():
-            train(name, Path(folder), options, device)
-    for kind in options.parts.split(","):
+    made = [f"rater-{name}" for name in options.tasks if name in STEPPED]
+    made += [f"easy-{name}" for name in options.tasks if QUALITY in options.parts]
+    models = {SMALL: SMALL, LARGE: LARGE} | {name: str(home / name) for name in made}
+    for name in made:
+        if not (home / name / "reward.json").exists():
+            if time.monotonic() > end:
+                print(f"{name} is not trained yet; run the same command again")
+                return 0
+            train(name, home / name, options, device)
+    for kind, name in ((kind, name) for kind in options.parts.split(",") for name in options.tasks):
         parts = [QUALITY] if kind == QUALITY else [f"{cost}@{n}" for n in TIMED]
         wanted = [
             (part, name, seed, one)
-            for name in options.tasks
             for one in arms(name)
             for seed in range(options.seeds)
             for part in parts
@@ -348,9 +348,9 @@ def main(given: list[str] | None = None) -> int:
             left += len(wanted)
             continue
         wide = kind != QUALITY and not options.own
-        engines = Engines(widened(models, options.scratch, device) if wide else models, device)
-        if wide:
-            engines.memory = {SMALL: 0.1, LARGE: 0.3, "rater": 0.3}
+        engines = Engines(widened(models, name, options.scratch, device) if wide else models, device)
+        if wide:  # shares of what is free when an engine starts
+            engines.memory = {SMALL: 0.1, LARGE: 0.4, f"rater-{name}": 0.5}
         left += asyncio.run(run(cells, wanted, engines, options, end))
     store(cells, options, left)
     print(f"{left} cells left" + ("; run the same command again" if left else ""))
