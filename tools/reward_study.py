@@ -136,17 +136,22 @@ def train(name: str, folder: Path, options: argparse.Namespace, device: str) -> 
 
 
 class Engines:
-    """The engines of a run, started when they are first asked for."""
+    """The engines of a run, started when they are first asked for.
+
+    ``memory``: shares of the GPU's memory by name, where 0.12 is not enough. ``warm``: what a caller has warmed up.
+    """
 
     def __init__(self, models: dict[str, str], device: str) -> None:
         self.models, self.device = models, device
         self.started: dict[str, EngineEndpoint] = {}
+        self.memory: dict[str, float] = {}
+        self.warm: set[tuple[str, str]] = set()
 
     async def __call__(self, names: Sequence[str]) -> list[EngineEndpoint]:
         """Endpoints called ``names``, in that order."""
         for name in names:
             if name not in self.started:
-                own: dict[str, Any] = {"gpu_memory_utilization": 0.12, "max_num_seqs": 1024}
+                own: dict[str, Any] = {"gpu_memory_utilization": self.memory.get(name, 0.12), "max_num_seqs": 1024}
                 if self.device == "cpu":
                     own = {"device": "cpu"}
                 config = EngineConfig.of(model=self.models[name], max_model_len=1024, **own)
@@ -159,7 +164,9 @@ class Engines:
             await endpoint.close()
 
 
-async def cell(spec: str, endpoints: list[EngineEndpoint], task: Any, drawn: list, seed: int) -> dict[str, Any]:
+async def cell(
+    spec: str, endpoints: list[EngineEndpoint], task: Any, drawn: list, seed: int, max_tokens: int = MAX_TOKENS
+) -> dict[str, Any]:
     """One arm on one seed's problems: right [N] as 0 and 1, MFLOP [N], and sums."""
     for endpoint in endpoints:
         endpoint.forget()
@@ -170,7 +177,7 @@ async def cell(spec: str, endpoints: list[EngineEndpoint], task: Any, drawn: lis
         endpoints,
         seed=seed,
         name=spec,
-        sampling=Sampling(MAX_TOKENS),
+        sampling=Sampling(max_tokens),
         at_once=AT_ONCE,
     )
     spent = [costs(s.ledger.total())["flops"] for s in done.solved]

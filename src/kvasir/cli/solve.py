@@ -53,7 +53,9 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
     job = dataclasses.replace(job, rewards=missing_rewards(job, strategies.values()))
     endpoints = build_endpoints(job, config)
     if job.pool and not all(e.caps.writes for e in endpoints):
-        raise ConfigError("a pool holds replies, which no reward model scores: leave out --pool, or prm= and its model")
+        raise ConfigError(
+            "a pool holds replies, which neither a reward model nor a judge reads: leave out --pool, or prm= and judge="
+        )
     for strategy in strategies.values():
         strategy.check(endpoints, problems[0].prompts)
     sampling = Sampling(job.max_tokens or _room(endpoints, task, drawn), job.temperature)

@@ -31,8 +31,8 @@ class Job:
     ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (replicas joined by commas), cheapest first.
     ``prices``: by model. ``minutes``: no further strategy starts after this time. ``pool``: draw this many replies per
     problem once and deal them out to every strategy, ``resamples`` times in another order; ``pool_file`` keeps them.
-    ``replicas``: engines of each model of this host. ``rewards``: reward models that strategies name and ``models``
-    does not hold: folders, or names.
+    ``replicas``: engines of each model of this host. ``rewards``: reward models and judges that strategies name and
+    ``models`` does not hold: folders, or names. They write no solutions.
     """
 
     strategies: tuple[str, ...]
@@ -123,7 +123,7 @@ def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
 
 
 def missing_rewards(job: Job, strategies: Iterable[Strategy]) -> tuple[str, ...]:
-    """The reward models that ``strategies`` ask and that no ``--model`` is named as."""
+    """The reward models and judges that ``strategies`` ask and that no ``--model`` is named as."""
     names = {short(model) for model in job.models}
     return tuple(dict.fromkeys(r for strategy in strategies for r in strategy.rewards() if short(r) not in names))
 
@@ -205,6 +205,8 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
                     replicas=job.replicas,
                 )
             )
+    for endpoint in found[len(job.models) :]:
+        endpoint.caps = dataclasses.replace(endpoint.caps, writes=False)
     return found
 
 

@@ -177,6 +177,7 @@ def self_eval(
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of 512 tokens.")] = 32,
     replies: OwnReplies = None,
     held_out: HeldOut = 1024,
+    digits: Annotated[bool, typer.Option("--digits", help="Learn to rate steps from 0 to 9, too.")] = False,
     device: Device = None,
     seed: Seed = 0,
 ) -> None:
@@ -187,7 +188,34 @@ def self_eval(
     check_output(out / "config.json", make=True)
     place = device or default_device()
     count = replies or REPLIES.get(place.split(":")[0], REPLIES["cpu"])
-    train(Plan(task, rank, steps, rows, count, held_out=held_out, seed=seed), target, out, device=place)
+    plan = Plan(task, rank, steps, rows, count, held_out=held_out, seed=seed, digits=digits)
+    train(plan, target, out, device=place)
+
+
+@app.command("pair_rl")
+def pair_rl(
+    out: Annotated[Path, typer.Option(help="Folder to write, for v1 and other strategies to take as judge=FOLDER.")],
+    target: Annotated[str, typer.Option(help="Base model: a lab checkpoint, by folder or name.")] = "base",
+    task: Annotated[list[str] | None, typer.Option(help="Task, with dials; repeat it to train on several.")] = None,
+    judge: Annotated[str, typer.Option(help="What is judged: pair, one (single replies), or none.")] = "pair",
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 100,
+    problems: Annotated[
+        int | None, typer.Option(min=1, help="Problems of a step; default: 96 on a GPU, 4 on a CPU.")
+    ] = None,
+    group: Annotated[int, typer.Option(min=2, help="Replies to a problem, and judgements of a pair.")] = 8,
+    held_out: Annotated[int, typer.Option(min=8, help="Problems of each task to measure on.")] = 256,
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Train a model by reinforcement to solve problems and to judge pairs of its own solutions (V1-PairRL)."""
+    from kvasir.lab.drafters.training import default_device
+    from kvasir.lab.rewards.pair import PROBLEMS, Plan, train
+
+    check_output(out / "config.json", make=True)
+    place = device or default_device()
+    count = problems or PROBLEMS.get(place.split(":")[0], PROBLEMS["cpu"])
+    plan = Plan(tuple(task or ("countdown",)), judge, steps, count, group, held_out=held_out, seed=seed)  # type: ignore[arg-type]
+    train(plan, target, out, device=place)
 
 
 @app.command()

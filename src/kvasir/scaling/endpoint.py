@@ -43,7 +43,8 @@ class Caps:
     ``tokens``: token ids go in and out, so a reply can be continued, forked and cut (`Seq`). ``logprobs``: confidence
     of generated tokens. ``score``: confidence of any text. ``choose``: a distribution over given next tokens. ``fork``:
     n samples compute the prompt once. ``schema`` and ``bound``: what a `Shape` asks for. ``reward``: its scores are
-    those of a reward model (`Score.reward`). ``writes``: it writes replies, which a reward model does not.
+    those of a reward model (`Score.reward`). ``writes``: it writes solutions, which neither a reward model does nor a
+    model that a run has for its judgement alone.
     """
 
     tokens: bool = False

@@ -58,9 +58,8 @@ class Strategy(Technique, abc.ABC):
         return chosen
 
     def rewards(self) -> list[str]:
-        """The reward models that it asks, by name or folder."""
-        name = getattr(self.config, "prm", "")
-        return [name] if name else []
+        """The reward models and judges that it asks, by name or folder."""
+        return [name for name in (getattr(self.config, "prm", ""), getattr(self.config, "judge", "")) if name]
 
     def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
         """Refuse before the first call what cannot work. Raises ConfigError."""

@@ -4,6 +4,9 @@ A lab model learns to answer its question about its own reply, whole or unfinish
 again would do no better. It learns from its own replies to a task, whose labels (``restart``) come from the other
 replies to the same problem, and stays the model that writes: a LoRA, merged. The paper fine-tunes all weights; its
 wording of the question is not public, and ours is that of the form ``self_evaluate``.
+
+With ``digits`` it also learns to rate the last step of a beginning from 0 to 9, as the judge of SpecReason does (arXiv
+2504.07891). The digit stands for the share of right replies among fresh continuations.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from kvasir.lab.sample import serving_copy
 from kvasir.lab.task import Documents, encode
 from kvasir.lab.training.data import OWN
 from kvasir.models import checkpoint
+from kvasir.scaling.problem import Problem as Asked
+from kvasir.scaling.problem import Prompts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,7 +47,8 @@ NAME = OWN + FORM
 
 @dataclass(frozen=True)
 class Plan:
-    """A training run. ``replies``: to learn from, ``each`` of a problem. ``rows``: of a batch, of 512 tokens."""
+    """A training run. ``replies``: to learn from, ``each`` of a problem. ``rows``: of a batch, of 512 tokens.
+    ``digits``: learn to rate steps as well."""
 
     task: str = "countdown"
     rank: int = 16
@@ -53,6 +59,20 @@ class Plan:
     held_out: int = 1024
     seed: int = 0
     length: int = 512
+    digits: bool = False
+
+
+def ratings(beginnings: Beginnings, tokenizer: Tokenizer) -> Documents:
+    """One request to rate the last step for each line's end, answered with the digit of its label."""
+    replies, cases = beginnings.replies, []
+    for i, begin in enumerate(replies.texts.bounds[:-1]):
+        problem = Asked("p", replies.problems[replies.problem_of[i]].messages)
+        for place in replies.lines[i].tolist():
+            digit = str(round(9 * float(beginnings.label[begin + place])))
+            asked = Prompts().rate_step(problem, replies.written(tokenizer, i, place))
+            pieces = segments([*map(dict, asked), {"role": "assistant", "content": digit}])
+            cases.append([(text, learnt and n == len(pieces) - 2) for n, (text, learnt) in enumerate(pieces)][:-1])
+    return encode(tokenizer, cases)
 
 
 def documents(beginnings: Beginnings, tokenizer: Tokenizer, seed: int) -> Documents:
@@ -79,6 +99,9 @@ def train(
     replies = sample_replies(model, tokenizer, plan.task, plan.replies, plan.each, "train", plan.seed, say)
     held: Replies = sample_replies(model, tokenizer, plan.task, plan.held_out, 4, "validation", plan.seed, say)
     made = documents(label(replies, "restart", model, tokenizer), tokenizer, plan.seed)
+    if plan.digits:
+        rated = label(replies, "rollouts", model, tokenizer, seed=plan.seed, say=say)
+        made = Documents.join([made, ratings(rated, tokenizer)])
     how = training.Plan(
         "lora", NAME, rank=plan.rank, steps=plan.steps, rows=plan.rows, length=plan.length, seed=plan.seed
     )

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvasir.scaling.endpoint import Sample
+from kvasir.errors import ConfigError
+from kvasir.scaling.endpoint import Endpoint, Sample, find
 from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
@@ -21,9 +23,9 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, res
 class Config:
     """Options of the tournament.
 
-    ``calls``: judge calls for each contestant. ``judge``: the model that judges ("" is the writer). ``window``: how
-    many ranks ahead a reply looks for an opponent. ``distinct``: replies with the same answer enter as one, the surest
-    of them.
+    ``calls``: judge calls for each contestant. ``judge``: the model that judges, by name or folder ("" is the writer;
+    ``kvasir train pair_rl`` trains one). ``window``: how many ranks ahead a reply looks for an opponent. ``distinct``:
+    replies with the same answer enter as one, the surest of them.
     """
 
     N: int = 16
@@ -138,6 +140,15 @@ def swiss(table: Table, window: int) -> list[tuple[int, int]]:
 
 
 class V1(Strategy):
+    def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
+        super().check(all_, prompts)
+        judge = self.config.judge
+        if judge and find(all_, judge).caps.reward:
+            raise ConfigError(
+                f"v1:judge={judge}: that model gives scores and writes no ratings; 'kvasir train pair_rl' makes a "
+                f"judge of pairs, and best_of_n:by=prm,prm={judge} takes a reward model"
+            )
+
     async def run(self, context: Context, problem: Problem) -> Result:
         c = self.config
         samples = await context.sample(context.endpoint(c.model), problem.messages, c.N)
