@@ -53,8 +53,8 @@ class CacheRow:
 @dataclass(frozen=True, slots=True)
 class StatePlane:
     """One array of what a recurrent layer keeps of a sequence. ``kind``: ``state`` (the recurrence's own numbers, fp32
-    unless --state-dtype says otherwise), ``float32`` (numbers that always are), ``model`` (numbers in the model's dtype)
-    or ``position`` (int64)."""
+    unless --state-dtype says otherwise), ``float32`` (numbers that always are), ``model`` (numbers in the model's
+    dtype) or ``position`` (int64)."""
 
     name: str
     shape: tuple[int, ...]
