@@ -88,6 +88,10 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = opt(True, "Share the KV of prompts that begin alike.")
     state_interval: int = opt(2048, "Tokens between two snapshots of a recurrent model's state in the cache.", low=1)
+    state_dtype: Literal["float32", "bfloat16"] = opt(
+        "float32",
+        "Type of a recurrent model's states; bfloat16 takes half the memory and rounds them every step.",
+    )
     fit: bool = opt(False, "Shorten the context to the length that fits instead of refusing to start.")
 
 

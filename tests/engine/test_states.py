@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvasir.errors import ConfigError
 from kvasir.kernels import gated_delta
 from kvasir.kv.pool import KVPool
 from kvasir.layers.spec import LOOK_AHEAD
@@ -283,3 +284,26 @@ def test_the_comparison_sees(plant, run, folder, alone, monkeypatch):
         assert "internal_error" in str(e) or "internal_numeric_error" in str(e)
         return
     assert found != first(alone)
+
+
+# ------------------------------------------------------------------------------------------------------- rounded states
+
+
+def test_states_in_bfloat16(folder):
+    """Half of the matrices' bytes; answers come, and differ from those of fp32 states only by what is drawn."""
+    found = []
+    for state_dtype in ("float32", "bfloat16"):
+        driver = engine(folder, state_dtype=state_dtype, batch_invariant=False)
+        pool = driver.engine.runner.pool
+        found.append((pool.layer(0).planes["matrix"].dtype, pool.page_bytes(1)))
+        driver.run(fleet(driver, temperature=0.0), gap=1, preempt_every=5)
+        assert not driver.errors and len(driver.outputs) == len(PROMPTS)
+        driver.close()
+    assert [dtype for dtype, _ in found] == [torch.float32, torch.bfloat16] and found[1][1] < found[0][1]
+
+
+def test_rounded_states_are_refused_where_they_cannot_be(folder):
+    with pytest.raises(ConfigError, match="float32 with --batch-invariant"):
+        engine(folder, state_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="no recurrent layers"):
+        Driver("nano", state_dtype="bfloat16", batch_invariant=False)

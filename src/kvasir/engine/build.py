@@ -6,8 +6,9 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -46,6 +47,7 @@ from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
 from kvasir.models.sidecar import read_sidecar
+from kvasir.models.spec import ModelSpec
 from kvasir.types import CacheGroup, CacheRow, ModelInfo
 
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
@@ -188,7 +190,7 @@ def build(
     codec = choose_codec(config.cache.kv_codec, dtype)
     codec.attach(model.cached_layers(), device, dtype, exact)
     page_slots = config.cache.page_slots or codec.page_slots
-    groups = model.spec.cache_groups()
+    groups = _groups(model.spec, config.cache.state_dtype, exact)
     check_layout(codec, {row for g in groups for row in g.rows}, dtype)
     site = Site(
         device=device.type,
@@ -400,6 +402,23 @@ def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
     return tokenizer.size, tokenizer.eos_ids
 
 
+def _groups(spec: ModelSpec, state_dtype: Literal["float32", "bfloat16"], exact: bool) -> tuple[CacheGroup, ...]:
+    """The model's cache groups, with states of this type. Raises ConfigError where there are none, and for rounded ones
+    in exact mode."""
+    groups = spec.cache_groups()
+    if state_dtype == "float32":
+        return groups
+    if not any(group.kind == "state" for group in groups):
+        raise ConfigError(f"state_dtype={state_dtype}: this model has no recurrent layers. Leave the option out")
+    if exact:
+        raise ConfigError(
+            f"state_dtype={state_dtype} rounds states where steps end, so a request's tokens would depend on the other "
+            "requests. Use float32 with --batch-invariant"
+        )
+    log.warning("states are kept in %s, which rounds them after every step: answers may differ", state_dtype)
+    return tuple(replace(g, state_dtype=state_dtype) if g.kind == "state" else g for g in groups)
+
+
 def _prefix_root(config: EngineConfig, hf: dict, model: Decoder, techniques: list[technique.Technique]) -> bytes | None:
     """The part of every prefix key that is fixed at the start: everything that decides keys and values, except the
     weights: an index lives and ends with them, and one that is shared names their content. None: no prefix caching."""
@@ -412,6 +431,7 @@ def _prefix_root(config: EngineConfig, hf: dict, model: Decoder, techniques: lis
         config.model.weights,
         model.place.activations,
         config.runner.batch_invariant,
+        config.cache.state_dtype,
         used,
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

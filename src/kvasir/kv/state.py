@@ -32,27 +32,28 @@ class StateCache:
     dtype: torch.dtype  # the model's
 
 
-def _dtype(plane: StatePlane, dtype: torch.dtype) -> torch.dtype:
-    return {"state": torch.float32, "float32": torch.float32, "model": dtype, "position": torch.int64}[plane.kind]
+def _dtype(group: CacheGroup, plane: StatePlane, dtype: torch.dtype) -> torch.dtype:
+    own = getattr(torch, group.state_dtype)
+    return {"state": own, "float32": torch.float32, "model": dtype, "position": torch.int64}[plane.kind]
 
 
-def _plane_bytes(plane: StatePlane, dtype: torch.dtype) -> int:
-    return aligned(math.prod(plane.shape) * _dtype(plane, dtype).itemsize)
+def _plane_bytes(group: CacheGroup, plane: StatePlane, dtype: torch.dtype) -> int:
+    return aligned(math.prod(plane.shape) * _dtype(group, plane, dtype).itemsize)
 
 
 def state_bytes(group: CacheGroup, dtype: torch.dtype) -> int:
     """Bytes of one page of a group of states."""
-    return sum(_plane_bytes(plane, dtype) for planes in group.states for plane in planes)
+    return sum(_plane_bytes(group, plane, dtype) for planes in group.states for plane in planes)
 
 
 def state_view(group: CacheGroup, index: int, place: int, raw: torch.Tensor, dtype: torch.dtype) -> StateCache:
     """The planes of the layer at ``place`` in group ``index``, whose pages are the rows of ``raw`` [N, bytes] uint8."""
-    at, planes = sum(_plane_bytes(plane, dtype) for own in group.states[:place] for plane in own), {}
+    at, planes = sum(_plane_bytes(group, plane, dtype) for own in group.states[:place] for plane in own), {}
     for plane in group.states[place]:
-        kind = _dtype(plane, dtype)
+        kind = _dtype(group, plane, dtype)
         typed = raw.view(kind)
         inner = [math.prod(plane.shape[i + 1 :]) for i in range(len(plane.shape))]
         shape, strides = (raw.shape[0], *plane.shape), (typed.stride(0), *inner)
         planes[plane.name] = typed.as_strided(shape, strides, at // kind.itemsize)
-        at += _plane_bytes(plane, dtype)
+        at += _plane_bytes(group, plane, dtype)
     return StateCache(planes, index, dtype)

@@ -52,8 +52,8 @@ class CacheRow:
 
 @dataclass(frozen=True, slots=True)
 class StatePlane:
-    """One array of what a recurrent layer keeps of a sequence. ``kind``: ``state`` (the recurrence's own numbers, fp32
-    unless --state-dtype says otherwise), ``float32`` (numbers that always are), ``model`` (numbers in the model's
+    """One array of what a recurrent layer keeps of a sequence. ``kind``: ``state`` (the recurrence's own numbers, in
+    the ``state_dtype`` of their group), ``float32`` (numbers that always are), ``model`` (numbers in the model's
     dtype) or ``position`` (int64)."""
 
     name: str
@@ -67,7 +67,7 @@ class CacheGroup:
 
     ``kind`` ``pages``: a page holds some tokens; ``rows`` has one entry for each of ``layers``; ``window``: number of
     last positions kept. ``kind`` ``state``: a page holds the states of all layers after one position; ``states`` has
-    one entry for each of ``layers``.
+    one entry for each of ``layers``, and ``state_dtype`` is the type of planes of that kind.
     """
 
     name: str
@@ -76,6 +76,7 @@ class CacheGroup:
     window: int | None = None
     kind: Literal["pages", "state"] = "pages"
     states: tuple[tuple[StatePlane, ...], ...] = ()
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         kept, other = (self.rows, self.states) if self.kind == "pages" else (self.states, self.rows)

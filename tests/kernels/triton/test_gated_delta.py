@@ -29,11 +29,13 @@ SPECS = {
 class World:
     """Three sequences, each with two pages, in pools with other bytes in every page."""
 
-    def __init__(self, spec: GatedDeltaSpec, dtype: torch.dtype, device: str, lengths=LENGTHS) -> None:
+    def __init__(
+        self, spec: GatedDeltaSpec, dtype: torch.dtype, device: str, lengths=LENGTHS, state_dtype: str = "float32"
+    ) -> None:
         def drawn(*shape: int, seed: int) -> torch.Tensor:
             return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
-        self.group = CacheGroup("state", (0,), kind="state", states=(spec.state(),))
+        self.group = CacheGroup("state", (0,), kind="state", states=(spec.state(),), state_dtype=state_dtype)
         self.pool = KVPool([self.group], PlainCodec(), [PAGES], 16, device, dtype)
         self.weights = Weights(
             drawn(spec.mixed, spec.taps, seed=1).to(dtype),
@@ -103,8 +105,8 @@ def compare(spec: GatedDeltaSpec, dtype: torch.dtype, device: str, near: float =
     worlds = [World(spec, dtype, device, **how) for _ in range(2)]
     got, want = (world.run(run) for world, run in zip(worlds, (kernel, by_reference)))
     torch.testing.assert_close(got, want, atol=near, rtol=1e-4)
-    # Factors of 16 bits round in proportion to what they are.
-    rtol = 1e-4 if dtype == torch.float32 else max(1e-4, near)
+    # Numbers of 16 bits round in proportion to what they are.
+    rtol = max(1e-4, near)
     for name, plane in worlds[0].pool.layer(0).planes.items():
         other = worlds[1].pool.layer(0).planes[name]
         said = f"plane {name} differs"
@@ -118,6 +120,10 @@ def test_steps_against_the_reference(name, device):
 
 def test_rows_in_half_precision(device):
     compare(SPECS["even"], torch.float16, device)
+
+
+def test_states_in_bfloat16(device):
+    compare(SPECS["even"], torch.float32, device, near=1e-2, state_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", SPECS)
