@@ -2,9 +2,9 @@
 
     python tools/hybrid_study.py OUT.json --hybrid FOLDER [--base base] [--only needle --only drift] [--minutes 9]
 
-Parts are *needle* (five depths at each of four lengths), *tasks*, *harder*, *prose*, *bf16-needle* and *bf16-tasks* (the
-hybrid alone, with ``--state-dtype bfloat16``), and *drift*. Every part is measured through the engine with ``kvasir
-eval``, except the drift. OUT.json is written after each part; a part that it holds is
+Parts are *needle* (five depths at each of four lengths), *tasks*, *harder*, *prose*, *bf16-needle* and *bf16-tasks*
+(the hybrid alone, with ``--state-dtype bfloat16``), and *drift*. Every part is measured through the engine with
+``kvasir eval``, except the drift. OUT.json is written after each part; a part that it holds is
 not measured again, and one that would begin after ``--minutes`` is left to the next call.
 
 *Drift*: held-out prose is read token by token in plain torch, once with states in fp32 and once with states rounded to
