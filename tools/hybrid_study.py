@@ -2,8 +2,9 @@
 
     python tools/hybrid_study.py OUT.json --hybrid FOLDER [--base base] [--only needle --only drift] [--minutes 9]
 
-Parts are *needle* (five depths at each of four lengths), *tasks*, *harder*, *prose* and *drift*. Every part is measured
-through the engine with ``kvasir eval``, except the drift. OUT.json is written after each part; a part that it holds is
+Parts are *needle* (five depths at each of four lengths), *tasks*, *harder*, *prose*, *bf16-needle* and *bf16-tasks*
+(the hybrid alone, with ``--state-dtype bfloat16``), and *drift*. Every part is measured through the engine with
+``kvasir eval``, except the drift. OUT.json is written after each part; a part that it holds is
 not measured again, and one that would begin after ``--minutes`` is left to the next call.
 
 *Drift*: held-out prose is read token by token in plain torch, once with states in fp32 and once with states rounded to
@@ -47,7 +48,10 @@ EVALUATED = {
     "harder": (HARDER, 600),
     "prose": ("story:form=prose,length=1024,template", 11),
 }
-PARTS = (*EVALUATED, "drift")
+# Parts of the hybrid alone: with its states in bf16, and plain torch.
+ROUNDED = {f"bf16-{part}": part for part in ("needle", "tasks")}
+ALONE = (*ROUNDED, "drift")
+PARTS = (*EVALUATED, *ALONE)
 # Pages of the engine's pool, as in tools/eval_lab.sh: a share of the memory would depend on the machine.
 PAGES = 65536
 # Texts of the drift, their tokens, and the tokens that a row of its table covers.
@@ -56,7 +60,7 @@ TEXTS, LENGTH, SPAN = 16, 2048, 256
 
 def evaluate(model: str, part: str, problems: int | None, device: str | None) -> dict[str, Any]:
     """Metrics of ``kvasir eval`` by task."""
-    tasks, usual = EVALUATED[part]
+    tasks, usual = EVALUATED[ROUNDED.get(part, part)]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "eval.json"
         command = [
@@ -72,6 +76,7 @@ def evaluate(model: str, part: str, problems: int | None, device: str | None) ->
         ]
         command += ["--json", str(output)]
         command += ["--device", device] if device else []
+        command += ["--state-dtype", "bfloat16"] if part in ROUNDED else []
         if device != "cpu":
             command += ["--max-num-seqs", "512", "--num-gpu-blocks-override", str(PAGES)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -129,7 +134,7 @@ def main() -> None:
     for part in options.only or PARTS:
         for name, model in (("base-hybrid", options.hybrid), ("base", options.base)):
             key = f"{name} {part}"
-            if key in done or (part == "drift" and name == "base"):
+            if key in done or (part in ALONE and name == "base"):
                 continue
             if time.monotonic() - began > options.minutes * 60:
                 print(f"{key}: left to the next call", flush=True)
@@ -142,7 +147,8 @@ def main() -> None:
                 config = {"texts": options.texts, "length": options.length}
                 metrics = drift(options.hybrid, device, options.texts, options.length)
             else:
-                config = {"tasks": EVALUATED[part][0], "problems": options.problems or EVALUATED[part][1]}
+                tasks, usual = EVALUATED[ROUNDED.get(part, part)]
+                config = {"tasks": tasks, "problems": options.problems or usual}
                 metrics = evaluate(model, part, options.problems, options.device)
             done[key] = arm(key, {"model": Path(model).name, **config}, metrics)
             found = result("hybrid-study", list(done.values()))
