@@ -33,9 +33,9 @@ def test_keys_of_another_position_fail(device):
     """The control: keys that are not turned at their positions."""
     case = Case(spans=((40, 1),))
     first = lowrank_decode.Latents.turned
-    with mock.patch.object(lowrank_decode.Latents, "turned", property(lambda self: first.fget(self) // 2)):
-        with pytest.raises(AssertionError):
-            check_rows(case, torch.float32, device)
+    half = mock.patch.object(lowrank_decode.Latents, "turned", property(lambda self: first.fget(self) // 2))
+    with half, pytest.raises(AssertionError):
+        check_rows(case, torch.float32, device)
 
 
 @pytest.mark.gpu
