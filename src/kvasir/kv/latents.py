@@ -138,7 +138,7 @@ class LatentLayer(Codec):
         share = heads // len(up_GDR)
         if self.exact_rows:
             return per_head(out_THR, up_GDR.mT.repeat_interleave(share, 0), True).contiguous()
-        x_GXR = out_THR.view(rows, len(up_GDR), share, -1).transpose(0, 1).flatten(1, 2)
+        x_GXR = out_THR.unflatten(1, (len(up_GDR), share)).transpose(0, 1).flatten(1, 2)
         return torch.bmm(x_GXR, up_GDR.mT).view(len(up_GDR), rows, share, -1).transpose(0, 1).reshape(rows, heads, -1)
 
     def latents_of(self, cache: LayerCache) -> Latents:
