@@ -50,6 +50,11 @@ class Tuned(Generic[T]):
     command: str
 
 
+def unmeasured(value: T, meaning: str, readers: tuple[str, ...], command: str) -> Tuned[T]:
+    """Return an entry for an H200 of which no result is kept."""
+    return Tuned(value, meaning, readers, H200, (), command)
+
+
 def look_up(table: Rows, /, **facts: Any) -> tuple:
     """Return the shape of the first row whose conditions hold.
 
@@ -131,12 +136,10 @@ MIN_CHUNK = Tuned(
     ("h200/gpu_decode.json",),
     DECODE,
 )
-SHORT_CHUNK = Tuned(
+SHORT_CHUNK = unmeasured(
     1024,
     "Longest chunk, in keys, for which all chunks of a launch run at once.",
     ("kvasir.kernels.key_chunks.SHORT_CHUNK",),
-    H200,
-    (),
     DECODE,
 )
 QUANTIZED_DECODE = Tuned(
@@ -175,7 +178,7 @@ PAGED_ATTENTION = Tuned(
     ("h200/gpu_kernels.json", "h200/gpu_attention.json"),
     ATTENTION,
 )
-LATENT_ATTENTION = Tuned(
+LATENT_ATTENTION = unmeasured(
     (
         ({"dtype": "float32", "rank": 64}, (32, 4, 2, 2, 4)),
         ({"dtype": "float32"}, (16, 8, 2, 1, 4)),
@@ -190,11 +193,9 @@ LATENT_ATTENTION = Tuned(
     "at once, and chunks of long work for each. block_m: rows x heads of a tile; rank: of the latent. What shared "
     "memory and registers of Hopper hold; nobody measured them.",
     ("kvasir.kernels.latent_decode.Shape",),
-    H200,
-    (),
     "python -m tools.kernels latents RESULT.json",
 )
-LOWRANK_ATTENTION = Tuned(
+LOWRANK_ATTENTION = unmeasured(
     (
         ({"dtype": "float32", "rank": 128}, (16, 32, 4, 1, 2, 4)),
         ({"dtype": "float32"}, (16, 32, 8, 1, 1, 4)),
@@ -206,34 +207,26 @@ LOWRANK_ATTENTION = Tuned(
     "warps, pipeline stages, programs that fit on a multiprocessor at once, and chunks of long work for each. block_m: "
     "rows x query heads of a tile; rank: the larger of both. What shared memory and registers of Hopper hold; nobody measured them.",
     ("kvasir.kernels.lowrank_decode.Shape",),
-    H200,
-    (),
     "python -m tools.kernels lowrank RESULT.json",
 )
-LATENT_PROMPT = Tuned(
+LATENT_PROMPT = unmeasured(
     (({"dim": 192}, (64, 64, 4, 2)), ({"dim": 320}, (128, 64, 8, 2)), ({}, (64, 32, 4, 2))),
     "Shape of the kernel for prompts over keys and values made of latents: rows of a tile, keys of a block, warps and "
     "pipeline stages. dim: padded elements of a head's key. What shared memory of Hopper holds; nobody measured them.",
     ("kvasir.kernels.latent_prompt.Shape",),
-    H200,
-    (),
     "python -m tools.kernels latents RESULT.json",
 )
-LATENT_CROSSING = Tuned(
+LATENT_CROSSING = unmeasured(
     1.0,
     "Rows of a span from which on keys and values are made of the latents, as a multiple of the rows at which both "
     "forms take as many operations. Nobody measured it.",
     ("kvasir.kernels.latent_prompt.CROSSING",),
-    H200,
-    (),
     "python -m tools.kernels latents RESULT.json",
 )
-SPLIT_KEYS = Tuned(
+SPLIT_KEYS = unmeasured(
     256,
     "Least keys of a split of a tile; fewer are not worth a program of their own.",
     ("kvasir.kernels.paged_attention.SPLIT_KEYS",),
-    H200,
-    (),
     ATTENTION,
 )
 DRAFT_TILES = Tuned(
@@ -376,12 +369,10 @@ GEMV = Tuned(
     ("h200/gpu_fused.json", "h200/gpu_fused-rows-32-64.json", "h200/gpu_decode.json"),
     FUSED,
 )  # fmt: skip
-GEMV_ONE_ROW = Tuned(
+GEMV_ONE_ROW = unmeasured(
     (({"width": 1023}, (4, 256, 2)), ({}, (4, 1024, 4))),
     "Products of one row with a matrix that nobody measured: outputs of a program, inputs of a block, warps.",
     ("kvasir.kernels.gemv._unmeasured",),
-    H200,
-    (),
     FUSED,
 )
 F8_GEMV = Tuned(

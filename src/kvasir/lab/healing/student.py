@@ -64,7 +64,7 @@ def why_not(spec: ModelSpec) -> str | None:
         if not isinstance(layer.ffn, DenseSpec | MoESpec):
             return f"has a block in layer {index} that healing does not have: it trains dense blocks and experts"
         if not isinstance(mixer, (GQASpec, MLASpec)) or layer.cache_of is not None or layer.embedding or layer.scaled:
-            return f"has parts in layer {index} that healing does not have: norms, attention, dense blocks, experts"
+            return f"has parts in layer {index} that healing lacks: it has norms, attention, dense blocks, experts"
         if isinstance(mixer, GQASpec):
             odd = ("gated", "keys_are_values", "value_norm", "flat_norm", "sinks", "query_scale")
             if any(getattr(mixer, name) for name in odd):
