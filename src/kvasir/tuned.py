@@ -197,15 +197,12 @@ LATENT_ATTENTION = unmeasured(
 )
 LOWRANK_ATTENTION = unmeasured(
     (
-        ({"dtype": "float32", "rank": 128}, (16, 32, 4, 1, 2, 4)),
         ({"dtype": "float32"}, (16, 32, 8, 1, 1, 4)),
-        ({"rank": 128}, (64, 128, 4, 3, 2, 4)),
         ({"rank": 256, "block_m": 16}, (64, 256, 8, 2, 1, 4)),
         ({}, (64, 64, 8, 3, 1, 4)),
     ),
-    "Shape of the kernel over low-rank keys and values: keys of a block, elements of a latent of keys in one product, "
-    "warps, pipeline stages, programs that fit on a multiprocessor at once, and chunks of long work for each. block_m: "
-    "rows x query heads of a tile; rank: the larger of both. What shared memory and registers of Hopper hold; nobody measured them.",
+    "Shape of the kernel over low-rank caches: keys of a block, elements of a latent of keys in one product, then as for "
+    "latents. rank: the larger of both. What shared memory and registers of Hopper hold; nobody measured them.",
     ("kvasir.kernels.lowrank_decode.Shape",),
     "python -m tools.kernels lowrank RESULT.json",
 )

@@ -1,4 +1,4 @@
-"""The code that the compiler makes of the kernels over low-rank caches for Hopper, as in ``test_compiled_for_hopper``."""
+"""The code that the compiler makes of the kernel over low-rank caches, as in ``test_compiled_for_hopper``."""
 
 from __future__ import annotations
 
