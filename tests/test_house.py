@@ -167,6 +167,7 @@ NAMED = {
     "kernels/quantized_decode.py": {"int4", "budget"},  # likewise
     "kernels/quantized_qkv.py": {"int4", "int8", "fp8"},  # layouts
     "kernels/latent_decode.py": {"plain", "int8", "fp8", "budget"},  # layouts, and an argument
+    "kernels/lowrank_decode.py": {"budget"},  # likewise
     "kernels/latent_rows.py": {"plain", "int8"},  # layouts
     "kernels/latent_prompt.py": {"plain", "int8"},  # layouts
     "kernels/_triton.py": {"triton"},  # the Python package

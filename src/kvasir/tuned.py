@@ -50,6 +50,11 @@ class Tuned(Generic[T]):
     command: str
 
 
+def unmeasured(value: T, meaning: str, readers: tuple[str, ...], command: str) -> Tuned[T]:
+    """Return an entry for an H200 of which no result is kept."""
+    return Tuned(value, meaning, readers, H200, (), command)
+
+
 def look_up(table: Rows, /, **facts: Any) -> tuple:
     """Return the shape of the first row whose conditions hold.
 
@@ -131,12 +136,10 @@ MIN_CHUNK = Tuned(
     ("h200/gpu_decode.json",),
     DECODE,
 )
-SHORT_CHUNK = Tuned(
+SHORT_CHUNK = unmeasured(
     1024,
     "Longest chunk, in keys, for which all chunks of a launch run at once.",
     ("kvasir.kernels.key_chunks.SHORT_CHUNK",),
-    H200,
-    (),
     DECODE,
 )
 QUANTIZED_DECODE = Tuned(
@@ -194,6 +197,17 @@ LATENT_ATTENTION = Tuned(
     ("h100/gpu_latents.json",),
     "python -m tools.kernels latents RESULT.json",
 )
+LOWRANK_ATTENTION = unmeasured(
+    (
+        ({"dtype": "float32"}, (16, 32, 8, 1, 1, 4)),
+        ({"rank": 256, "block_m": 16}, (64, 256, 8, 2, 1, 4)),
+        ({}, (64, 64, 8, 3, 1, 4)),
+    ),
+    "Shape of the kernel over low-rank caches: keys of a block, elements of a latent of keys in one product, then as for "
+    "latents. rank: the larger of both. What shared memory and registers of Hopper hold; nobody measured them.",
+    ("kvasir.kernels.lowrank_decode.Shape",),
+    "python -m tools.kernels lowrank RESULT.json",
+)
 LATENT_PROMPT = Tuned(
     (({"dim": 192}, (128, 64, 8, 3)), ({"dim": 320}, (128, 64, 8, 2)), ({}, (64, 32, 4, 2))),
     "Shape of the kernel for prompts over keys and values made of latents: rows of a tile, keys of a block, warps and "
@@ -214,12 +228,10 @@ LATENT_CROSSING = Tuned(
     ("h100/gpu_latents.json",),
     "python -m tools.kernels latents RESULT.json",
 )
-SPLIT_KEYS = Tuned(
+SPLIT_KEYS = unmeasured(
     256,
     "Least keys of a split of a tile; fewer are not worth a program of their own.",
     ("kvasir.kernels.paged_attention.SPLIT_KEYS",),
-    H200,
-    (),
     ATTENTION,
 )
 DRAFT_TILES = Tuned(
@@ -362,12 +374,10 @@ GEMV = Tuned(
     ("h200/gpu_fused.json", "h200/gpu_fused-rows-32-64.json", "h200/gpu_decode.json"),
     FUSED,
 )  # fmt: skip
-GEMV_ONE_ROW = Tuned(
+GEMV_ONE_ROW = unmeasured(
     (({"width": 1023}, (4, 256, 2)), ({}, (4, 1024, 4))),
     "Products of one row with a matrix that nobody measured: outputs of a program, inputs of a block, warps.",
     ("kvasir.kernels.gemv._unmeasured",),
-    H200,
-    (),
     FUSED,
 )
 F8_GEMV = Tuned(

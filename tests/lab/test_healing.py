@@ -20,6 +20,7 @@ from tests.checkpoints import VOCAB, write
 from tests.convert.test_mla import CHANGES, made, slow, texts
 
 RANK = {"qwen3": "rank=20,rope_dim=8", "llama": "rank=10,rope_dim=4", "gemma2_caps": "rank=20,rope_dim=8"}
+RANK |= {"qwen3_moe": "rank=20,rope_dim=8", "mixtral": "rank=10,rope_dim=4"}
 RANK |= {"llama_bias": "rank=10,rope_dim=4", "qwen2": "rank=10,rope_dim=4", "mistral": "rank=10,rope_dim=4"}
 
 
@@ -43,7 +44,7 @@ def corpus() -> Corpus:
     return Corpus([ids], torch.from_numpy(np.stack([ids[:40], ids[40:80]]).astype(np.int64)))
 
 
-VARIANTS = ["qwen3", *map(slow, ("llama", "gemma2_caps", "llama_bias", "qwen2", "mistral"))]
+VARIANTS = ["qwen3", "qwen3_moe", *map(slow, ("llama", "mixtral", "gemma2_caps", "llama_bias", "qwen2", "mistral"))]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -139,7 +140,7 @@ def test_what_cannot_be_healed_is_refused_before_anything_is_read(folders, tmp_p
         (converted, tmp_path / "new", source, True): "nothing to resume",
         (converted, tmp_path / "new", other, False): "was converted from",
         (converted, tmp_path / "new", converted, False): "latent attention itself",
-        (converted, tmp_path / "new", experts, False): "experts",
+        (converted, tmp_path / "new", experts, False): "was converted from",
     }.items():
         with pytest.raises(ConfigError, match=why):
             heal(src, dst, teacher, Plan(steps=2), lambda: None, resume=resume)

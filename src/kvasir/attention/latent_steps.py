@@ -127,7 +127,7 @@ class LatentSteps:
         if sum(lengths[s] for s in short) > MOST_TOGETHER:
             short = []
         rest = sorted({s for s, length in enumerate(lengths) if length} - {*short, *long})
-        step = Step(self._some_rows(batch, short) if short else None, long_spans=long)
+        step = Step(some_rows(batch, short) if short else None, long_spans=long)
         step.tiles = plan_latent_tiles(starts, lengths, heads, self.site.dtype, device, rest)
         step.whole = bool(long) and not short and not rest
         if long:
@@ -142,19 +142,6 @@ class LatentSteps:
             zeros, ones = (torch.full((count,), n, dtype=torch.int64, device=device) for n in (0, 1))
             self._single[count] = Rows(None, None, batch.context, zeros, ones, 1)
         return replace(self._single[count], at=batch.context)
-
-    @staticmethod
-    def _some_rows(batch: StepBatch, spans: list[int]) -> Rows:
-        """The rows of these spans, cut out of the step with one small copy to the device."""
-        first = [0, *accumulate(batch.lengths)]
-        found: list[list[int]] = [[], [], [], [], []]
-        for s in spans:
-            length = batch.lengths[s]
-            for place in range(length):
-                for column, value in zip(found, (first[s] + place, s, batch.starts[s] + place, place, length)):
-                    column.append(value)
-        rows, of, at, place, length = send(torch.tensor(found), batch.input_ids.device)
-        return Rows(rows, of, at.int(), place, length, max(batch.lengths[s] for s in spans))
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -223,7 +210,7 @@ class LatentSteps:
         if rows.spans is not None:
             table = table.index_select(0, rows.spans)
             if ancestors is not None:
-                ancestors = _ancestors_of(batch, rows)
+                ancestors = ancestors_of(batch, rows)
         how = (table, rows.at, rows.place, rows.length, rows.most, spec.scale)
         if rows.rows is None:
             latent_rows_triton(q_THX, planes, *how, out_THR, ancestors_TA=ancestors, lse_TH=lse_TH)
@@ -252,7 +239,20 @@ class LatentSteps:
             latent_tiles_triton(q_THX, planes, *how, out_THR, ancestors_TA=batch.ancestors, lse_TH=lse_TH)
 
 
-def _ancestors_of(batch: StepBatch, rows: Rows) -> torch.Tensor:
+def some_rows(batch: StepBatch, spans: list[int]) -> Rows:
+    """The rows of these spans, cut out of the step with one small copy to the device."""
+    first = [0, *accumulate(batch.lengths)]
+    found: list[list[int]] = [[], [], [], [], []]
+    for s in spans:
+        length = batch.lengths[s]
+        for place in range(length):
+            for column, value in zip(found, (first[s] + place, s, batch.starts[s] + place, place, length)):
+                column.append(value)
+    rows, of, at, place, length = send(torch.tensor(found), batch.input_ids.device)
+    return Rows(rows, of, at.int(), place, length, max(batch.lengths[s] for s in spans))
+
+
+def ancestors_of(batch: StepBatch, rows: Rows) -> torch.Tensor:
     """Ancestor bits of these rows."""
     starts = batch.row_start.index_select(0, rows.spans.to(torch.int64)).long()
     return batch.ancestors.index_select(0, starts + rows.place)

@@ -86,7 +86,7 @@ class Codec(Technique):
 
     exact = False
     affects_kv = True
-    kernel: ClassVar[str] = ""
+    kernel: str = ""
     # Slots of a page by default. Small pages are shared more often, and less of the last one is read in vain.
     page_slots: ClassVar[int] = 16
     fuses = False  # whether ``write_fused`` exists

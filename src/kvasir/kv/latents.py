@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.attention.latent import per_head
+from kvasir.kernels._triton import use_triton
+from kvasir.kernels.lowrank_decode import Latents
 from kvasir.kernels.rope import rotate
+from kvasir.kernels.store_kv import store_rows
 from kvasir.kv.codec import Codec, LayerCache, Plane
 from kvasir.layers.products import linear
 from kvasir.types import CacheRow
@@ -81,6 +84,14 @@ class LatentLayer(Codec):
     ) -> None:
         assert self.maps is not None and positions_T is not None, "attached, and given positions"
         shared = {} if shared is None else shared
+        if use_triton(k_TGD):  # reads nothing back, so a CUDA graph can hold it
+            if "positions" not in shared:
+                shared["positions"] = positions_T.to(torch.int32).unsqueeze(-1)
+            for name, x_TGD, down in (("k", k_TGD, self.maps.k_down), ("v", v_TGD, self.maps.v_down)):
+                row_TR = linear(x_TGD.flatten(1).contiguous(), down, exact=self.exact_rows)
+                store_rows(row_TR, cache.planes[name], slots_T)
+            store_rows(shared["positions"], cache.planes["k_position"], slots_T)
+            return
         if "page" not in shared:
             keep = (slots_T >= 0).nonzero().flatten()
             slots = slots_T[keep]
@@ -123,6 +134,15 @@ class LatentLayer(Codec):
 
     def results(self, cache: LayerCache, out_THR: torch.Tensor) -> torch.Tensor:
         assert self.maps is not None, "attached"
-        up_GDR = self.maps.v_up
-        up_HRD = up_GDR.mT.repeat_interleave(out_THR.shape[1] // len(up_GDR), 0)
-        return per_head(out_THR, up_HRD, self.exact_rows).contiguous()
+        up_GDR, (rows, heads, _) = self.maps.v_up, out_THR.shape
+        share = heads // len(up_GDR)
+        if self.exact_rows:
+            return per_head(out_THR, up_GDR.mT.repeat_interleave(share, 0), True).contiguous()
+        x_GXR = out_THR.unflatten(1, (len(up_GDR), share)).transpose(0, 1).flatten(1, 2)
+        return torch.bmm(x_GXR, up_GDR.mT).view(len(up_GDR), rows, share, -1).transpose(0, 1).reshape(rows, heads, -1)
+
+    def latents_of(self, cache: LayerCache) -> Latents:
+        """The layer's cache and matrices, as the kernels take them."""
+        assert self.maps is not None, "attached"
+        planes, maps = cache.planes, self.maps
+        return Latents(planes["k"], planes["v"], planes["k_position"], maps.k_up, maps.v_up, self.angles)

@@ -11,11 +11,13 @@ import torch
 from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.attention.latent import UpProjection
 from kvasir.attention.latent_steps import LatentSteps
+from kvasir.attention.lowrank_steps import LowRankSteps
+from kvasir.attention.lowrank_steps import Step as LowRankStep
 from kvasir.attention.paged import DEEP, PagedBackend, Step, by_head, key_of
 from kvasir.kernels.decode_attention import count_pad
 from kvasir.kernels.dense_attention import dense_attention_triton
 from kvasir.kernels.gathered import gathered_attention, plan_gathered
-from kvasir.kernels.paged_attention import MAX_DIM
+from kvasir.kernels.paged_attention import MAX_DIM, Tiles, plan_tiles
 from kvasir.kernels.quantized_attention import (
     most_rows,
     quantized_attention_triton,
@@ -25,6 +27,7 @@ from kvasir.kernels.quantized_attention import (
 from kvasir.kernels.quantized_decode import gather_codes_triton, quantized_decode_triton
 from kvasir.kernels.quantized_qkv import FORMATS
 from kvasir.kv.codec import LayerCache
+from kvasir.kv.latents import LatentLayer
 from kvasir.types import StepBatch
 
 
@@ -33,14 +36,14 @@ class TritonBackend(PagedBackend):
 
     rank = 20
     latents = True
-    codec_kernels = frozenset({"plain", *FORMATS})
+    codec_kernels = frozenset({"plain", "latents", *FORMATS})
 
     def why_not(self, site: Site) -> list[str]:
         reasons = super().why_not(site)
         for spec in site.specs:
             if spec.latent is not None:
                 reasons += [reason for reason in LatentSteps.why_not(site, spec) if reason not in reasons]
-        if site.codec_kernel != "plain" and any(s.head_dim % 4 for s in by_head(site.specs)):
+        if site.codec_kernel in FORMATS and any(s.head_dim % 4 for s in by_head(site.specs)):
             reasons.append("reads codes of head dims that are multiples of 4")
         if (
             site.codec_kernel == "fp8"
@@ -59,19 +62,20 @@ class TritonBackend(PagedBackend):
     def prepare(self, site: Site) -> None:
         super().prepare(site)
         self._latents = LatentSteps(site) if any(spec.latent is not None for spec in site.specs) else None
-        if site.codec_kernel != "plain":
+        self._lowrank = LowRankSteps(site.page_slots, site.exact) if site.codec_kernel == "latents" else None
+        if site.codec_kernel in FORMATS:
             # The parts of a short span's keys are merged 16, 32 or 64 at a time.
             self.depths = 0, DEEP, 5 * DEEP // 4, 9 * DEEP // 4
         # Exact rows over codes are gathered by a plan that depends on the step's contexts.
         self.graphs = site.codec_kernel == "plain" or not site.exact
 
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:
-        return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)
+        return self.site.codec_kernel in FORMATS and worth_it(length, spec.num_heads // spec.num_kv_heads)
 
     def together(self) -> tuple[int, ...]:
         """One tile size for codes. A span too long to read codes (``most_rows``) is decoded into scratch, and
         such steps are launched one by one."""
-        if self.site.codec_kernel == "plain" or self.site.exact or self._latents is not None:
+        if self.site.codec_kernel not in FORMATS or self.site.exact or self._latents is not None:
             return super().together()
         most = min(most_rows(s.num_heads // s.num_kv_heads) for s in self.site.specs)
         return (most,) if most > 1 else ()
@@ -80,7 +84,10 @@ class TritonBackend(PagedBackend):
         super().plan(batch)
         if self._latents is not None:
             self._latents.plan(batch)
-        if self.site.codec_kernel == "plain":
+        if self._lowrank is not None:
+            for key, spec in {key_of(spec): spec for spec in by_head(self.site.specs)}.items():
+                batch.scratch["lowrank", key] = self._plan_lowrank(batch, spec)
+        if self.site.codec_kernel not in FORMATS:
             return
         for key in {key_of(spec) for spec in by_head(self.site.specs)}:
             step: Step = batch.scratch[key]
@@ -88,6 +95,21 @@ class TritonBackend(PagedBackend):
                 batch.scratch["gathered", key] = plan_gathered(
                     batch.starts, batch.lengths, step.rest, step.tiles, self.site.page_slots, batch.input_ids.device
                 )
+
+    def _plan_lowrank(self, batch: StepBatch, spec: AttentionSpec) -> LowRankStep:
+        """The plan of layers like ``spec`` that cache low-rank keys and values."""
+        heads, device, plain = (spec.num_heads, spec.num_kv_heads), batch.input_ids.device, batch.ancestors is None
+
+        def tiles(spans: list[int]) -> list[Tiles]:
+            if self.site.exact:
+                return self._exact_tiles(batch.lengths, spec, device)
+            made = batch.starts, batch.lengths, *heads, self.site.dtype, device, spans, spec.head_dim
+            return plan_tiles(*made)
+
+        def takes_long(length: int) -> bool:
+            return plain and spec.window is None and self.takes_long(spec, length)
+
+        return self._lowrank.plan(batch, tiles, takes_long, lambda spans: self.plan_long(batch, spec, spans))
 
     def scratch_bytes(self, length: int) -> int:
         latents = 0 if self._latents is None else self._latents.scratch_bytes(length)
@@ -132,7 +154,13 @@ class TritonBackend(PagedBackend):
             lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if return_lse else None
             self._latents.run(q_THD, cache, spec, batch, out_THD, lse_TH)
             return (out_THD, lse_TH) if return_lse else out_THD
-        if self.site.codec_kernel == "plain":
+        if self._lowrank is not None and isinstance(cache.codec, LatentLayer):
+            out_THD = torch.empty_like(q_THD) if out_THD is None else out_THD
+            lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if return_lse else None
+            step, latents = batch.scratch["lowrank", key_of(spec)], cache.codec.latents_of(cache)
+            self._lowrank.run(q_THD, cache, latents, spec, batch, step, out_THD, sinks_H, lse_TH)
+            return (out_THD, lse_TH) if return_lse else out_THD
+        if self.site.codec_kernel not in FORMATS:
             return super().run(q_THD, cache, spec, batch, sinks_H=sinks_H, return_lse=return_lse, out_THD=out_THD)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out_THD is None else out_THD
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if return_lse else None

@@ -7,7 +7,8 @@ their latents, and each head's result is brought out of the latent by one produc
 `kvasir convert lowrank` writes. Layers that it leaves out, those with a window, are cached as they are.
 
 2 R elements and a position of 4 bytes a token and layer instead of 2 G D elements, and 2 R G D operations for every key
-that is read.
+that is read. On a GPU the Triton backend makes keys inside its kernel (`kvasir.kernels.lowrank_decode`), for latents of
+values of up to 512 elements.
 
 Legend: T rows, G KV heads, D head dim, R rank of a latent, W pages.
 """
@@ -24,6 +25,7 @@ import torch
 
 from kvasir import technique
 from kvasir.errors import ConfigError
+from kvasir.kernels.lowrank_decode import MAX_RANK
 from kvasir.kv.codec import CODECS, CachedLayer, Codec, LayerCache, Plane
 from kvasir.kv.latents import DESCRIPTION, PARTS, WEIGHTS, LatentLayer, Maps, latent_planes
 from kvasir.types import CacheRow
@@ -50,6 +52,9 @@ class LowRankCodec(Codec):
         super().__init__(config)
         self.description = _describe(config.folder) if config.folder else None
         self.layers: dict[int, Codec] = {}
+        ranks = [] if self.description is None else self.description["ranks"]
+        if any(r is not None and r[1] > MAX_RANK for r in ranks):
+            self.kernel = "wide latents"  # no kernel reads them
 
     def fingerprint(self) -> tuple:
         return (self.name, None if self.description is None else self.description["digest"])

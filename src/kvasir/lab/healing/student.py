@@ -1,10 +1,13 @@
-"""A dense decoder in plain torch with gradients, over the tensors of its checkpoint: what healing trains.
+"""A decoder in plain torch with gradients, over the tensors of its checkpoint: what healing trains.
 
 Each of the engine's weight slots is a view of a stored tensor (`kvasir.models.stored`), so that any family's checkpoint
 is read, and written back under its own names. The engine serves what is written.
 
+Experts run one after the other over the rows that chose them; their router is trained by what it weighs, and by no loss
+of its own.
+
 Legend: B texts, T tokens, E model dim, H query heads, G KV heads, D head dim, R rank of a latent, Q rotary elements, V
-vocabulary.
+vocabulary, X experts, K experts per row.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.kernels.activation import ACTIVATIONS
+from kvasir.kernels.moe_routing import choose_reference
 from kvasir.kernels.rope import rotate
 from kvasir.layers.rope import RopeTable
-from kvasir.layers.spec import DenseSpec, GQASpec, MLASpec, NormSpec
+from kvasir.layers.spec import DenseSpec, GQASpec, MLASpec, MoESpec, NormSpec
 from kvasir.models.families import build_spec, find_family
 from kvasir.models.loader import read_tensors, renamed
 from kvasir.models.spec import LayerSpec, ModelSpec
@@ -57,10 +61,10 @@ def why_not(spec: ModelSpec) -> str | None:
     """Say why a model cannot be healed, as the end of a sentence; None: it can."""
     for index, layer in enumerate(spec.layers):
         mixer = layer.mixer
-        if not isinstance(layer.ffn, DenseSpec):
-            return f"has experts in layer {index}, and healing trains dense layers"
+        if not isinstance(layer.ffn, DenseSpec | MoESpec):
+            return f"has a block in layer {index} that healing does not have: it trains dense blocks and experts"
         if not isinstance(mixer, (GQASpec, MLASpec)) or layer.cache_of is not None or layer.embedding or layer.scaled:
-            return f"has parts in layer {index} that healing does not have: only norms, attention and a dense block"
+            return f"has parts in layer {index} that healing lacks: it has norms, attention, dense blocks, experts"
         if isinstance(mixer, GQASpec):
             odd = ("gated", "keys_are_values", "value_norm", "flat_norm", "sinks", "query_scale")
             if any(getattr(mixer, name) for name in odd):
@@ -169,9 +173,42 @@ class Student(torch.nn.Module):
 
     def _ffn(self, layer: LayerSpec, at: str, x: torch.Tensor) -> torch.Tensor:
         ffn = layer.ffn
+        if isinstance(ffn, MoESpec):
+            return self._experts(ffn, at, x.flatten(0, -2)).view(x.shape)
         assert isinstance(ffn, DenseSpec)
-        gate, up = (self._linear(x, f"{at}{part}", ffn.bias) for part in ("gate", "up"))
-        return self._linear(ACTIVATIONS[ffn.activation](gate) * up, f"{at}down", ffn.bias)
+        return self._dense(ffn.activation, at, x, ffn.bias)
+
+    def _dense(self, activation: str, at: str, x: torch.Tensor, bias: bool) -> torch.Tensor:
+        gate, up = (self._linear(x, f"{at}{part}", bias) for part in ("gate", "up"))
+        act = ACTIVATIONS[activation]
+        return self._linear(act(gate, up) if activation == "clamped_swiglu" else act(gate) * up, f"{at}down", bias)
+
+    def _route(self, spec: MoESpec, at: str, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts [T, K], as `kvasir.layers.ffn.moe` chooses them. The choice has no gradient."""
+        with torch.autocast(x_TE.device.type, enabled=False):
+            logits = self._linear(x_TE.float(), f"{at}router", spec.router_bias)
+        scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
+        correction = self.weight(f"{at}correction").detach() if spec.correction else None
+        how = spec.renormalize, spec.weight_scale, spec.groups, spec.top_groups, spec.group_best
+        weights, ids = choose_reference(scores, correction, spec.top_k, *how)
+        return (weights * self.weight(f"{at}expert_scale")[ids] if spec.expert_scale else weights), ids
+
+    def _experts(self, spec: MoESpec, at: str, x_TE: torch.Tensor) -> torch.Tensor:
+        """Experts of the rows, and the one that every row uses: [T, E]."""
+        weights_TK, ids_TK = self._route(spec, at, x_TE)
+        order = ids_TK.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert
+        rows, parts = order // spec.top_k, []
+        for expert, mine in enumerate(x_TE[rows].split(ids_TK.flatten().bincount(minlength=spec.num_experts).tolist())):
+            if len(mine):
+                parts.append(self._dense(spec.activation, f"{at}experts.{expert}.", mine, spec.bias).to(x_TE.dtype))
+        weighed = torch.cat(parts) * weights_TK.flatten()[order].unsqueeze(-1).to(x_TE.dtype)
+        out_TE = torch.zeros_like(x_TE).index_add(0, rows, weighed)
+        if not spec.shared_size:
+            return out_TE
+        shared = self._dense(spec.activation, f"{at}shared.", x_TE, False)
+        if spec.shared_gate:
+            shared = shared * self._linear(x_TE, f"{at}shared_gate").sigmoid()
+        return out_TE + shared
 
     def _mixer(self, layer: LayerSpec, at: str, x: torch.Tensor) -> torch.Tensor:
         mixer = layer.mixer

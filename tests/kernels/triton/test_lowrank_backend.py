@@ -1,0 +1,101 @@
+"""The Triton backend over low-rank keys and values: every kind of span of a step, as the torch backend computes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvasir.attention.backend import Site
+from kvasir.attention.backends.torch import TorchBackend
+from kvasir.attention.backends.triton import TritonBackend
+from kvasir.kernels.lowrank_decode import Case
+from kvasir.kv.latents import LatentLayer, Maps
+from kvasir.kv.pool import KVPool
+from kvasir.types import CacheGroup, CacheRow, Together
+from tests.kernels.check import rows_of
+from tests.kernels.check_lowrank import world_of
+
+HEADS, GROUPS, DIM, RANKS = 4, 2, 64, (40, 24)
+SMALL = (-1, 0, 0, 1, 1, 2, 5)
+STEPS = {
+    "single rows": (((40, 1), (0, 1), (70, 1)), ()),
+    "drafts and a prompt": (((33, 4), (0, 1), (5, 150), (61, 7), (3, 20)), ()),
+    "trees": (((61, 7), (20, 3), (0, 18), (9, 1)), ((0, SMALL),)),
+}
+
+
+def world_with_cache(name: str, device: str, exact: bool = False):
+    """A step in fp16, and a cache that the codec has written. The drawn latents make its matrices."""
+    spans, trees = STEPS[name]
+    case = Case(spans=spans, trees=trees, ranks=RANKS, heads=HEADS, kv_heads=GROUPS, dim=DIM, turned=DIM)
+    world, drawn = world_of(case, torch.float16, device)
+    codec = LatentLayer(*RANKS)
+    group = CacheGroup("g", (0,), (CacheRow(GROUPS, DIM, DIM),))
+    pool = KVPool([group], codec, world.pool.num_pages, 16, device, torch.float16)
+    pool.poison(0, range(world.pool.num_pages[0]))
+    down = [torch.randn(rank, GROUPS * DIM, generator=torch.Generator().manual_seed(rank)) * 0.1 for rank in RANKS]
+    k_down, v_down = (x.half().to(device) for x in down)
+    codec.fill(Maps(k_down, drawn.k_up, v_down, drawn.v_up), drawn.angles, exact)
+    cache, row, drawing = pool.layer(0), 0, torch.Generator().manual_seed(3)
+    for s, (start, length) in enumerate(spans):
+        at = torch.arange(start + length, device=device)
+        slots = world.batch.tables[0][s, at // 16].long() * 16 + at % 16
+        at[start:] = world.batch.positions[row : row + length]
+        k, v = torch.randn(2, len(at), GROUPS, DIM, generator=drawing).half().to(device)
+        codec.write(cache, k, v, slots, positions_T=at)
+        row += length
+    return world, cache
+
+
+def backends(world, cache, device: str, exact: bool = False):
+    found = []
+    for backend in (TritonBackend(), TorchBackend()):
+        backend.prepare(Site(device, torch.float16, cache.codec.kernel, 16, (world.spec,), exact))
+        found.append(backend)
+    assert not found[0].why_not(found[0].site)
+    return found
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_steps(name, device):
+    world, cache = world_with_cache(name, device)
+    mine, torchs = backends(world, cache, device)
+    mine.plan(world.batch)
+    (got, lse), (want, want_lse) = (
+        b.run(world.q, cache, world.spec, world.batch, return_lse=True) for b in (mine, torchs)
+    )
+    torch.testing.assert_close(got, want, atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)
+
+
+def test_rows_of_a_captured_step(device):
+    """Chains and trees whose spans only the device knows."""
+    world, cache = world_with_cache("trees", device)
+    mine, torchs = backends(world, cache, device)
+    table, at, place, length, bits, _ = rows_of(world)
+    step = replace(world.batch, tables=(table,), context=at, ancestors=bits, together=Together(place, length, 64),
+                   scratch={})  # fmt: skip
+    mine.plan(step)
+    got, want = mine.run(world.q, cache, world.spec, step), torchs.run(world.q, cache, world.spec, world.batch)
+    torch.testing.assert_close(got, want, atol=5e-3, rtol=5e-3)
+
+
+def test_exact_rows_do_not_depend_on_the_batch(device):
+    """The bits of a row among others are those of a row alone."""
+    world, cache = world_with_cache("drafts and a prompt", device, exact=True)
+    mine, _ = backends(world, cache, device, exact=True)
+    mine.plan(world.batch)
+    out, first = mine.run(world.q, cache, world.spec, world.batch), 0
+    for s, length in enumerate(world.batch.lengths[:2]):
+        rows = slice(first, first + length)
+        first += length
+        alone = replace(
+            world.batch, input_ids=world.batch.input_ids[rows], positions=world.batch.positions[rows],
+            tables=(world.batch.tables[0][s : s + 1],), context=world.batch.context[s : s + 1],
+            row_start=torch.tensor([0, length], dtype=torch.int32, device=device), starts=[world.batch.starts[s]],
+            lengths=[length], scratch={},
+        )  # fmt: skip
+        mine.plan(alone)
+        assert torch.equal(mine.run(world.q[rows], cache, world.spec, alone), out[rows])
