@@ -39,8 +39,7 @@ from kvasir.scaling.primitives import Context, Run
 from tools.reward_study import Arm, Engines, cell, difference, load_cells
 
 TASKS = {
-    "facts": "facts",  # base was not taught to judge it
-    "path": "path",
+    "path": "path:min_depth=4,max_depth=5",
     "countdown": "countdown:min_numbers=4",
     "state": "state:min_steps=14,min_every=4",
 }
