@@ -57,6 +57,7 @@ TIMED = (1, 16)  # Problems at once in the timed part.
 MAX_TOKENS = 256
 SMALL, LARGE = "nano", "base"
 QUALITY = "quality"
+RATED = 4096  # Replies that a rater learns from; each line of them is continued four times.
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def train(name: str, folder: Path, options: argparse.Namespace, device: str) -> 
     if kind == "rater":
         plan = self_evaluation.Plan(
             TASKS[task],
-            replies=options.replies or self_evaluation.REPLIES[device],
+            replies=options.replies or RATED,
             steps=options.steps,
             held_out=options.held_out,
             digits=True,
@@ -305,7 +306,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--problems", type=int, default=1000)
-    parser.add_argument("--timed", type=int, default=48, help="problems of a timed cell; four times as many at 16")
+    parser.add_argument("--timed", type=int, default=32, help="problems of a timed cell; four times as many at 16")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"comma-separated: {', '.join(TASKS)}")
