@@ -11,7 +11,7 @@ classifier). There are two parts:
   (`tools/widen_checkpoint.py`; --own: at their own cost). A cell has the median seconds of a problem.
 
 Every cell is written to OUT.cells.jsonl when it is done; the same command goes on with the others. Nothing begins after
---minutes. Widened models (35 GB) lie in --scratch. A router is held against its control without chance: the mean of the
+--minutes. Widened models (25 GB) lie in --scratch. A router is held against its control without chance: the mean of the
 two models' accuracies with the router's own shares, on the same problems.
 """
 
