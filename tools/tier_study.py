@@ -131,10 +131,13 @@ def widened(models: dict[str, str], task: str, scratch: Path, device: str) -> di
     missing."""
     found = dict(models)
     for name, size in ((SMALL, "1b"), (LARGE, "8b"), (f"rater-{task}", "8b")):
-        out = scratch / f"{name}-{size}"
-        if not (out / "model.safetensors.index.json").exists():
+        out, source = scratch / f"{name}-{size}", checkpoint.resolve(models[name])
+        record = source / "reward.json"
+        told, note = record.read_text() if record.exists() else name, out / "widened-from"
+        if not note.exists() or note.read_text() != told:  # a rater that was trained again is widened again
             like = scratch / f"{LARGE}-8b" if name.startswith("rater") else None
-            widen(checkpoint.resolve(models[name]), out, SIZES[size], like=like, device=device)
+            widen(source, out, SIZES[size], like=like, device=device)
+            note.write_text(told)
         found[name] = str(out)
     return found
 
