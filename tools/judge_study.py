@@ -38,7 +38,11 @@ from kvasir.scaling.endpoint import Sample
 from kvasir.scaling.primitives import Context, Run
 from tools.reward_study import Arm, Engines, cell, difference, load_cells
 
-TASKS = {"countdown": "countdown:min_numbers=4", "path": "path", "state": "state:min_steps=14,min_every=4"}
+TASKS = {
+    "path": "path:min_depth=4,max_depth=5",
+    "countdown": "countdown:min_numbers=4",
+    "state": "state:min_steps=14,min_every=4",
+}
 TRAINED: tuple[pair.Judge, ...] = ("pair", "one", "none")
 TRAINING = 240.0  # Seconds that must be left for the second and the third model to be trained in this run.
 MAX_TOKENS = 256  # The longest check of a pair is that of state.
@@ -74,6 +78,7 @@ def train(name: pair.Judge, folder: Path, options: argparse.Namespace, device: s
         options.steps,
         max(count, len(options.tasks)),
         options.group,
+        lr=options.lr,
         held_out=options.held_out,
     )
     pair.train(plan, options.model, folder, device=device)
@@ -198,6 +203,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--model", default="base")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--train-problems", type=int, default=0, help="problems of a training step")
     parser.add_argument("--held-out", type=int, default=512)
     parser.add_argument("--check", action="store_true")

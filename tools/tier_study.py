@@ -11,7 +11,7 @@ classifier). There are two parts:
   (`tools/widen_checkpoint.py`; --own: at their own cost). A cell has the median seconds of a problem.
 
 Every cell is written to OUT.cells.jsonl when it is done; the same command goes on with the others. Nothing begins after
---minutes. Widened models (35 GB) lie in --scratch. A router is held against its control without chance: the mean of the
+--minutes. Widened models (25 GB) lie in --scratch. A router is held against its control without chance: the mean of the
 two models' accuracies with the router's own shares, on the same problems.
 """
 
@@ -57,6 +57,7 @@ TIMED = (1, 16)  # Problems at once in the timed part.
 MAX_TOKENS = 256
 SMALL, LARGE = "nano", "base"
 QUALITY = "quality"
+RATED = 4096  # Replies that a rater learns from; each line of them is continued four times.
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def train(name: str, folder: Path, options: argparse.Namespace, device: str) -> 
     if kind == "rater":
         plan = self_evaluation.Plan(
             TASKS[task],
-            replies=options.replies or self_evaluation.REPLIES[device],
+            replies=options.replies or RATED,
             steps=options.steps,
             held_out=options.held_out,
             digits=True,
@@ -130,10 +131,13 @@ def widened(models: dict[str, str], task: str, scratch: Path, device: str) -> di
     missing."""
     found = dict(models)
     for name, size in ((SMALL, "1b"), (LARGE, "8b"), (f"rater-{task}", "8b")):
-        out = scratch / f"{name}-{size}"
-        if not (out / "model.safetensors.index.json").exists():
+        out, source = scratch / f"{name}-{size}", checkpoint.resolve(models[name])
+        record = source / "reward.json"
+        told, note = record.read_text() if record.exists() else name, out / "widened-from"
+        if not note.exists() or note.read_text() != told:  # a rater that was trained again is widened again
             like = scratch / f"{LARGE}-8b" if name.startswith("rater") else None
-            widen(checkpoint.resolve(models[name]), out, SIZES[size], like=like, device=device)
+            widen(source, out, SIZES[size], like=like, device=device)
+            note.write_text(told)
         found[name] = str(out)
     return found
 
@@ -305,7 +309,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--problems", type=int, default=1000)
-    parser.add_argument("--timed", type=int, default=48, help="problems of a timed cell; four times as many at 16")
+    parser.add_argument("--timed", type=int, default=32, help="problems of a timed cell; four times as many at 16")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"comma-separated: {', '.join(TASKS)}")

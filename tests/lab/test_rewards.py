@@ -14,6 +14,7 @@ from kvasir.cli.solve_job import Job, build_endpoints, missing_rewards
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import export
+from kvasir.lab.chat import prompt
 from kvasir.lab.drafters.data import Batch, Texts
 from kvasir.lab.rewards import self_evaluation
 from kvasir.lab.rewards.beginnings import Beginnings, Replies, label, newlines, sample_replies
@@ -22,7 +23,7 @@ from kvasir.models import checkpoint
 from kvasir.scaling.endpoint import Sample
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.primitives import Context, Run, opened
-from kvasir.scaling.problem import Problem
+from kvasir.scaling.problem import Problem, Prompts
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import load_strategy
 from tests.scaling.test_engine_endpoint import engine
@@ -222,3 +223,22 @@ def test_the_self_evaluation_is_a_model_that_writes(tmp_path):
     plan = self_evaluation.Plan(TASK, rank=2, steps=3, rows=1, replies=8, each=4, held_out=8, length=256)
     record = self_evaluation.train(plan, "nano", tmp_path / "self", say=lambda text: None)
     assert record["history"] and export.load(tmp_path / "self").shape == export.load(checkpoint.resolve("nano")).shape
+
+
+def test_a_rater_learns_the_digit_of_each_line_s_label(replies, nano, tokenizer):
+    """The prompt is the one that SpecReason asks with, and only the digit and the end mark are learnt."""
+    told = label(replies, "rollouts", nano, tokenizer, k=2)
+    made = self_evaluation.ratings(told, tokenizer)
+    expected = [
+        str(round(9 * float(told.label[begin + place])))
+        for i, begin in enumerate(replies.texts.bounds[:-1])
+        for place in replies.lines[i]
+    ]
+    learnt = [made.ids[a:b][made.trained[a:b]].tolist() for a, b in zip(made.bounds[:-1], made.bounds[1:])]
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert len(set(expected)) > 1 and [tokenizer.decode(ids[:-1]) for ids in learnt] == expected
+    assert all(len(ids) == 2 and ids[1] == end for ids in learnt)
+    problem, first = replies.problems[replies.problem_of[0]], int(replies.lines[0][0])
+    asked = Prompts().rate_step(Problem("p", problem.messages), replies.written(tokenizer, 0, first))
+    ids = made.ids[: made.bounds[1]].tolist()
+    assert tokenizer.encode(prompt(asked), add_special_tokens=False).ids == ids[: len(ids) - 2]

@@ -203,6 +203,7 @@ def pair_rl(
         int | None, typer.Option(min=1, help="Problems of a step; default: 96 on a GPU, 4 on a CPU.")
     ] = None,
     group: Annotated[int, typer.Option(min=2, help="Replies to a problem, and judgements of a pair.")] = 8,
+    lr: Annotated[float, typer.Option(min=1e-7, help="Largest learning rate.")] = 2e-5,
     held_out: Annotated[int, typer.Option(min=8, help="Problems of each task to measure on.")] = 256,
     device: Device = None,
     seed: Seed = 0,
@@ -214,7 +215,7 @@ def pair_rl(
     check_output(out / "config.json", make=True)
     place = device or default_device()
     count = problems or PROBLEMS.get(place.split(":")[0], PROBLEMS["cpu"])
-    plan = Plan(tuple(task or ("countdown",)), judge, steps, count, group, held_out=held_out, seed=seed)  # type: ignore[arg-type]
+    plan = Plan(tuple(task or ("countdown",)), judge, steps, count, group, lr=lr, held_out=held_out, seed=seed)  # type: ignore[arg-type]
     train(plan, target, out, device=place)
 
 

@@ -267,7 +267,7 @@ def _told(found: Rollouts | None) -> tuple[float, float] | tuple[None, None]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a judge is measured on: problems, and pairs of the untrained model's replies to them."""
+    """Measuring data of a judge: problems, and pairs of the untrained model's replies to them."""
 
     cases: list[Case]
     judged: list[Case]
