@@ -31,6 +31,7 @@ CODES = "python -m tools.kernels kv RESULT.json"
 EXPERTS = "python -m tools.kernels moe RESULT.json --sweep"
 SERVING = "python tools/simulate_serving.py RESULT.json"
 NATIVE = "python -m tools.kernels native RESULT.json"
+LATENTS = ("NVIDIA H100", ("h100/gpu_latents.json",), "python -m tools.kernels latents RESULT.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class Tuned(Generic[T]):
     command: str
 
 
-def unmeasured(value: T, meaning: str, readers: tuple[str, ...], command: str) -> Tuned[T]:
-    """Return an entry for an H200 of which no result is kept."""
-    return Tuned(value, meaning, readers, H200, (), command)
+def unmeasured(value: T, meaning: str, readers: tuple[str, ...], command: str, machine: str = H200) -> Tuned[T]:
+    """Return an entry of which no result is kept."""
+    return Tuned(value, meaning, readers, machine, (), command)
 
 
 def look_up(table: Rows, /, **facts: Any) -> tuple:
@@ -193,9 +194,7 @@ LATENT_ATTENTION = Tuned(
     "at once, and chunks of long work for each. block_m: rows x heads of a tile; rank: of the latent. Rank 512 "
     "was measured; the other rows are what shared memory and registers of Hopper hold.",
     ("kvasir.kernels.latent_decode.Shape",),
-    "NVIDIA H100",
-    ("h100/gpu_latents.json",),
-    "python -m tools.kernels latents RESULT.json",
+    *LATENTS,
 )
 LOWRANK_ATTENTION = unmeasured(
     (
@@ -203,8 +202,8 @@ LOWRANK_ATTENTION = unmeasured(
         ({"rank": 256, "block_m": 16}, (64, 256, 8, 2, 1, 4)),
         ({}, (64, 64, 8, 3, 1, 4)),
     ),
-    "Shape of the kernel over low-rank caches: keys of a block, elements of a latent of keys in one product, then as for "
-    "latents. rank: the larger of both. What shared memory and registers of Hopper hold; nobody measured them.",
+    "Shape of the kernel over low-rank caches: keys of a block, elements of a latent of keys in one product, then as "
+    "for latents. rank: the larger of both. What shared memory and registers of Hopper hold; nobody measured them.",
     ("kvasir.kernels.lowrank_decode.Shape",),
     "python -m tools.kernels lowrank RESULT.json",
 )
@@ -214,9 +213,7 @@ LATENT_PROMPT = Tuned(
     "pipeline stages. dim: padded elements of a head's key. 192 was measured; the others are what shared memory of "
     "Hopper holds.",
     ("kvasir.kernels.latent_prompt.Shape",),
-    "NVIDIA H100",
-    ("h100/gpu_latents.json",),
-    "python -m tools.kernels latents RESULT.json",
+    *LATENTS,
 )
 LATENT_CROSSING = Tuned(
     1.0,
@@ -224,9 +221,7 @@ LATENT_CROSSING = Tuned(
     "forms take as many operations. Timed at 8,192 keys, both take as long at 1.0 with 16 heads of 128 + 128 elements, "
     "and at 0.6 with 20 heads of 192 + 256.",
     ("kvasir.kernels.latent_prompt.CROSSING",),
-    "NVIDIA H100",
-    ("h100/gpu_latents.json",),
-    "python -m tools.kernels latents RESULT.json",
+    *LATENTS,
 )
 SPLIT_KEYS = unmeasured(
     256,
@@ -395,7 +390,7 @@ F8_GEMV = Tuned(
     ("h100/gpu_f8-tiles.json", "h100/gpu_f8-tiles-more-rows.json"),
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
 )
-CODES_GEMV = Tuned(
+CODES_GEMV = unmeasured(
     (
         ({"rows": 1, "bits": 6}, (32, 128, 2, 4, 512)),
         ({"rows": 1}, (8, 512, 4, 1, 1)),
@@ -407,20 +402,18 @@ CODES_GEMV = Tuned(
     "which K is split. Fewer than 16 outputs: the kernel without tensor cores. Chosen by the compiler's code for a "
     "Hopper GPU; nobody measured it.",
     ("kvasir.kernels.codes_gemv.choose",),
-    "NVIDIA H100",
-    (),
     "python -m tools.kernels codes RESULT.json --quick",
+    "NVIDIA H100",
 )
-FUSED_NORM_ROWS = Tuned(
+FUSED_NORM_ROWS = unmeasured(
     16,
     "Most rows for which a product with codes or FP8 applies the norm itself. Every program does so for its share of "
     "the inputs; with more rows that takes longer than a kernel of its own. Nobody measured it alone.",
     ("kvasir.layers.products.FUSED_NORM_ROWS",),
-    "NVIDIA H100",
-    (),
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
+    "NVIDIA H100",
 )
-CODES_MOE = Tuned(
+CODES_MOE = unmeasured(
     (
         ({"pairs": 8}, ((16, 64, 128, 4, 4), (16, 64, 128, 4, 4))),
         ({"pairs": 24}, ((32, 64, 128, 4, 3), (32, 64, 128, 4, 4))),
@@ -429,18 +422,16 @@ CODES_MOE = Tuned(
     "MOE_TILINGS for experts of codes in 16 bits: codes become numbers once for each tile of pairs. Chosen by the "
     "compiler's code for a Hopper GPU; nobody measured it.",
     ("kvasir.kernels.moe.CODE_TILINGS",),
-    "NVIDIA H100",
-    (),
     "python -m tools.kernels codes RESULT.json --quick",
+    "NVIDIA H100",
 )
-CODES_ROW = Tuned(
+CODES_ROW = unmeasured(
     (({"gated": True}, (8, 4, 256)), ({}, (4, 4, 512))),
     "Experts of codes for a single row: outputs and warps of a program, and bytes of an output in flight. By the "
     "compiler's code for a Hopper GPU; nobody measured it.",
     ("kvasir.kernels.codes_moe.row_shape",),
-    "NVIDIA H100",
-    (),
     "python -m tools.kernels codes RESULT.json --quick",
+    "NVIDIA H100",
 )
 STREAMED_PAIRS = Tuned(
     64,
