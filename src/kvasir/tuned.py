@@ -201,7 +201,7 @@ LOWRANK_ATTENTION = unmeasured(
         ({"rank": 256, "block_m": 16}, (64, 256, 8, 2, 1, 4)),
         ({}, (64, 64, 8, 3, 1, 4)),
     ),
-    "Shape of the kernel over low-rank caches: keys of a block, elements of a latent of keys in one product, then as for "
+    "Shape of the kernel over low-rank caches: keys of a block, elements of a latent of keys in a product, then as for "
     "latents. rank: the larger of both. What shared memory and registers of Hopper hold; nobody measured them.",
     ("kvasir.kernels.lowrank_decode.Shape",),
     "python -m tools.kernels lowrank RESULT.json",
