@@ -13,7 +13,7 @@ from tests.speculation.helpers import install
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-OPTIONS = dict(device="cuda", max_num_batched_tokens=60)
+OPTIONS = dict(device="cuda", page_slots=16, max_num_batched_tokens=60)  # a page that Triton takes
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ PARTS = {
     "test_latents.py": 8,
     "test_lora.py": 6,
     "test_lowrank.py": 6,
+    "test_lowrank_backend.py": 5,
     "test_matmul.py": 3,
     "test_moe.py": 8,
     "test_optional_backends.py": 2,
