@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from kvasir.bench.peers import vllm_kernels
+
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 # Peers by the start of an arm's name: the package whose version a result must name.
 PEERS = {"vllm": "vllm", "transformers": "transformers", "llama_cpp": "llama-cpp-python"}
@@ -53,13 +55,15 @@ def versions() -> dict[str, str]:
 
 
 def peer_version(name: str, site: str | None = None) -> dict[str, str]:
-    """Version of a peer's package in the folder ``site``, or here, as {"version": ...}; empty without metadata."""
+    """Version of a peer's package in the folder ``site``, or here, as {"version": ...}; empty without metadata. For
+    vLLM also ``kernels`` if some of them cannot be compiled there."""
     package = PEERS[name]
     if site is None:
         version = _installed((package,)).get(package)
     else:
         version = next((d.version for d in importlib.metadata.distributions(name=package, path=[site])), None)
-    return {"version": version} if version else {}
+    found = {"version": version} if version else {}
+    return found | ({"kernels": vllm_kernels.SAID} if name == "vllm" and vllm_kernels.lacks_headers(site) else {})
 
 
 def missing(found: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvasir.bench.peers import channel
+from kvasir.bench.peers.vllm_kernels import turn_off
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "verified",
@@ -31,6 +32,7 @@ def _adapters(modules: Sequence[str]) -> list[Any]:
 
 def main() -> None:
     def start(model: str, options: dict[str, Any]) -> tuple[channel.Generate, dict[str, Any]]:
+        options = turn_off(options)
         import vllm
 
         adapters = _adapters(options.pop("lora_modules", ()))

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import importlib.machinery
 import importlib.util
+import json
 import runpy
 import sys
 import types
+
+from kvasir.bench.peers.vllm_kernels import turn_off
 
 if importlib.util.find_spec("uvloop") is None:
     print("uvloop is not installed here: vLLM's server runs on asyncio's own loop", file=sys.stderr)
@@ -22,4 +25,6 @@ if importlib.util.find_spec("uvloop") is None:
     sys.modules["uvloop"] = stand_in
 
 if __name__ == "__main__":
+    if (changed := turn_off({})) and "--additional-config" not in sys.argv:
+        sys.argv += ["--additional-config", json.dumps(changed["additional_config"])]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
