@@ -1,7 +1,7 @@
 """Which kernels vLLM can take where it runs: some of FlashInfer's are compiled on demand, with CUTLASS's headers.
 
-A copy of vLLM that was packed for another machine may lack these headers. vLLM then fails at its first step in FP8, or at
-the first prompt of a model with Gated DeltaNet. So these kernels are turned off there, and results say so.
+A copy of vLLM that was packed for another machine may lack these headers. vLLM then fails at its first step in FP8, or
+at the first prompt of a model with Gated DeltaNet. So these kernels are turned off there, and results say so.
 """
 
 from __future__ import annotations
