@@ -39,6 +39,7 @@ def test_keys_of_another_position_fail(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("ranks", [(512, 512), (256, 256), (320, 192)])
 @pytest.mark.parametrize("spans", [((4000, 1), (70, 1), (333, 1)), ((2000, 16), (130, 3))])
 def test_llama(ranks, spans, device):

@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvasir import LLM, SamplingParams
 from kvasir.attention.backend import Site
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.attention.backends.triton import TritonBackend
 from kvasir.kernels.lowrank_decode import Case
 from kvasir.kv.latents import LatentLayer, Maps
 from kvasir.kv.pool import KVPool
+from kvasir.models import checkpoint
 from kvasir.types import CacheGroup, CacheRow, Together
 from tests.kernels.check import rows_of
 from tests.kernels.check_lowrank import world_of
+from tests.latents import write_latents
 
 HEADS, GROUPS, DIM, RANKS = 4, 2, 64, (40, 24)
 SMALL = (-1, 0, 0, 1, 1, 2, 5)
@@ -99,3 +102,21 @@ def test_exact_rows_do_not_depend_on_the_batch(device):
         )  # fmt: skip
         mine.plan(alone)
         assert torch.equal(mine.run(world.q[rows], cache, world.spec, alone), out[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_engine_gives_the_tokens_of_plain_torch(device, tmp_path):
+    """Prompts, decodes in CUDA graphs and drafts, in fp32."""
+    fields = checkpoint.read_config(checkpoint.resolve("nano"))
+    heads, dim = fields["num_key_value_heads"], fields["head_dim"]
+    ranks = [(heads * dim - 8, heads * dim - 8)] * fields["num_hidden_layers"]
+    spec = f"lowrank:folder={write_latents(tmp_path / 'latents', ranks, heads, dim)}"
+    prompts = ["Once upon a time, a cat and a dog and a cat and a dog", "The king", "One, two, three. " * 20]
+    found = []
+    for backend, drafter in (("torch", ""), ("triton", ""), ("triton", "ngram")):
+        how = {"attention_backend": backend, "dtype": "float32", "device": device, "max_model_len": 512}
+        with LLM("nano", kv_codec=spec, drafter=drafter, gpu_memory_utilization=0.2, **how) as llm:
+            results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48))
+            found.append([result.outputs[0].token_ids for result in results])
+    assert found[1] == found[0] and found[2] == found[0]
