@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -70,7 +71,7 @@ def main() -> None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(as_json(result(f"mla-conversion-{options.shape}", arms)))
             if options.keep and name.startswith("lowrank"):
-                target.rename(options.keep / f"latents-{name.split()[1]}")
+                shutil.move(target, options.keep / f"latents-{name.split()[1]}")
 
 
 if __name__ == "__main__":
