@@ -39,7 +39,7 @@ def test_rounding_is_the_only_difference(monkeypatch):
         assert float((emulate(*given, scale, config) - want).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("config", [WHOLE, BARE])
+@pytest.mark.parametrize("config", [pytest.param(WHOLE, marks=pytest.mark.slow), BARE])
 def test_rows_of_a_span_are_those_of_one_row_each(config):
     """Without the mean, which is over what the span knows."""
     config = Config(config.search, config.rotate, False, config.sinks, 16 if config.recent else 0)
@@ -51,6 +51,7 @@ def test_rows_of_a_span_are_those_of_one_row_each(config):
         torch.testing.assert_close(together[:, i : i + 1], alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_the_engine():
     """With all keys in full precision the log-probabilities are those of the reference; in NVFP4 they are others (the
     control)."""

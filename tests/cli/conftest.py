@@ -1,10 +1,12 @@
 """Commands run as users run them, but in this process, because a new process for each would load torch each time."""
 
+import functools
 import io
 import sys
 from dataclasses import dataclass
 
 import pytest
+import typer.main
 
 from kvasir.cli.main import main
 from kvasir.logs import log
@@ -15,6 +17,10 @@ class Done:
     code: int
     out: str
     err: str
+
+
+# Commands are the same in every test, and making click's of ours takes longer than most of them.
+COMMAND = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture
@@ -35,6 +41,7 @@ def kvasir(monkeypatch, capsys):
         assert "Traceback" not in err
         return Done(code, out, err)
 
+    monkeypatch.setattr(typer.main, "get_command", COMMAND)
     monkeypatch.delenv("KVASIR_API_KEY", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     handlers, level = log.handlers[:], log.level
