@@ -53,8 +53,8 @@ def test_rows_of_a_span_are_those_of_one_row_each(config):
 
 @pytest.mark.slow
 def test_in_the_engine():
-    """With all keys in full precision the log-probabilities are those of the reference; in NVFP4 they are others (the
-    control)."""
+    """The log-probabilities are those of the reference while all keys keep full precision. In NVFP4, the control, they
+    are others."""
     found = {}
     rest = "search=true,rotate=true,split=true,sinks=0,recent="
     for name in ("torch", f"{FILE}:{rest}512", f"{FILE}:{rest}0"):

@@ -117,7 +117,7 @@ class LatentSteps:
                 self._tiles[key] = exact_latent_tiles(lengths, heads, self.site.dtype, device)
             return Step(tiles=self._tiles[key])
         if all(length == 1 for length in lengths):
-            return Step(self._single_rows(batch) if lengths else None)
+            return Step(single_rows(batch, self._single) if lengths else None)
         plain, rope = batch.ancestors is None, spec.head_dim - spec.value_dim
         least = crossing(spec.value_dim, spec.latent.nope_dim, spec.latent.value_dim)
         expands = plain and least is not None and can_serve(self.site.dtype, rope) and _aligned(spec)
@@ -133,15 +133,6 @@ class LatentSteps:
         if long:
             step.long = plan_prompts(starts, lengths, long, spec.latent.nope_dim, rope, device)
         return step
-
-    def _single_rows(self, batch: StepBatch) -> Rows:
-        """All rows of a step of single rows. What does not depend on their contexts is kept, since graphs hold its
-        address."""
-        count, device = len(batch.lengths), batch.input_ids.device
-        if count not in self._single:
-            zeros, ones = (torch.full((count,), n, dtype=torch.int64, device=device) for n in (0, 1))
-            self._single[count] = Rows(None, None, batch.context, zeros, ones, 1)
-        return replace(self._single[count], at=batch.context)
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -237,6 +228,16 @@ class LatentSteps:
         if tiles:
             how = (batch.tables[cache.group], batch.context, batch.row_start, tiles, spec.scale)
             latent_tiles_triton(q_THX, planes, *how, out_THR, ancestors_TA=batch.ancestors, lse_TH=lse_TH)
+
+
+def single_rows(batch: StepBatch, kept: dict[int, Rows]) -> Rows:
+    """All rows of a step of single rows. ``kept`` holds by their number what does not depend on their contexts, since
+    graphs hold its address."""
+    count, device = len(batch.lengths), batch.input_ids.device
+    if count not in kept:
+        zeros, ones = (torch.full((count,), n, dtype=torch.int64, device=device) for n in (0, 1))
+        kept[count] = Rows(None, None, batch.context, zeros, ones, 1)
+    return replace(kept[count], at=batch.context)
 
 
 def some_rows(batch: StepBatch, spans: list[int]) -> Rows:

@@ -11,13 +11,13 @@ Legend: T rows, B rows of a launch, H query heads, D head dim, V rank of the lat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvasir.attention.backend import AttentionSpec
-from kvasir.attention.latent_steps import MOST_TOGETHER, Rows, ancestors_of, some_rows
+from kvasir.attention.latent_steps import MOST_TOGETHER, Rows, ancestors_of, single_rows, some_rows
 from kvasir.kernels.dense_attention import Gather, dense_attention_triton
 from kvasir.kernels.gathered import GatheredSpans, gathered_attention, plan_gathered
 from kvasir.kernels.lowrank_decode import Latents, gather_lowrank_triton, lowrank_rows_triton
@@ -60,7 +60,7 @@ class LowRankSteps:
             spans = batch.together
             return Step(Rows(None, None, batch.context, spans.place, spans.length, spans.most))
         if lengths and all(length == 1 for length in lengths) and not self.exact:
-            return Step(self._single_rows(batch))
+            return Step(single_rows(batch, self._single))
         most = MOST_ROWS if batch.ancestors is None else TREE_ROWS
         short = [s for s, length in enumerate(lengths) if 0 < length <= most and not self.exact]
         if sum(lengths[s] for s in short) > MOST_TOGETHER:
@@ -72,15 +72,6 @@ class LowRankSteps:
             device = batch.input_ids.device
             step.gathered = plan_gathered(batch.starts, lengths, rest, tiles(rest), self.page_slots, device)
         return step
-
-    def _single_rows(self, batch: StepBatch) -> Rows:
-        """All rows of a step of single rows. What does not depend on their contexts is kept, since graphs hold its
-        address."""
-        count, device = len(batch.lengths), batch.input_ids.device
-        if count not in self._single:
-            zeros, ones = (torch.full((count,), n, dtype=torch.int64, device=device) for n in (0, 1))
-            self._single[count] = Rows(None, None, batch.context, zeros, ones, 1)
-        return replace(self._single[count], at=batch.context)
 
     def run(
         self,

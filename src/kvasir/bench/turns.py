@@ -25,7 +25,7 @@ DRAFTER = "suffix"
 REPEATED, ANSWER, BATCHES = 1024, 256, (1, 8)
 # Bounds of the ratios: a turn's first token to a cold one, and decoding with drafts to decoding without.
 TURN, DRAFTED = 0.2, 1.3
-# What the peer needs so that prompts with states are found in its cache, and so that it loads no tower for images.
+# The peer finds prompts with states in its cache only with these settings. The last one leaves out its image tower.
 ALIGNED = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "language_model_only": True}
 
 

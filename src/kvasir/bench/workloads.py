@@ -13,7 +13,7 @@ from typing import Any
 
 from kvasir.errors import ConfigError, nearest
 
-# What the hybrids of Qwen 3.5 share: every fourth layer attends, the others are Gated DeltaNet.
+# The hybrids of Qwen 3.5 share these fields: every fourth layer attends, the others are Gated DeltaNet.
 QWEN_HYBRID: dict[str, Any] = dict(
     full_attention_interval=4,
     linear_num_key_heads=16,

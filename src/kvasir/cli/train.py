@@ -215,7 +215,16 @@ def pair_rl(
     check_output(out / "config.json", make=True)
     place = device or default_device()
     count = problems or PROBLEMS.get(place.split(":")[0], PROBLEMS["cpu"])
-    plan = Plan(tuple(task or ("countdown",)), judge, steps, count, group, lr=lr, held_out=held_out, seed=seed)  # type: ignore[arg-type]
+    plan = Plan(
+        tuple(task or ("countdown",)),
+        judge,  # type: ignore[arg-type]
+        steps,
+        count,
+        group,
+        lr=lr,
+        held_out=held_out,
+        seed=seed,
+    )
     train(plan, target, out, device=place)
 
 

@@ -209,7 +209,7 @@ class MixedSteps(CapturingWay):
             (heads, dim, dtype): torch.zeros(most, heads, dim, dtype=dtype, device=place.device)
             for heads, dim, dtype in results
         }
-        # By size: the pieces, and the calls between them.
+        # Each captured size has its pieces, and the calls between them.
         self._ready: dict[int, tuple[list[Work], list[_Call | _Recurrence]]] = {}
         self._coarse = [*self.sizes[COARSE - 1 : -1 : COARSE], most]
         self._uses: Counter[int] = Counter()  # steps that an uncaptured coarse size would have taken
