@@ -27,11 +27,11 @@ from kvasir.convert.checkpoint import convert
 from kvasir.convert.converter import load_converter
 
 SPECS = {
-    "mla parity": "mla:rank=parity,rope_dim={rope},fold={fold}",
-    "mla 512": "mla:rank={half},rope_dim={rope},fold={fold}",
-    "mla 512, fold auto": "mla:rank={half},rope_dim={rope}",
     "lowrank 512": "lowrank:rank={half}",
     "lowrank 256": "lowrank:rank={quarter}",
+    "mla 512": "mla:rank={half},rope_dim={rope},fold={fold}",
+    "mla parity": "mla:rank=parity,rope_dim={rope},fold={fold}",
+    "mla 512, fold auto": "mla:rank={half},rope_dim={rope}",
 }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -146,7 +147,8 @@ class Study:
 
     def measure(self, name: str, config: dict[str, Any], get: Callable[[], dict[str, Any]]) -> None:
         """Measure an arm that is not there yet, while there is time."""
-        if any(a["name"] == name for a in self.arms) or time.monotonic() - self.start > self.options.seconds:
+        known = any(a["name"] == name for a in self.arms)
+        if known or not self.options.only.search(name) or time.monotonic() - self.start > self.options.seconds:
             return
         self.arms.append(arm(name, config, get()))
         self.options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -276,6 +278,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=1000, help="problems of each task")
     parser.add_argument("--minutes", nargs="*", type=float, default=(1, 3, 6))
     parser.add_argument("--twelve-steps", type=int, default=1000)
+    parser.add_argument("--only", type=re.compile, default="", help="regular expression of the arms to measure")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when no further arm begins")
     options = parser.parse_args()
     study, folder = Study(options), checkpoint.resolve(options.model)

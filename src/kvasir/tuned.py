@@ -377,9 +377,9 @@ GEMV_ONE_ROW = unmeasured(
 )
 F8_GEMV = Tuned(
     (
-        ({"rows": 1}, (4, 512, 4, 1, 1)),
-        ({"rows": 16}, (64, 128, 4, 3, 384)),
-        ({"rows": 64, "gated": True}, (128, 128, 8, 3, 96)),
+        ({"rows": 1, "gated": True}, (8, 512, 8, 1, 1)),
+        ({"rows": 1}, (8, 1024, 4, 1, 1)),
+        ({"rows": 16}, (128, 128, 8, 3, 192)),
         ({"rows": 64}, (64, 128, 4, 3, 192)),
         ({}, (64, 64, 8, 3, 1)),
     ),
@@ -387,7 +387,7 @@ F8_GEMV = Tuned(
     "which K is split. Measured at 1, 8 and 64 rows of Llama-8B's matrices in blocks; nobody measured more rows.",
     ("kvasir.kernels.f8_gemv.choose",),
     "NVIDIA H100",
-    ("h100/gpu_f8-tiles.json", "h100/gpu_f8-tiles-more-rows.json"),
+    ("h100/gpu_f8-tiles-wide.json",),
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
 )
 CODES_GEMV = unmeasured(
@@ -415,7 +415,7 @@ FUSED_NORM_ROWS = unmeasured(
 )
 CODES_MOE = unmeasured(
     (
-        ({"pairs": 8}, ((16, 64, 128, 4, 4), (16, 64, 128, 4, 4))),
+        ({"pairs": 8}, ((16, 32, 128, 2, 4), (16, 32, 128, 2, 4))),
         ({"pairs": 24}, ((32, 64, 128, 4, 3), (32, 64, 128, 4, 4))),
         ({}, ((64, 64, 128, 4, 3), (64, 64, 128, 4, 3))),
     ),

@@ -44,7 +44,7 @@ def test_same_tokens(folder, eager, how):
 def test_same_tokens_with_drafts(folder, eager, right):
     driver = engine(folder, drafter="ngram", draft_control="fixed", **OPTIONS)
     install(driver, Scripted(eager, right))
-    for _ in range(3):
+    for _ in range(3 if right < 99 else 12):  # whole chains leave few steps of a kind to a round
         driver.outputs.clear()
         driver.run(fleet(driver), preempt_every=7)
         assert answers(driver) == first(eager)

@@ -35,7 +35,8 @@ def world_of(case: Case, dtype: torch.dtype, device: str) -> tuple[World, Latent
         at[start:] = world.batch.positions[row : row + length]  # nodes of a tree share positions
         position[page, 0, slot, 0] = at.int()
         row += length
-    angles = torch.outer(torch.arange(400.0), 0.9 ** torch.arange(case.turned // 2)) if case.turned else None
+    positions = torch.arange(max(400.0, *(start + length for start, length in case.spans)))
+    angles = torch.outer(positions, 0.9 ** torch.arange(case.turned // 2)) if case.turned else None
     table = None if angles is None else torch.cat((angles.cos(), angles.sin()), -1).to(device)
     k_up = random(case.kv_heads * case.dim, case.ranks[0], scale=case.ranks[0] ** -0.5)
     v_up = random(case.kv_heads, case.dim, case.ranks[1], scale=case.ranks[1] ** -0.5)

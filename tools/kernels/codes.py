@@ -77,7 +77,15 @@ OSS, DIM, LAYERS = (
 ROWS = (1, 2, 8, 64, 256)
 ROW_SHAPES = ((8, 4, 256), (8, 8, 256), (4, 4, 512), (16, 8, 256))
 TILES = {
-    8: (Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 2, 4), Tile(16, 64, 256, 4, 3), Tile(16, 128, 128, 8, 3)),
+    8: (
+        Tile(16, 64, 128, 4, 4),
+        Tile(16, 32, 128, 2, 4),
+        Tile(16, 32, 128, 2, 6),
+        Tile(16, 32, 256, 2, 3),
+        Tile(16, 32, 256, 4, 4),
+        Tile(16, 16, 256, 2, 4),
+        Tile(16, 16, 128, 1, 6),
+    ),
     256: (Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 8, 3)),
 }
 GPU = torch.device("cuda")
@@ -152,10 +160,12 @@ def time_few(report: Report, spec: str, name: str, all_rows: Iterable[int], band
         for config in dict.fromkeys([chosen, *configs(rows)]):
             if not usable(matrices[0], config):
                 continue
-            calls = [partial(codes_gemv.codes_gemv, x, w, config, activation=activation) for w in matrices]
+            calls: list[Callable[[], Any]] = [
+                partial(codes_gemv.codes_gemv, x, w, config, activation=activation) for w in matrices
+            ]
             if (found := tried((spec, name, rows, config), partial(each, calls))) is not None:
                 spent[config] = found
-        bf16 = each([plain_product(x, w, activation) for w in plain])
+        bf16 = plain_seconds(x, plain, activation)
         ranked = sorted(spent, key=spent.__getitem__)
         for config, seconds in spent.items():
             tile = config.block_n, config.block_k, config.warps, config.stages
@@ -176,14 +186,18 @@ def time_few(report: Report, spec: str, name: str, all_rows: Iterable[int], band
     report.save()
 
 
-def plain_product(x: torch.Tensor, w: torch.Tensor, activation: str | None) -> Callable[[], Any]:
-    """The product with a bf16 matrix as the engine computes it."""
-    config = gemv.choose(x.shape[0], *w.shape)
-    if config is not None:
-        return partial(gemv.gemv, x, w, config, activation=activation)
-    if activation is None:
-        return partial(torch.mm, x, w.t())
-    return lambda: gated(torch.mm(x, w.t()), ACTIVATIONS[activation])
+def plain_seconds(x: torch.Tensor, matrices: list[torch.Tensor], activation: str | None) -> float:
+    """Seconds of a product with a bf16 matrix: of the streaming kernel or of the BLAS, whichever is faster."""
+
+    def blas(w: torch.Tensor) -> torch.Tensor:
+        product = torch.mm(x, w.t())
+        return product if activation is None else gated(product, ACTIVATIONS[activation])
+
+    calls: list[list[Callable[[], Any]]] = [[partial(blas, w) for w in matrices]]
+    if (config := gemv.choose(x.shape[0], *matrices[0].shape)) is not None:
+        calls.append([partial(gemv.gemv, x, w, config, activation=activation) for w in matrices])
+    found = [tried(("bf16", tuple(x.shape)), partial(each, some)) for some in calls]
+    return min(seconds for seconds in found if seconds is not None)
 
 
 def print_best(best: Ranks) -> None:
