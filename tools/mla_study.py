@@ -255,7 +255,7 @@ class Study:
         plans = [Exams((task,), count=min(48, self.options.n) if task.startswith("story") else self.options.n)
                  for task in TASKS]  # fmt: skip
         found: dict[str, Any] = {}
-        with LLM(str(folder), device=self.options.device, gpu_memory_utilization=0.4, **options) as llm:
+        with LLM(str(folder), device=self.options.device, gpu_memory_utilization=0.12, **options) as llm:
             for plan in plans:
                 for exam in prepare(plan, tokenizer):
                     scores = figures(put(llm, exam, plan, tokenizer))
