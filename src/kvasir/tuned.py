@@ -30,6 +30,7 @@ FUSED = "python -m tools.kernels fused RESULT.json"
 CODES = "python -m tools.kernels kv RESULT.json"
 EXPERTS = "python -m tools.kernels moe RESULT.json --sweep"
 SERVING = "python tools/simulate_serving.py RESULT.json"
+CODE_TILES = "python -m tools.kernels codes RESULT.json --quick"
 NATIVE = "python -m tools.kernels native RESULT.json"
 LATENTS = ("NVIDIA H100", ("h100/gpu_latents.json",), "python -m tools.kernels latents RESULT.json")
 
@@ -199,7 +200,7 @@ LATENT_ATTENTION = Tuned(
 LOWRANK_ATTENTION = unmeasured(
     (
         ({"dtype": "float32"}, (16, 32, 8, 1, 1, 4)),
-        ({"rank": 256, "block_m": 16}, (64, 256, 8, 2, 1, 4)),
+        ({"rank": 256}, (64, 64, 4, 3, 2, 4)),
         ({}, (64, 64, 8, 3, 1, 4)),
     ),
     "Shape of the kernel over low-rank caches: keys of a block, elements of a latent of keys in one product, then as "
@@ -390,20 +391,22 @@ F8_GEMV = Tuned(
     ("h100/gpu_f8-tiles-wide.json",),
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
 )
-CODES_GEMV = unmeasured(
+CODES_GEMV = Tuned(
     (
         ({"rows": 1, "bits": 6}, (32, 128, 2, 4, 512)),
-        ({"rows": 1}, (8, 512, 4, 1, 1)),
+        ({"rows": 1, "gated": True}, (8, 512, 4, 1, 1)),
+        ({"rows": 1}, (8, 1024, 4, 1, 1)),
+        ({"rows": 16, "gated": True}, (32, 128, 2, 4, 896)),
         ({"rows": 16}, (64, 128, 4, 4, 384)),
         ({"gated": True}, (64, 128, 4, 3, 132)),
-        ({}, (64, 128, 4, 3, 264)),
+        ({}, (64, 128, 4, 3, 256)),
     ),
     "Products of a few rows with other codes: outputs of a program, inputs of a block, warps, stages, and programs for "
-    "which K is split. Fewer than 16 outputs: the kernel without tensor cores. Chosen by the compiler's code for a "
-    "Hopper GPU; nobody measured it.",
+    "which K is split. Fewer than 16 outputs: the kernel without tensor cores. Measured for 4 and 8 bits.",
     ("kvasir.kernels.codes_gemv.choose",),
-    "python -m tools.kernels codes RESULT.json --quick",
     "NVIDIA H100",
+    ("h100/gpu_codes-few.json",),
+    CODE_TILES,
 )
 FUSED_NORM_ROWS = unmeasured(
     16,
@@ -413,25 +416,26 @@ FUSED_NORM_ROWS = unmeasured(
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
     "NVIDIA H100",
 )
-CODES_MOE = unmeasured(
+CODES_MOE = Tuned(
     (
         ({"pairs": 8}, ((16, 32, 128, 2, 4), (16, 32, 128, 2, 4))),
         ({"pairs": 24}, ((32, 64, 128, 4, 3), (32, 64, 128, 4, 4))),
         ({}, ((64, 64, 128, 4, 3), (64, 64, 128, 4, 3))),
     ),
-    "MOE_TILINGS for experts of codes in 16 bits: codes become numbers once for each tile of pairs. Chosen by the "
-    "compiler's code for a Hopper GPU; nobody measured it.",
+    "MOE_TILINGS for experts of codes in 16 bits: codes become numbers once for each tile of pairs. Measured up to 8 "
+    "pairs of an expert.",
     ("kvasir.kernels.moe.CODE_TILINGS",),
-    "python -m tools.kernels codes RESULT.json --quick",
     "NVIDIA H100",
+    ("h100/gpu_codes-experts.json",),
+    CODE_TILES,
 )
-CODES_ROW = unmeasured(
+CODES_ROW = Tuned(
     (({"gated": True}, (8, 4, 256)), ({}, (4, 4, 512))),
-    "Experts of codes for a single row: outputs and warps of a program, and bytes of an output in flight. By the "
-    "compiler's code for a Hopper GPU; nobody measured it.",
+    "Experts of codes for a single row: outputs and warps of a program, and bytes of an output in flight.",
     ("kvasir.kernels.codes_moe.row_shape",),
-    "python -m tools.kernels codes RESULT.json --quick",
     "NVIDIA H100",
+    ("h100/gpu_codes-experts.json",),
+    CODE_TILES,
 )
 STREAMED_PAIRS = Tuned(
     64,
