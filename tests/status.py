@@ -28,6 +28,7 @@ GROUPS: dict[str, tuple[str, str | None]] = {
     "strategies": ("Test-time scaling", STRATEGIES),
     "schedulers": ("Scheduling policies", POLICIES),
     "backends": ("Attention backends", BACKENDS),
+    "product_backends": ("Product backends", PRODUCT_BACKENDS),
     "converters": ("Converters", CONVERTERS),
     "rules": ("Rules of the sampler and the controller", None),
     "kernels": ("Kernels of note", None),

@@ -478,8 +478,12 @@ def fill_random(decoder: Decoder, seed: int, narrow: bool = False) -> None:
     Matrices are uniform with variance 1 / inputs, so that activations stay of order one; norms are one, other vectors
     zero. ``narrow``: round to bf16, whatever type holds the weights, as a checkpoint in bf16 has them.
     """
-    generator = torch.Generator(decoder.place.device).manual_seed(seed)
-    for name, slot in decoder.slots().items():
+    draw_random(decoder.slots(), torch.Generator(decoder.place.device).manual_seed(seed), narrow)
+
+
+def draw_random(slots: dict[str, Slot], generator: torch.Generator, narrow: bool = False) -> None:
+    """Fill slots with random numbers as ``fill_random`` does."""
+    for name, slot in slots.items():
         if slot.random is not None:
             _draw(slot.target, *slot.random, generator)
         elif slot.target.dim() >= 2 and not slot.repeat:
