@@ -11,6 +11,7 @@ from kvasir.attention.backend import BACKENDS
 from kvasir.convert.converter import PACKAGE as CONVERTERS
 from kvasir.engine.policy import POLICIES
 from kvasir.kv.codec import CODECS
+from kvasir.layers.product_backend import BACKENDS as PRODUCT_BACKENDS
 from kvasir.layers.weight_format import PACKAGE as FORMATS
 from kvasir.scaling.strategy import STRATEGIES
 from kvasir.speculation.drafter import DRAFTERS

@@ -24,7 +24,6 @@ from kvasir.logs import log
 from kvasir.models.decoder import Decoder
 from kvasir.models.loader import draw_random
 
-
 ROWS = (1, 8, 64, 1024)  # rows of the products that are timed
 CLOSE = 1.03  # the products of times within this factor count as equal
 COLD_BYTES = 128 << 20  # of copies of a weight: more than a GPU's cache
