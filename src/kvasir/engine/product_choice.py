@@ -101,7 +101,7 @@ class ProductChoice:
             try:
                 made = [copy_of(weight) for _ in range(copies)]
                 for one in made if backend is not None else ():
-                    backend.take(one)
+                    backend.take(one, trial=True)
                 found[name] = [clock(made, rows) for rows in self.rows()]
             except Exception as e:
                 if backend is None:

@@ -57,9 +57,10 @@ class ProductBackend(Technique):
         """The reason why this backend cannot take a weight: its layout or its shape. Empty: it can."""
 
     @abstractmethod
-    def take(self, weight: Weight) -> None:
+    def take(self, weight: Weight, trial: bool = False) -> None:
         """Replace format and planes of a filled weight by the backend's own. The result takes no more bytes than the
-        weight did, up to a few KiB."""
+        weight did, up to a few KiB. ``trial``: it is only timed, with a few numbers of rows, so no other kernels need
+        be compiled."""
 
     def kernels(self, weight: Weight) -> object:
         """What tells the kernels of a weight that was taken from those of others. Weights with equal ones share all

@@ -86,7 +86,7 @@ class Humming(ProductBackend):
             return f"takes whole blocks of {BLOCK} x {BLOCK}"
         return ""
 
-    def take(self, weight: Weight) -> None:
+    def take(self, weight: Weight, trial: bool = False) -> None:
         transform = importlib.import_module("humming.transform")
         schema, tensors = described(weight)
         config, made = transform.prepare_and_transform_humming_tensors(
@@ -94,7 +94,7 @@ class Humming(ProductBackend):
             torch_dtype=weight.place.dtype, device=weight.place.device,
         )  # fmt: skip
         made[LOCK_PLANE] = torch.zeros(LOCKS, dtype=torch.int32, device=weight.place.device)
-        weight.format, weight.planes, weight.made = Repacked(weight.format, config), made, None
+        weight.format, weight.planes, weight.made = Repacked(weight.format, config, trial), made, None
 
     def kernels(self, weight: Weight) -> object:
         return weight.format.kind if isinstance(weight.format, Repacked) else shape_of(weight)
@@ -116,13 +116,15 @@ class Humming(ProductBackend):
 
 
 class Repacked(WeightFormat):
-    """A matrix in humming's layout. ``kind`` tells its kernels from those of others."""
+    """A matrix in humming's layout. ``kind`` tells its kernels from those of others. ``trial``: a product compiles the
+    kernel of its number of rows alone, not those of all numbers."""
 
     exact = False
     name = "humming"
 
-    def __init__(self, stored: WeightFormat, config: Any) -> None:
+    def __init__(self, stored: WeightFormat, config: Any, trial: bool) -> None:
         super().__init__()
+        self._trial = trial
         self.stored, self._config = stored, config
         self.kind = config.to_str()
         self._forward = importlib.import_module("humming.forward").humming_forward
@@ -170,7 +172,11 @@ class Repacked(WeightFormat):
         """x W^T [T, N]."""
         if not x_TK.shape[0]:
             return x_TK.new_empty(0, weight.num_outputs)
-        return self._forward(self._config, inputs=x_TK.contiguous(), **weight.planes)
+        tuning = None
+        if self._trial:
+            tune = importlib.import_module("humming.tune")
+            tuning = tune.get_heuristics_config(self._config, shape_m=x_TK.shape[0], device=x_TK.device)
+        return self._forward(self._config, inputs=x_TK.contiguous(), tuning_config=tuning, **weight.planes)
 
 
 def described(weight: Weight) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -18,5 +18,5 @@ class Triton(ProductBackend):
     def why_not_weight(self, weight: Weight) -> str:
         return ""
 
-    def take(self, weight: Weight) -> None:
+    def take(self, weight: Weight, trial: bool = False) -> None:
         """Leave the weight as it is."""
