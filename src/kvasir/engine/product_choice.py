@@ -80,7 +80,8 @@ class ProductChoice:
                 "; ".join(told) or "nothing to time",
                 self.timed,
             )
-        self._hand_over()
+        if self.chosen:
+            self._hand_over()
 
     def rows(self) -> tuple[int, ...]:
         """Rows of the products that are timed."""
@@ -133,7 +134,7 @@ class ProductChoice:
         log.info(
             "%d weights were handed to %s in %.1f s%s",
             total,
-            ", ".join(sorted({b.name for b in self.chosen.values()})) or "nobody",
+            ", ".join(sorted({b.name for b in self.chosen.values()})),
             time.perf_counter() - begun,
             f"; {', '.join(left)} stay with our own products" if left else "",
         )
@@ -162,7 +163,7 @@ def choose_products(spec: str, model: Decoder, max_rows: int, clock: Clock | Non
 
 def automatic(place: Placement, model: Decoder) -> list[ProductBackend]:
     """The backends from outside that ``auto`` may time here: those that can take a weight."""
-    if place.exact or place.device.type != "cuda" or all(s.layout[0] == PLAIN for s in shapes_of(model)):
+    if not timeable(place) or all(s.layout[0] == PLAIN for s in shapes_of(model)):
         return []
     found = technique.of_all(BACKENDS, lambda name: technique.load(BACKENDS, name, ProductBackend))
     weights = [weights[0] for weights in shapes_of(model).values()]
@@ -173,6 +174,11 @@ def automatic(place: Placement, model: Decoder) -> list[ProductBackend]:
         and not backend.why_not(place)
         and not all(backend.why_not_weight(weight) for weight in weights)
     ]
+
+
+def timeable(place: Placement) -> bool:
+    """Whether there is anything to choose from: backends from outside serve GPUs, and exact mode times nothing."""
+    return place.device.type == "cuda" and not place.exact
 
 
 def shapes_of(model: Decoder) -> dict[ProductShape, list[Weight]]:
