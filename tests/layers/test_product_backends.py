@@ -174,9 +174,9 @@ def test_an_engine_hands_its_weights_over(package, monkeypatch):
     monkeypatch.setattr(cls, "why_not", lambda self, place: [])
     prompts, params, found = ["Once upon a time"], SamplingParams(max_tokens=8, temperature=0), {}
     for name in (OWN, "humming"):
-        with LLM("nano", device="cpu", weights="i8", product_backend=name, num_pages=32) as llm:
+        with LLM("nano", device="cpu", weights="i8", product_backend=name, max_model_len=256) as llm:
             tokens = llm.generate(prompts, params)[0].outputs[0].token_ids
-            found[name] = tokens, llm.engine.prefix_root
+            found[name] = tokens, llm.engine.pages.index.root
     assert found[OWN][0] == found["humming"][0] and package.forwards
     assert found[OWN][1] != found["humming"][1]
 
