@@ -22,7 +22,7 @@ from kvasir.layers.weight_format import PLAIN, Weight
 from kvasir.layers.weights import Placement
 from kvasir.logs import log
 from kvasir.models.decoder import Decoder
-from kvasir.models.loader import draw_random
+from kvasir.models.random_weights import draw_random
 
 ROWS = (1, 8, 64, 1024)  # rows of the products that are timed
 CLOSE = 1.03  # the products of times within this factor count as equal

@@ -23,7 +23,7 @@ GATE_AND_UP = ("gate", "up")  # the parts of a matrix whose product ends in a ga
 
 
 class ProductShape(NamedTuple):
-    """What weights have in common that one backend serves equally fast."""
+    """A class of weights that one backend serves equally fast."""
 
     layout: tuple  # the fingerprint of the format
     num_outputs: int
@@ -63,6 +63,6 @@ class ProductBackend(Technique):
         be compiled."""
 
     def kernels(self, weight: Weight) -> object:
-        """What tells the kernels of a weight that was taken from those of others. Weights with equal ones share all
-        kernels, so one of them is warmed."""
+        """A key to the kernels of a weight that was taken. Weights with equal keys share all kernels, so one of them is
+        warmed."""
         return shape_of(weight)

@@ -65,7 +65,7 @@ class Humming(ProductBackend):
         if place.dtype not in (torch.bfloat16, torch.float16):
             reasons.append(f"computes in bfloat16 or float16, not {str(place.dtype).removeprefix('torch.')}")
         if place.activations == "fp8":
-            reasons.append("takes inputs as they are here, and --activation-dtype fp8 rounds them")
+            reasons.append("takes inputs in 16 bits, and prompts are rounded to FP8 here (--activation-dtype bf16)")
         if place.device.type != "cuda":
             reasons.append("runs on NVIDIA GPUs only")
         else:
@@ -101,7 +101,7 @@ class Humming(ProductBackend):
 
     @staticmethod
     def _missing(device: torch.device) -> list[str]:
-        """What the package needs and this machine lacks."""
+        """Needs of the package that this machine does not meet."""
         major, minor = torch.cuda.get_device_capability(device)
         reasons = [] if 10 * major + minor >= AMPERE else [f"needs compute capability 8.0, not {major}.{minor}"]
         if torch.version.hip is not None:
