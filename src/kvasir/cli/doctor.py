@@ -124,6 +124,7 @@ def run(as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -148,7 +149,7 @@ def run(as_json: bool) -> None:
     for name in facts["attention"]:
         table.add_row(f"attention {name}", _attention(facts, name))
     for name, reasons in facts["products"].items():
-        table.add_row(f"products {name}", f"no: {'; '.join(reasons)}" if reasons else "ready")
+        table.add_row(f"products {name}", escape(f"no: {'; '.join(reasons)}") if reasons else "ready")
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
     table.add_row("weight formats", ", ".join(facts["weight_formats"]))
     table.add_row("drafters", ", ".join(facts["drafters"]))
