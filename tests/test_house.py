@@ -111,6 +111,7 @@ def test_types_import_no_other_room():
 TECHNIQUES = [
     "kv/codecs",
     "layers/formats",
+    "layers/product_backends",
     "attention/backends",
     "engine/schedulers",
     "models/families",
@@ -156,6 +157,7 @@ NAMED = {
     "models/loader.py": {"fp8"},  # likewise
     "layers/weights.py": {"fp8"},  # likewise
     "layers/weight_format.py": {"plain"},  # the format of a weight that nobody quantised
+    "layers/product_backend.py": {"triton"},  # the products that formats bring themselves
     "convert/calibrate.py": {"plain", "torch"},  # the reference that a layer alone runs on
     "layers/spec.py": {"mla"},  # a kind of mixer
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``

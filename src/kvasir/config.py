@@ -133,6 +133,11 @@ class RunnerConfig:
     attention_backend: str = opt(
         "auto", "Attention backend; auto takes the quickest that can serve the model here (see `kvasir doctor`)."
     )
+    product_backend: str = opt(
+        "auto",
+        "Backend of products with quantised weights: triton (our own), humming, or auto: ours unless an installed one "
+        "is quicker here.",
+    )
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
     fused_kernels: bool = opt(
         True,

@@ -113,8 +113,10 @@ def test_killed_again_and_again():
 def test_what_the_clock_chose_is_kept():
     it = AsyncEngine(EngineConfig())
     for timed in ("chosen", ""):
-        it.replica._welcome(SimpleNamespace(info=SimpleNamespace(timed_attention=timed, adapters={}), startup={}))
+        info = SimpleNamespace(timed_attention=timed, timed_products=timed and "chosen too", adapters={})
+        it.replica._welcome(SimpleNamespace(info=info, startup={}))
         assert it.replica.config.runner.attention_backend == "chosen"
+        assert it.replica.config.runner.product_backend == "chosen too"
 
 
 def test_killed_while_it_restarts():

@@ -148,11 +148,13 @@ def test_a_front_that_takes_any_weights_would_be_found(monkeypatch):
         test_other_weights_are_refused_at_the_hello()
 
 
-def test_replicas_agree_on_an_attention_backend():
+def test_replicas_agree_on_backends():
     async def body():
         async with cluster(2, core="timing", num_threads=1, changes={"num_threads": 2}) as it:
             backends = {r.config.runner.attention_backend for r in it.replicas}
-            assert backends == {"quickest with 1"} and it.health().ready and it.num_restarts == 0
+            products = {r.config.runner.product_backend for r in it.replicas}
+            assert backends == {"quickest with 1"} and products == {"products with 1"}
+            assert it.health().ready and it.num_restarts == 0
             for reader in [Reader(it, request(i)) for i in range(4)]:
                 (await reader.task).check()
 

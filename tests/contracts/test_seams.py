@@ -23,6 +23,7 @@ from kvasir.hooks.hook import Op
 from kvasir.kv.codec import Codec
 from kvasir.lab.drafters.kind import Kind
 from kvasir.lab.task import Task
+from kvasir.layers.product_backend import ProductBackend
 from kvasir.layers.weight_format import WeightFormat
 from kvasir.scaling.strategy import Strategy
 from kvasir.speculation.drafter import Drafter
@@ -33,6 +34,7 @@ SEAMS = {
     "kvasir.kv.codecs": Codec,
     "kvasir.layers.formats": WeightFormat,
     "kvasir.attention.backends": AttentionBackend,
+    "kvasir.layers.product_backends": ProductBackend,
     "kvasir.engine.schedulers": SchedulerPolicy,
     "kvasir.cluster.routers": Router,
     "kvasir.speculation.drafters": Drafter,

@@ -265,10 +265,12 @@ class StuckCore(FakeCore):
 
 
 def timing(config: EngineConfig) -> FakeCore:
-    """Chooses an attention backend by a clock that is the number of threads."""
+    """Chooses backends by a clock that is the number of threads."""
     core = SlowCore(config)
     if config.runner.attention_backend == "auto":
         core.info.timed_attention = f"quickest with {config.runner.num_threads}"
+    if config.runner.product_backend == "auto":
+        core.info.timed_products = f"products with {config.runner.num_threads}"
     return core
 
 

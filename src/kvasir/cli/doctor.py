@@ -31,7 +31,10 @@ def examine() -> dict[str, Any]:
     from kvasir.engine.policy import POLICIES
     from kvasir.kernels.native.library import native
     from kvasir.kv.codec import CODECS, Codec
+    from kvasir.layers.product_backend import BACKENDS as PRODUCTS
+    from kvasir.layers.product_backend import ProductBackend
     from kvasir.layers.weight_format import PACKAGE as FORMATS
+    from kvasir.layers.weights import Placement
     from kvasir.scaling.strategy import STRATEGIES
     from kvasir.speculation.drafter import DRAFTERS
     from kvasir.technique import load, names, of_all
@@ -83,6 +86,8 @@ def examine() -> dict[str, Any]:
         specs=(AttentionSpec(32, 8, 128, 128**-0.5),),
     )
     ranked = sorted(of_all(BACKENDS, lambda name: load(BACKENDS, name, AttentionBackend)), key=lambda b: -b.rank)
+    place = Placement(torch.device(device), site.dtype)
+    facts["products"] = {name: load(PRODUCTS, name, ProductBackend).why_not(place) for name in names(PRODUCTS)}
     facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
     facts["attention_exact"] = {
         backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked
@@ -119,6 +124,7 @@ def run(as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -142,6 +148,8 @@ def run(as_json: bool) -> None:
         table.add_row(package, state)
     for name in facts["attention"]:
         table.add_row(f"attention {name}", _attention(facts, name))
+    for name, reasons in facts["products"].items():
+        table.add_row(f"products {name}", escape(f"no: {'; '.join(reasons)}") if reasons else "ready")
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
     table.add_row("weight formats", ", ".join(facts["weight_formats"]))
     table.add_row("drafters", ", ".join(facts["drafters"]))

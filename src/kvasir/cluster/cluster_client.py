@@ -96,11 +96,16 @@ class ClusterClient(Front):
         self.info.kv_capacity_tokens = min(self.info.kv_capacity_tokens, info.kv_capacity_tokens)
 
     async def agree(self) -> None:
-        """Start the replicas again whose clock chose another attention backend than the first's: it has other bits."""
-        chosen = self.replicas[0].info.timed_attention
+        """Start the replicas again whose clock chose other backends than the first's: they have other bits."""
+        first = self.replicas[0].info
         for replica in self.replicas:
-            if replica.info.timed_attention != chosen:
-                await replica.start_again(attention_backend=chosen)
+            found = {}
+            if replica.info.timed_attention != first.timed_attention:
+                found["attention_backend"] = first.timed_attention
+            if replica.info.timed_products != first.timed_products:
+                found["product_backend"] = first.timed_products
+            if found:
+                await replica.start_again(**found)
 
     def died(self, replica: Replica, child: Child, why: str) -> None:
         """Forget what the process had cached and queued, and let its requests go on elsewhere."""

@@ -25,6 +25,7 @@ from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.mixed_steps import MixedSteps
 from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.native_steps import NativeSteps
+from kvasir.engine.product_choice import choose_products
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, available_memory, gib, own_bytes, pages_for, plan_pool, resolve_length
@@ -42,7 +43,6 @@ from kvasir.logs import log
 from kvasir.models import checkpoint, cost
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import find_family
-from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
@@ -213,6 +213,13 @@ def build(
     page_bytes = [KVPool.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
     sizes = dict(page_slots=page_slots, max_rows=max_rows, max_num_seqs=max_num_seqs, max_model_len=info.max_model_len)
     prefix_root = _prefix_root(config, hf, model, used)
+    products = choose_products(config.runner.product_backend, model, max_rows)
+
+    def loaded() -> None:
+        """Wait for the weights and hand them to whoever multiplies by them."""
+        loading.wait()
+        products.settle()
+
     interval = 0 if prefix_root is None else pages_for(config.cache.state_interval, page_slots) * page_slots
     pool_sizes = {**sizes, "state_interval": interval}
 
@@ -233,7 +240,7 @@ def build(
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
         budget, explain, step_bytes = _gpu_budget(
-            config, device, free_before, make_runner, sizes, groups, loading, drafter_bytes(model)
+            config, device, free_before, make_runner, sizes, groups, loaded, drafter_bytes(model)
         )
         plan = plan_pool(groups, page_bytes, budget, **pool_sizes)
     else:
@@ -241,7 +248,10 @@ def build(
         plan = plan_pool(groups, page_bytes, budget, **pool_sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
-    loading.wait()
+    loaded()
+    info.timed_products = products.timed
+    if prefix_root is not None and products.chosen:
+        prefix_root = hashlib.blake2b(prefix_root + repr(products.fingerprint()).encode(), digest_size=16).digest()
     clock.lap("weights")
     if loading.seconds:
         # The weights were filled in while other laps ran; "weights" is only what they did not hide.
@@ -446,7 +456,7 @@ def _gpu_budget(
     make_runner,
     sizes: dict,
     groups: tuple[CacheGroup, ...],
-    loading: Filling,
+    loaded: Callable[[], None],
     drafter_bytes: int,
 ) -> tuple[int, str, int]:
     """Bytes for the pool, an explanation, and the bytes of the largest graph.
@@ -459,7 +469,7 @@ def _gpu_budget(
     torch.cuda.reset_peak_memory_stats(device)
     with compiling():
         runner = worst_case_step(make_runner, sizes, groups)
-    loading.wait()  # before anything is captured: a capture must not meet another thread's calls
+    loaded()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     longest, backend = sizes["max_model_len"], runner.backend

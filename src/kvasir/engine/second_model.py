@@ -24,6 +24,7 @@ from kvasir.engine.pages import PageManager
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.spans import next_span
 from kvasir.errors import ConfigError
+from kvasir.layers.product_backend import OWN
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
 from kvasir.speculation.drafter import Ask
@@ -70,6 +71,7 @@ class EngineHost:
             kv_codec=CacheConfig().kv_codec,
             page_slots=None,
             attention_backend="auto",
+            product_backend=OWN,
             drafter="",
             fit=True,
             batch_invariant=False,

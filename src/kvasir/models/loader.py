@@ -31,6 +31,7 @@ from kvasir.models.gguf_file import headers
 from kvasir.models.gguf_folder import LINK
 from kvasir.models.packed import chunks_of, is_packed, stored_as
 from kvasir.models.quantisation import Reader, reader_of
+from kvasir.models.random_weights import draw_random
 from kvasir.models.spec import ModelSpec
 from kvasir.models.stored import View, uneven, view_of
 from kvasir.models.token_rounding import choose_rounding
@@ -41,7 +42,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 # Most names listed in a message.
 SHOWN = 5
-DRAWN = 1 << 24  # random codes that are drawn at a time
 AUTO = "auto"
 EMBED, HEAD, LABELS = "embed.weight", "head.weight", "labels.weight"
 # Names of transformers: the head for classes, and the prefix of everything that is not a head.
@@ -478,23 +478,4 @@ def fill_random(decoder: Decoder, seed: int, narrow: bool = False) -> None:
     Matrices are uniform with variance 1 / inputs, so that activations stay of order one; norms are one, other vectors
     zero. ``narrow``: round to bf16, whatever type holds the weights, as a checkpoint in bf16 has them.
     """
-    generator = torch.Generator(decoder.place.device).manual_seed(seed)
-    for name, slot in decoder.slots().items():
-        if slot.random is not None:
-            _draw(slot.target, *slot.random, generator)
-        elif slot.target.dim() >= 2 and not slot.repeat:
-            bound = (3.0 / slot.shape[-1]) ** 0.5
-            slot.target.uniform_(-bound, bound, generator=generator)
-            if narrow and slot.target.dtype == torch.float32:
-                slot.target.copy_(slot.target.bfloat16())
-        else:
-            slot.target.fill_(1.0 if name.endswith(("norm.weight", "scale")) else 0.0)
-
-
-def _draw(target: torch.Tensor, low: float, high: float, generator: torch.Generator) -> None:
-    """Fill codes with random numbers in [low, high), or scales with the one number that both are."""
-    if low == high:
-        target.fill_(low)
-        return
-    for part in target.split(max(1, DRAWN // max(1, target[0].numel()))):
-        part.copy_(torch.empty(part.shape, device=part.device).uniform_(low, high, generator=generator))
+    draw_random(decoder.slots(), torch.Generator(decoder.place.device).manual_seed(seed), narrow)

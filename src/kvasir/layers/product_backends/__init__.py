@@ -1,0 +1,1 @@
+"""Product backends: one module each."""
