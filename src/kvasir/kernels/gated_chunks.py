@@ -9,13 +9,18 @@ A chunk ends at an absolute multiple of ``CHUNK``, so a prompt that is cut there
 the position of a state and the start of its span are computed again, from the look-ahead slots. A place in a chunk that
 has no row changes nothing: its key and its write strength are zero.
 
+With a decay for each channel of a key (Kimi Delta Attention), a launch before the second one adds up the decays. Two rows of one block of ``BLOCK`` are then multiplied channel by channel. Rows of different blocks meet in products
+over the decays since the later block's begin, so that no factor is above one and none overflows.
+
+``gathered`` brings the same chunks to where a scan of another package reads them.
+
 With a model in fp32 all products are exact to fp32. With one of 16 bits their factors have the model's type, their sums
 are fp32, and so is the solution of the system; that is how such models were trained.
 
 Plain reference: ``chunk_scan`` of `kvasir.kernels.gated_delta`. Bytes: a row is read four times (from L2) and written
 once by the first launch, D + V + CHUNK elements a row and head lie between the second and the third.
 
-Legend: N chunks, H heads of values, K heads of keys, D key dim, V value dim, C mixed row, X = C + 2 H, L long spans.
+Legend: N chunks, H heads of values, K heads of keys, D key dim, V value dim, C mixed row, X row, L long spans.
 """
 
 from __future__ import annotations
@@ -36,10 +41,14 @@ VALUES = 32  # most values of a program that carries a state
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """The chunks of a step's long spans and where they lie, int32 on the device. ``of_chunk`` [N, 2]: the span, and the
-    absolute position of the first row. ``of_span`` [L, 3]: the span, its first chunk, and their number."""
+    absolute position of the first row. ``of_span`` [L, 3]: the span, its first chunk, and their number. ``bounds``
+    [L + 1] int64: the places of chunks' rows between which a span lies. ``rows``: first row of each span in the step,
+    how many there are, and the first one's place, on the host."""
 
     of_chunk: torch.Tensor
     of_span: torch.Tensor
+    bounds: torch.Tensor
+    rows: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of_batch(cls, batch: StepBatch, ahead: int) -> Chunks | None:
@@ -54,19 +63,24 @@ class Chunks:
         on the device alone, so a span begins with the chunk in which the earliest one can lie."""
         chunks: list[tuple[int, int]] = []
         spans: list[tuple[int, int, int]] = []
+        bounds, rows, row = [0], [], 0
         for span, (start, length) in enumerate(zip(starts, lengths)):
             if length > ahead:
                 first, end = max(0, start - ahead) // CHUNK, cdiv(start + length, CHUNK)
+                rows.append((row, length, CHUNK * (len(chunks) - first) + start))
                 spans.append((span, len(chunks), end - first))
                 chunks += [(span, CHUNK * number) for number in range(first, end)]
+                bounds.append(CHUNK * len(chunks))
+            row += length
         if not spans:
             return None
         words = torch.tensor([word for entry in (*chunks, *spans) for word in entry], dtype=torch.int32)
+        places = torch.tensor(bounds)
         if device.type == "cuda":
-            words = words.pin_memory().to(device, non_blocking=True)
+            words, places = (x.pin_memory().to(device, non_blocking=True) for x in (words, places))
         else:
-            words = words.to(device)
-        return cls(words[: 2 * len(chunks)].view(-1, 2), words[2 * len(chunks) :].view(-1, 3))
+            words, places = words.to(device), places.to(device)
+        return cls(words[: 2 * len(chunks)].view(-1, 2), words[2 * len(chunks) :].view(-1, 3), places, tuple(rows))
 
 
 @jit
@@ -96,9 +110,9 @@ def _place(chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk)
 def _convolve(rows_ptr, conv_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr, first_ptr, chunk_ptr,
               mixed_ptr, width, page_t, page_a, eps, scale,
               K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr,
-              CHUNK: tl.constexpr, BW: tl.constexpr):
+              CHUNK: tl.constexpr, BW: tl.constexpr, APART: tl.constexpr):
     """One head's queries, keys or values of one chunk, after convolution and norm. Taps are added from the oldest row
-    to the newest."""
+    to the newest. ``APART``: all queries are stored before all keys, and these before all values."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin, read, base, start, end, first = _place(
         chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk)
@@ -120,8 +134,42 @@ def _convolve(rows_ptr, conv_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, cont
     found = total / (1 + tl.exp(-total))
     norm = 1 / tl.sqrt(tl.sum(found * found, 1) + eps)
     norm = tl.where(is_key, norm * tl.where(head < K, scale, 1.0), 1.0)
-    tl.store(mixed_ptr + (chunk * CHUNK + row)[:, None] * C + channel[None, :], found * norm[:, None],
-             mask=in_w[None, :])
+    if APART:
+        rows, side = tl.num_programs(0).to(tl.int64) * CHUNK, tl.where(is_key, K * D, C - 2 * K * D)
+        before = tl.where(head < K, 0, tl.where(is_key, K * D, 2 * K * D))
+        target = before * rows + (chunk * CHUNK + row)[:, None] * side + (channel - before)[None, :]
+    else:
+        target = (chunk * CHUNK + row)[:, None] * C + channel[None, :]
+    tl.store(mixed_ptr + target, found * norm[:, None], mask=in_w[None, :])
+
+
+@jit
+def _gates(rows_ptr, decay_ptr, bias_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr, first_ptr, chunk_ptr,
+           decays_ptr, strengths_ptr, width, page_a,
+           H: tl.constexpr, N: tl.constexpr, X: tl.constexpr, STRENGTH: tl.constexpr, DECAY: tl.constexpr,
+           CHUNK: tl.constexpr, BN: tl.constexpr, BY_HEAD: tl.constexpr):
+    """One head's ``N`` log decays and its write strength for the rows of one chunk. ``BY_HEAD``: a head's rows lie
+    together, and decays are added up from the chunk's begin."""
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin, read, base, start, end, first = _place(
+        chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk)
+    row, n = tl.arange(0, CHUNK), tl.arange(0, BN)
+    position, in_n = begin + row, (n < N)[None, :]
+    inside = ((position >= base) & (position < end))[:, None]
+    ahead = ahead_ptr + read * page_a
+    one = STRENGTH + head + tl.arange(0, 1)
+    b = tl.sum(_rows_of(rows_ptr, ahead, one, position, inside, base, start, first, X), 1)
+    a = _rows_of(rows_ptr, ahead, DECAY + head * N + n, position, inside & in_n, base, start, first, X)
+    a += tl.load(bias_ptr + head * N + n, mask=n < N, other=0.0)[None, :]
+    softplus = tl.maximum(a, 0.0) + tl.log(1 + tl.exp(-tl.abs(a)))
+    decay = tl.where(inside, -tl.exp(tl.load(decay_ptr + head)) * softplus, 0.0)
+    if BY_HEAD:
+        cell = (chunk * H + head) * CHUNK + row
+        decay = tl.cumsum(decay, 0)
+    else:
+        cell = (chunk * CHUNK + row) * H + head
+    tl.store(decays_ptr + cell[:, None] * N + n[None, :], decay, mask=in_n)
+    tl.store(strengths_ptr + cell, tl.where((position >= base) & (position < end), 1 / (1 + tl.exp(-b)), 0.0))
 
 
 @jit
@@ -149,7 +197,8 @@ def _inverse(system, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 def _solve(rows_ptr, mixed_ptr, decay_ptr, bias_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr, first_ptr,
            chunk_ptr, total_ptr, seen_ptr, given_ptr, within_ptr, width, page_a,
            H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr,
-           CHUNK: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
+           STRENGTH: tl.constexpr, DECAY: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr,
+           BV: tl.constexpr, PRECISION: tl.constexpr):
     """One chunk of one head by itself. What its rows write is ``given`` - ``seen`` @ state, and their results take
     ``within`` @ that. ``total``: log decay from the chunk's begin to each row."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -158,10 +207,10 @@ def _solve(rows_ptr, mixed_ptr, decay_ptr, bias_ptr, ahead_ptr, base_ptr, table_
     row, other, d, v = tl.arange(0, CHUNK), tl.arange(0, CHUNK), tl.arange(0, BD), tl.arange(0, BV)
     position = begin + row
     inside = (position >= base) & (position < end)
-    gate = C + head + tl.arange(0, 1)
+    gate = head + tl.arange(0, 1)
     ahead = ahead_ptr + read * page_a
-    b = tl.sum(_rows_of(rows_ptr, ahead, gate, position, inside[:, None], base, start, first, X), 1)
-    a = tl.sum(_rows_of(rows_ptr, ahead, gate + H, position, inside[:, None], base, start, first, X), 1)
+    b = tl.sum(_rows_of(rows_ptr, ahead, gate + STRENGTH, position, inside[:, None], base, start, first, X), 1)
+    a = tl.sum(_rows_of(rows_ptr, ahead, gate + DECAY, position, inside[:, None], base, start, first, X), 1)
     a += tl.load(bias_ptr + head)
     softplus = tl.maximum(a, 0.0) + tl.log(1 + tl.exp(-tl.abs(a)))
     decay = tl.where(inside, -tl.exp(tl.load(decay_ptr + head)) * softplus, 0.0)
@@ -190,10 +239,61 @@ def _solve(rows_ptr, mixed_ptr, decay_ptr, bias_ptr, ahead_ptr, base_ptr, table_
 
 
 @jit
-def _carry(mixed_ptr, total_ptr, seen_ptr, given_ptr, within_ptr, matrix_ptr, table_ptr, context_ptr, first_ptr,
-           chunk_ptr, span_ptr, out_ptr, width, page_m,
+def _solve_channels(mixed_ptr, total_ptr, strength_ptr, seen_ptr, given_ptr, within_ptr, query_ptr, key_ptr,
+                    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+                    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+                    PRECISION: tl.constexpr):
+    """Do what ``_solve`` does with a decay for each channel. ``query``: queries decayed from the chunk's begin on;
+    ``key``: keys decayed until its end."""
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, other, d, v = tl.arange(0, CHUNK), tl.arange(0, CHUNK), tl.arange(0, BD), tl.arange(0, BV)
+    in_d, key_head = (d < D)[None, :], head // (H // K)
+    at = mixed_ptr + chunk * CHUNK * C + key_head * D + d[None, :]
+    raw_q = tl.load(at + row[:, None] * C, mask=in_d, other=0.0)
+    raw_k = tl.load(at + K * D + row[:, None] * C, mask=in_d, other=0.0)
+    q, k = raw_q.to(tl.float32), raw_k.to(tl.float32)
+    cell = (chunk * H + head) * CHUNK + row
+    totals = total_ptr + (chunk * H + head) * CHUNK * D + d[None, :]
+    total = tl.load(totals + row[:, None] * D, mask=in_d, other=0.0)
+    strength = tl.load(strength_ptr + cell)
+    alike, within = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    block = row // BLOCK
+    for i in range(0, BLOCK):  # rows of one block
+        peer = block * BLOCK + i
+        later = row >= peer
+        key = tl.load(at + K * D + peer[:, None] * C, mask=in_d, other=0.0).to(tl.float32)
+        since = total - tl.load(totals + peer[:, None] * D, mask=in_d, other=0.0)
+        key = key * tl.exp(tl.where(later[:, None], since, 0.0))
+        here = (other[None, :] == peer[:, None]) & later[:, None]
+        alike = tl.where(here, tl.sum(k * key, 1)[:, None], alike)
+        within = tl.where(here, tl.sum(q * key, 1)[:, None], within)
+    for i in tl.static_range(1, CHUNK // BLOCK):  # rows of this block and of all before it
+        edge = tl.load(totals + (i * BLOCK - 1) * D, mask=in_d, other=0.0)
+        mine, early = (block == i)[:, None], (row < i * BLOCK)[:, None]
+        grown = tl.where(mine, tl.exp(tl.where(mine, total - edge, 0.0)), 0.0)
+        keys = tl.trans(k * tl.where(early, tl.exp(tl.where(early, edge - total, 0.0)), 0.0))
+        alike += tl.dot(k * grown, keys, input_precision=PRECISION)
+        within += tl.dot(q * grown, keys, input_precision=PRECISION)
+    alike = tl.where(row[:, None] > other[None, :], alike * strength[:, None], 0.0)
+    inverse = _inverse(alike, CHUNK, BLOCK).to(raw_k.dtype)
+    tl.store(within_ptr + cell[:, None] * CHUNK + other[None, :], within)
+    grown, last = tl.exp(total), tl.load(totals + (CHUNK - 1) * D, mask=in_d, other=0.0)
+    keys = (k * strength[:, None] * grown).to(raw_k.dtype)
+    tl.store(seen_ptr + cell[:, None] * D + d[None, :], tl.dot(inverse, keys, input_precision=PRECISION), mask=in_d)
+    tl.store(query_ptr + cell[:, None] * D + d[None, :], q * grown, mask=in_d)
+    tl.store(key_ptr + cell[:, None] * D + d[None, :], k * tl.exp(last - total), mask=in_d)
+    values = tl.load(mixed_ptr + (chunk * CHUNK + row)[:, None] * C + 2 * K * D + head * V + v[None, :],
+                     mask=(v < V)[None, :], other=0.0)
+    values = (values.to(tl.float32) * strength[:, None]).to(raw_k.dtype)
+    tl.store(given_ptr + cell[:, None] * V + v[None, :], tl.dot(inverse, values, input_precision=PRECISION),
+             mask=(v < V)[None, :])
+
+
+@jit
+def _carry(mixed_ptr, query_ptr, key_ptr, total_ptr, seen_ptr, given_ptr, within_ptr, matrix_ptr, table_ptr,
+           context_ptr, first_ptr, chunk_ptr, span_ptr, out_ptr, width, page_m,
            H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
-           BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
+           BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, CHANNELWISE: tl.constexpr):
     """Some values of one head of one span, chunk after chunk."""
     which, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span, chunk = tl.load(span_ptr + 3 * which), tl.load(span_ptr + 3 * which + 1)
@@ -212,22 +312,32 @@ def _carry(mixed_ptr, total_ptr, seen_ptr, given_ptr, within_ptr, matrix_ptr, ta
         cell = (at * H + head) * CHUNK + row
         mixed = mixed_ptr + (at * CHUNK + row)[:, None] * C
         seen = tl.load(seen_ptr + cell[:, None] * D + d[None, :], mask=in_d[None, :], other=0.0)
-        q = tl.load(mixed + key_head * D + d[None, :], mask=in_d[None, :], other=0.0)
-        k = tl.load(mixed + (K + key_head) * D + d[None, :], mask=in_d[None, :], other=0.0)
+        if CHANNELWISE:
+            q = tl.load(query_ptr + cell[:, None] * D + d[None, :], mask=in_d[None, :], other=0.0)
+            k = tl.load(key_ptr + cell[:, None] * D + d[None, :], mask=in_d[None, :], other=0.0)
+        else:
+            q = tl.load(mixed + key_head * D + d[None, :], mask=in_d[None, :], other=0.0)
+            k = tl.load(mixed + (K + key_head) * D + d[None, :], mask=in_d[None, :], other=0.0)
         given = tl.load(given_ptr + cell[:, None] * V + v[None, :], mask=in_v[None, :], other=0.0)
         within = tl.load(within_ptr + cell[:, None] * CHUNK + row[None, :])
-        total = tl.load(total_ptr + cell)
-        last = tl.load(total_ptr + (at * H + head) * CHUNK + CHUNK - 1)
         narrow = state.to(q.dtype)
         written = given.to(tl.float32) - tl.dot(seen, narrow, input_precision=PRECISION)
-        found = tl.dot(q, narrow, input_precision=PRECISION) * tl.exp(total)[:, None]
+        found = tl.dot(q, narrow, input_precision=PRECISION)
+        end_of_chunk = (at * H + head) * CHUNK + CHUNK - 1
+        if CHANNELWISE:
+            kept = tl.exp(tl.load(total_ptr + end_of_chunk * D + d, mask=in_d, other=0.0))[:, None]
+        else:
+            total, last = tl.load(total_ptr + cell), tl.load(total_ptr + end_of_chunk)
+            found = found * tl.exp(total)[:, None]
+            kept = tl.exp(last)
         found += tl.dot(within, written.to(q.dtype), input_precision=PRECISION)
         position = begin + i * CHUNK + row
         own = (position >= start) & (position < end)
         tl.store(out_ptr + ((first + position - start).to(tl.int64)[:, None] * H + head) * V + v[None, :], found,
                  mask=own[:, None] & in_v[None, :])
-        written = (written * tl.exp(last - total)[:, None]).to(q.dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(k), written, input_precision=PRECISION)
+        if CHANNELWISE == 0:
+            written = written * tl.exp(last - total)[:, None]
+        state = state * kept + tl.dot(tl.trans(k), written.to(q.dtype), input_precision=PRECISION)
     tl.store(matrix_ptr + write * page_m + place, state, mask=in_dv)
 
 
@@ -236,29 +346,76 @@ def scan(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch
          eps: float) -> None:
     """Compute the rows of long spans into ``out_THV`` fp32, and write the matrices after them to the pages that they
     write. The rest of those pages is left alone. ``base_S``: position of the state that each span reads."""
-    matrix, tails, aheads = (planes[name] for name in ("matrix", "tail", "ahead"))
-    (_, heads, key_dim, value_dim), taps, channels = matrix.shape, weights.conv_CJ.shape[1], tails.shape[-1]
+    matrix, aheads = planes["matrix"], planes["ahead"]
+    (_, heads, key_dim, value_dim), channels = matrix.shape, weights.conv_CJ.shape[0]
     num, keys, width = len(chunks.of_chunk), weights.key_heads, rows_TX.shape[1]
 
     def empty(*shape: int, dtype: torch.dtype = rows_TX.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=rows_TX.device)
 
-    mixed, total = empty(num, CHUNK, channels), empty(num, heads, CHUNK, dtype=torch.float32)
+    mixed = _mixed(rows_TX, planes, table_SW, context_S, row_start_S1, base_S, chunks, weights, eps)
     seen, given, within = (empty(num, heads, CHUNK, size) for size in (key_dim, value_dim, CHUNK))
     shared = table_SW, context_S, row_start_S1, chunks.of_chunk
     # A product has at least 16 columns.
     block_d, block_v = (max(16, next_power_of_2(size)) for size in (key_dim, value_dim))
     values, narrow = min(VALUES, block_v), rows_TX.dtype != torch.float32
-    _convolve[(num, 2 * keys + heads)](
-        rows_TX, weights.conv_CJ, tails, aheads, base_S, *shared, mixed, table_SW.stride(0), tails.stride(0),
-        aheads.stride(0), eps, key_dim**-0.5, keys, key_dim, value_dim, width, channels, taps, CHUNK,
-        max(block_d, block_v), num_warps=8)
     precision = "tf32" if narrow else "ieee"
-    _solve[(num, heads)](
-        rows_TX, mixed, weights.log_decay_H, weights.bias_H, aheads, base_S, *shared, total, seen, given, within,
-        table_SW.stride(0), aheads.stride(0), heads, keys, key_dim, value_dim, width, channels, CHUNK, BLOCK, block_d,
-        block_v, precision, num_warps=4, num_stages=1)
+    if weights.channelwise:
+        query, key = (empty(num, heads, CHUNK, key_dim) for _ in range(2))
+        total, strength = _of_gates(rows_TX, aheads, base_S, shared, weights, by_head=True)
+        _solve_channels[(num, heads)](
+            mixed, total, strength, seen, given, within, query, key, heads, keys, key_dim, value_dim, channels, CHUNK,
+            BLOCK, block_d, block_v, precision, num_warps=8, num_stages=1)
+    else:
+        query, key, total = mixed, mixed, empty(num, heads, CHUNK, dtype=torch.float32)
+        _solve[(num, heads)](
+            rows_TX, mixed, weights.log_decay_H, weights.bias_N, aheads, base_S, *shared, total, seen, given, within,
+            table_SW.stride(0), aheads.stride(0), heads, keys, key_dim, value_dim, width, channels, *weights.gates,
+            CHUNK, BLOCK, block_d, block_v, precision, num_warps=4, num_stages=1)
     _carry[(len(chunks.of_span), heads, cdiv(value_dim, values))](
-        mixed, total, seen, given, within, matrix, *shared, chunks.of_span, out_THV, table_SW.stride(0),
-        matrix.stride(0), heads, keys, key_dim, value_dim, channels, CHUNK, block_d, values, precision, num_warps=4,
-        num_stages=2 if narrow else 1)
+        mixed, query, key, total, seen, given, within, matrix, *shared, chunks.of_span, out_THV, table_SW.stride(0),
+        matrix.stride(0), heads, keys, key_dim, value_dim, channels, CHUNK, block_d, values, precision,
+        weights.channelwise, num_warps=4, num_stages=2 if narrow else 1)
+
+
+def _mixed(rows_TX, planes, table_SW, context_S, row_start_S1, base_S, chunks, weights, eps, apart=False):
+    """Queries, keys and values of all chunks, in one piece of memory of [N * CHUNK * C]; see ``_convolve``."""
+    (_, heads, key_dim, value_dim), (num, keys) = planes["matrix"].shape, (len(chunks.of_chunk), weights.key_heads)
+    tails, aheads, (channels, taps) = planes["tail"], planes["ahead"], weights.conv_CJ.shape
+    mixed = torch.empty(num * CHUNK * channels, dtype=rows_TX.dtype, device=rows_TX.device)
+    wide = max(16, next_power_of_2(key_dim), next_power_of_2(value_dim))
+    _convolve[(num, 2 * keys + heads)](
+        rows_TX, weights.conv_CJ, tails, aheads, base_S, table_SW, context_S, row_start_S1, chunks.of_chunk, mixed,
+        table_SW.stride(0), tails.stride(0), aheads.stride(0), eps, key_dim**-0.5, keys, key_dim, value_dim,
+        rows_TX.shape[1], channels, taps, CHUNK, wide, apart, num_warps=8)
+    return mixed
+
+
+def _of_gates(rows_TX, aheads, base_S, shared, weights, by_head):
+    """Log decays and strengths of all chunks, fp32; see ``_gates``."""
+    heads, num = len(weights.log_decay_H), len(shared[-1])
+    each = weights.bias_N.numel() // heads
+    shape = (num, heads, CHUNK) if by_head else (num, CHUNK, heads)
+    decays = torch.empty(*shape, each, dtype=torch.float32, device=rows_TX.device)
+    strengths = torch.empty(shape, dtype=torch.float32, device=rows_TX.device)
+    _gates[(num, heads)](
+        rows_TX, weights.log_decay_H, weights.bias_N, aheads, base_S, *shared, decays, strengths,
+        shared[0].stride(0), aheads.stride(0), heads, each, rows_TX.shape[1], *weights.gates, CHUNK,
+        next_power_of_2(each), by_head, num_warps=4)
+    return decays, strengths
+
+
+def gathered(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch.Tensor, context_S: torch.Tensor,
+             row_start_S1: torch.Tensor, base_S: torch.Tensor, chunks: Chunks, weights: Any,
+             eps: float) -> tuple[torch.Tensor, ...]:
+    """Queries and keys [R, K, D] and values [R, H, V] of the chunks' R = N * CHUNK rows in the model's type, log decays
+    [R, H] or [R, H, D] and write strengths [R, H] fp32. Queries are scaled. A place without a row changes nothing."""
+    (_, heads, key_dim, value_dim), keys = planes["matrix"].shape, weights.key_heads
+    shared = table_SW, context_S, row_start_S1, chunks.of_chunk
+    mixed = _mixed(rows_TX, planes, table_SW, context_S, row_start_S1, base_S, chunks, weights, eps, apart=True)
+    decays, strengths = _of_gates(rows_TX, planes["ahead"], base_S, shared, weights, by_head=False)
+    rows = len(chunks.of_chunk) * CHUNK
+    q, k, v = mixed.split([rows * keys * key_dim] * 2 + [rows * heads * value_dim])
+    sides = q.view(rows, keys, key_dim), k.view(rows, keys, key_dim), v.view(rows, heads, value_dim)
+    decays = decays.view(rows, heads, -1)
+    return *sides, decays if weights.channelwise else decays.squeeze(-1), strengths.view(rows, heads)

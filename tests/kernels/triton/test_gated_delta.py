@@ -3,6 +3,8 @@ planes of the pages."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from kvasir.kernels import gated_delta
 from kvasir.kernels.gated_delta import Weights, step, step_reference
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
+from kvasir.layers.recurrent_spec import KDASpec
 from kvasir.layers.spec import LOOK_AHEAD, GatedDeltaSpec, NormSpec
 from kvasir.types import CacheGroup, StepBatch
 
@@ -23,6 +26,13 @@ SPECS = {
     "even": GatedDeltaSpec(1, 2, 8, 16, NormSpec()),
     "odd": GatedDeltaSpec(1, 1, 12, 40, NormSpec()),
     "three taps": GatedDeltaSpec(2, 2, 8, 8, NormSpec(), taps=3),
+    "channels": KDASpec(2, 16, NormSpec()),
+    "odd channels": KDASpec(1, 12, NormSpec(), taps=3),
+}
+WIDE = {
+    "9B": GatedDeltaSpec(16, 32, 128, 128, NormSpec()),
+    "27B": GatedDeltaSpec(16, 48, 128, 128, NormSpec()),
+    "Kimi Linear": KDASpec(32, 128, NormSpec()),
 }
 
 
@@ -37,13 +47,14 @@ class World:
 
         self.group = CacheGroup("state", (0,), kind="state", states=(spec.state(),), state_dtype=state_dtype)
         self.pool = KVPool([self.group], PlainCodec(), [PAGES], 16, device, dtype)
+        shapes = {plane.name: plane.shape for plane in spec.state()}
+        heads, width, channels = shapes["matrix"][0], shapes["ahead"][1], shapes["tail"][1]
         self.weights = Weights(
-            drawn(spec.mixed, spec.taps, seed=1).to(dtype),
-            drawn(spec.num_value_heads, seed=2),
-            drawn(spec.num_value_heads, seed=3),
-            spec.num_key_heads,
+            drawn(channels, spec.taps, seed=1).to(dtype),
+            drawn(heads, seed=2),
+            drawn(width - channels - heads, seed=3),
+            getattr(spec, "num_key_heads", heads),
         )
-        width = spec.mixed + 2 * spec.num_value_heads
         self.rows = [drawn(sum(own), width, seed=4 + i).to(dtype) for i, own in enumerate(lengths)]
         self.device, self.lengths = device, lengths
 
@@ -71,13 +82,13 @@ def batch_of(world: World, starts, lengths, **more) -> StepBatch:
     return StepBatch(none, none, row_start, context, (), (), none, list(starts), list(lengths), **more)
 
 
-def by_kernel(world: World, rows, tables, starts, lengths, exact=True):
+def by_kernel(world: World, rows, tables, starts, lengths, exact=True, **more):
     table = torch.tensor(tables, dtype=torch.int32, device=world.device)
-    return step(rows, world.pool.layer(0).planes, table, batch_of(world, starts, lengths), world.weights, exact)
+    return step(rows, world.pool.layer(0).planes, table, batch_of(world, starts, lengths), world.weights, exact, **more)
 
 
-def by_scan(*given):
-    return by_kernel(*given, exact=False)
+def by_scan(*given, **more):
+    return by_kernel(*given, exact=False, **more)
 
 
 def row_by_row(world: World, rows, tables, starts, lengths):
@@ -131,23 +142,34 @@ def test_the_scan_against_the_recurrence(name, device):
     compare(SPECS[name], torch.float32, device, near=1e-4, kernel=by_scan, lengths=LONG)
 
 
-def test_fp16_goes_row_by_row(device, monkeypatch):
-    monkeypatch.setattr(gated_delta.gated_chunks, "scan", None)
-    compare(SPECS["even"], torch.float16, device, near=2e-3, kernel=by_scan, lengths=LONG)
+def test_fp16_goes_row_by_row(device):
+    compare(SPECS["even"], torch.float16, device, near=2e-3, kernel=partial(by_scan, scan=None), lengths=LONG)
 
 
-def test_a_cut_between_chunks_changes_no_bit_of_the_scan(device):
+@pytest.mark.parametrize("name", ["even", "channels"])
+def test_a_cut_between_chunks_changes_no_bit_of_the_scan(name, device):
     found = []
     for lengths in ([130, 1], [64, 66, 1], [128, 2, 1]):
-        world = World(SPECS["even"], torch.float32, device, lengths=[lengths])
+        world = World(SPECS[name], torch.float32, device, lengths=[lengths])
         found.append(world.run(by_scan)[:128])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_rows_of_a_draft_as_spans_of_their_own(device):
-    compare(SPECS["even"], torch.float32, device, kernel=row_by_row)
-    plain = World(SPECS["even"], torch.float32, device).run(by_kernel)
-    assert torch.equal(World(SPECS["even"], torch.float32, device).run(row_by_row, drafts=3), plain)
+@pytest.mark.parametrize("name", ["even", "channels"])
+def test_rows_of_a_draft_as_spans_of_their_own(name, device):
+    compare(SPECS[name], torch.float32, device, kernel=row_by_row)
+    plain = World(SPECS[name], torch.float32, device).run(by_kernel)
+    assert torch.equal(World(SPECS[name], torch.float32, device).run(row_by_row, drafts=3), plain)
+
+
+def test_decays_that_are_as_strong_as_can_be(device):
+    """Channels that forget all within a row beside others that keep all: a factor of both directions would overflow."""
+    worlds = [World(SPECS["channels"], torch.float32, device, lengths=[[100, 64, 1]]) for _ in range(2)]
+    for world in worlds:
+        decays = world.rows[0][:, 96:128]
+        decays[:, ::2], decays[:, 1::2] = 60.0, -60.0
+    got, want = (world.run(run) for world, run in zip(worlds, (by_scan, by_reference)))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_equal_keys_are_no_trouble(device):
@@ -165,9 +187,9 @@ def test_equal_keys_are_no_trouble(device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("keys, heads", [(16, 32), (16, 48)], ids=["9B", "27B"])
-def test_shapes_that_people_run(keys, heads, dtype, near):
-    spec = GatedDeltaSpec(keys, heads, 128, 128, NormSpec())
+@pytest.mark.parametrize("name", WIDE)
+def test_shapes_that_people_run(name, dtype, near):
+    spec = WIDE[name]
     lengths = ([512, 1, 300, 1], [1, 100, 1, 1], [700, 16, 1, 65])
     compare(spec, dtype, "cuda", near=near, kernel=by_scan, lengths=lengths)
 
@@ -182,7 +204,7 @@ def test_a_state_without_decay_would_fail(monkeypatch, device):
     real = gated_delta.step_reference
 
     def wrong(rows, planes, pages, starts, lengths, weights, exact):
-        still = Weights(weights.conv_CJ, weights.log_decay_H - 9, weights.bias_H, weights.key_heads)
+        still = Weights(weights.conv_CJ, weights.log_decay_H - 9, weights.bias_N, weights.key_heads)
         return real(rows, planes, pages, starts, lengths, still, exact)
 
     monkeypatch.setitem(globals(), "step_reference", wrong)

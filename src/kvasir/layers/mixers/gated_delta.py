@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.errors import ConfigError
 from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import Weights, step
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
+from kvasir.layers.recurrence import own_state
 from kvasir.layers.rope import Angles
 from kvasir.layers.spec import GatedDeltaSpec
 from kvasir.layers.weights import Placement, Slot
@@ -29,11 +29,7 @@ class Mixer:
     sinks_H = None
 
     def __init__(self, spec: GatedDeltaSpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
-        if not writes:
-            raise ConfigError(
-                "a recurrent layer keeps a state of its own and cannot read another layer's. Leave out cache_of for "
-                "this layer."
-            )
+        own_state(writes)
         heads, keys = spec.num_value_heads, spec.num_key_heads * spec.key_dim
         self.spec, self.exact = spec, place.exact
         self.results = spec.num_value_heads, spec.value_dim
@@ -99,6 +95,6 @@ class Mixer:
         return found | {
             "conv.weight": Slot(self.weights.conv_CJ.unsqueeze(1)),
             "log_decay": Slot(self.weights.log_decay_H),
-            "decay_bias": Slot(self.weights.bias_H),
+            "decay_bias": Slot(self.weights.bias_N),
             "norm.weight": self.norm.slots()["weight"],
         }
