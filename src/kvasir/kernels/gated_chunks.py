@@ -9,8 +9,10 @@ A chunk ends at an absolute multiple of ``CHUNK``, so a prompt that is cut there
 the position of a state and the start of its span are computed again, from the look-ahead slots. A place in a chunk that
 has no row changes nothing: its key and its write strength are zero.
 
-With a decay for each channel of a key (Kimi Delta Attention), a launch before the second one adds up the decays. Two rows of one block of ``BLOCK`` are then multiplied channel by channel. Rows of different blocks meet in products
-over the decays since the later block's begin, so that no factor is above one and none overflows.
+With a decay for each channel of a key (Kimi Delta Attention), two launches before the second one add up the decays and
+compare the rows of a chunk. Two rows of one block of ``BLOCK`` are multiplied channel by channel. Rows of different
+blocks meet in products over the decays since the later block's begin, so that no factor is above one and none
+overflows.
 
 ``gathered`` brings the same chunks to where a scan of another package reads them.
 
@@ -239,54 +241,75 @@ def _solve(rows_ptr, mixed_ptr, decay_ptr, bias_ptr, ahead_ptr, base_ptr, table_
 
 
 @jit
-def _solve_channels(mixed_ptr, total_ptr, strength_ptr, seen_ptr, given_ptr, within_ptr, query_ptr, key_ptr,
+def _compare(mixed_ptr, total_ptr, strength_ptr, alike_ptr, within_ptr,
+             H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
+             BLOCK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
+    """One block of rows of one head with all earlier rows of their chunk, with a decay for each channel: the rows of
+    the ``system`` that ``_inverse`` takes, and of ``within``."""
+    chunk, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, column, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK), tl.arange(0, BD)
+    in_d, key_head, first = (d < D)[None, :], head // (H // K), (chunk * H + head) * CHUNK
+    q_at = mixed_ptr + chunk * CHUNK * C + key_head * D + d[None, :]
+    k_at, totals = q_at + K * D, total_ptr + first * D + d[None, :]
+    q = tl.load(q_at + row[:, None] * C, mask=in_d, other=0.0).to(tl.float32)
+    k = tl.load(k_at + row[:, None] * C, mask=in_d, other=0.0).to(tl.float32)
+    k = k * tl.load(strength_ptr + first + row)[:, None]
+    total = tl.load(totals + row[:, None] * D, mask=in_d, other=0.0)
+    alike, within = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
+    for i in range(0, BLOCK):
+        peer = block * BLOCK + i
+        later = row >= peer
+        key = tl.load(k_at + peer * C, mask=in_d, other=0.0).to(tl.float32)
+        since = total - tl.load(totals + peer * D, mask=in_d, other=0.0)
+        key = key * tl.exp(tl.where(later[:, None], since, 0.0))
+        here = column[None, :] == i
+        alike = tl.where(here & (row > peer)[:, None], tl.sum(k * key, 1)[:, None], alike)
+        within = tl.where(here & later[:, None], tl.sum(q * key, 1)[:, None], within)
+    target = (first + row)[:, None] * CHUNK + column[None, :]
+    tl.store(alike_ptr + target + block * BLOCK, alike)
+    tl.store(within_ptr + target + block * BLOCK, within)
+    edge = tl.load(totals + tl.maximum(block * BLOCK - 1, 0) * D, mask=in_d, other=0.0)
+    grown = tl.exp(tl.minimum(total - edge, 0.0))
+    k, q = k * grown, q * grown
+    for i in range(0, block):
+        peers = i * BLOCK + column
+        key = tl.load(k_at + peers[:, None] * C, mask=in_d, other=0.0).to(tl.float32)
+        key = tl.trans(key * tl.exp(edge - tl.load(totals + peers[:, None] * D, mask=in_d, other=0.0)))
+        tl.store(alike_ptr + target + i * BLOCK, tl.dot(k, key, input_precision=PRECISION))
+        tl.store(within_ptr + target + i * BLOCK, tl.dot(q, key, input_precision=PRECISION))
+    for i in range(block + 1, CHUNK // BLOCK):
+        tl.store(alike_ptr + target + i * BLOCK, tl.zeros([BLOCK, BLOCK], tl.float32))
+        tl.store(within_ptr + target + i * BLOCK, tl.zeros([BLOCK, BLOCK], tl.float32))
+
+
+@jit
+def _solve_channels(mixed_ptr, total_ptr, strength_ptr, alike_ptr, seen_ptr, given_ptr, query_ptr, key_ptr,
                     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
                     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
                     PRECISION: tl.constexpr):
     """Do what ``_solve`` does with a decay for each channel. ``query``: queries decayed from the chunk's begin on;
     ``key``: keys decayed until its end."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, other, d, v = tl.arange(0, CHUNK), tl.arange(0, CHUNK), tl.arange(0, BD), tl.arange(0, BV)
-    in_d, key_head = (d < D)[None, :], head // (H // K)
-    at = mixed_ptr + chunk * CHUNK * C + key_head * D + d[None, :]
-    raw_q = tl.load(at + row[:, None] * C, mask=in_d, other=0.0)
-    raw_k = tl.load(at + K * D + row[:, None] * C, mask=in_d, other=0.0)
-    q, k = raw_q.to(tl.float32), raw_k.to(tl.float32)
-    cell = (chunk * H + head) * CHUNK + row
-    totals = total_ptr + (chunk * H + head) * CHUNK * D + d[None, :]
-    total = tl.load(totals + row[:, None] * D, mask=in_d, other=0.0)
-    strength = tl.load(strength_ptr + cell)
-    alike, within = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    block = row // BLOCK
-    for i in range(0, BLOCK):  # rows of one block
-        peer = block * BLOCK + i
-        later = row >= peer
-        key = tl.load(at + K * D + peer[:, None] * C, mask=in_d, other=0.0).to(tl.float32)
-        since = total - tl.load(totals + peer[:, None] * D, mask=in_d, other=0.0)
-        key = key * tl.exp(tl.where(later[:, None], since, 0.0))
-        here = (other[None, :] == peer[:, None]) & later[:, None]
-        alike = tl.where(here, tl.sum(k * key, 1)[:, None], alike)
-        within = tl.where(here, tl.sum(q * key, 1)[:, None], within)
-    for i in tl.static_range(1, CHUNK // BLOCK):  # rows of this block and of all before it
-        edge = tl.load(totals + (i * BLOCK - 1) * D, mask=in_d, other=0.0)
-        mine, early = (block == i)[:, None], (row < i * BLOCK)[:, None]
-        grown = tl.where(mine, tl.exp(tl.where(mine, total - edge, 0.0)), 0.0)
-        keys = tl.trans(k * tl.where(early, tl.exp(tl.where(early, edge - total, 0.0)), 0.0))
-        alike += tl.dot(k * grown, keys, input_precision=PRECISION)
-        within += tl.dot(q * grown, keys, input_precision=PRECISION)
-    alike = tl.where(row[:, None] > other[None, :], alike * strength[:, None], 0.0)
-    inverse = _inverse(alike, CHUNK, BLOCK).to(raw_k.dtype)
-    tl.store(within_ptr + cell[:, None] * CHUNK + other[None, :], within)
-    grown, last = tl.exp(total), tl.load(totals + (CHUNK - 1) * D, mask=in_d, other=0.0)
-    keys = (k * strength[:, None] * grown).to(raw_k.dtype)
-    tl.store(seen_ptr + cell[:, None] * D + d[None, :], tl.dot(inverse, keys, input_precision=PRECISION), mask=in_d)
-    tl.store(query_ptr + cell[:, None] * D + d[None, :], q * grown, mask=in_d)
-    tl.store(key_ptr + cell[:, None] * D + d[None, :], k * tl.exp(last - total), mask=in_d)
-    values = tl.load(mixed_ptr + (chunk * CHUNK + row)[:, None] * C + 2 * K * D + head * V + v[None, :],
-                     mask=(v < V)[None, :], other=0.0)
-    values = (values.to(tl.float32) * strength[:, None]).to(raw_k.dtype)
+    row, d, v = tl.arange(0, CHUNK), tl.arange(0, BD), tl.arange(0, BV)
+    in_d, first = (d < D)[None, :], (chunk * H + head) * CHUNK
+    cell, at = first + row, mixed_ptr + (chunk * CHUNK + row)[:, None] * C
+    inverse = _inverse(tl.load(alike_ptr + cell[:, None] * CHUNK + row[None, :]), CHUNK, BLOCK)
+    strength = tl.load(strength_ptr + cell)[:, None]
+    values = tl.load(at + 2 * K * D + head * V + v[None, :], mask=(v < V)[None, :], other=0.0)
+    inverse = inverse.to(values.dtype)
+    values = (values.to(tl.float32) * strength).to(inverse.dtype)
     tl.store(given_ptr + cell[:, None] * V + v[None, :], tl.dot(inverse, values, input_precision=PRECISION),
              mask=(v < V)[None, :])
+    total = tl.load(total_ptr + cell[:, None] * D + d[None, :], mask=in_d, other=0.0)
+    last = tl.load(total_ptr + (first + CHUNK - 1) * D + d[None, :], mask=in_d, other=0.0)
+    place = cell[:, None] * D + d[None, :]
+    at += head // (H // K) * D + d[None, :]
+    k = tl.load(at + K * D, mask=in_d, other=0.0).to(tl.float32)
+    tl.store(key_ptr + place, k * tl.exp(last - total), mask=in_d)
+    grown = tl.exp(total)
+    tl.store(query_ptr + place, tl.load(at, mask=in_d, other=0.0).to(tl.float32) * grown, mask=in_d)
+    keys = (k * strength * grown).to(inverse.dtype)
+    tl.store(seen_ptr + place, tl.dot(inverse, keys, input_precision=PRECISION), mask=in_d)
 
 
 @jit
@@ -363,9 +386,13 @@ def scan(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch
     if weights.channelwise:
         query, key = (empty(num, heads, CHUNK, key_dim) for _ in range(2))
         total, strength = _of_gates(rows_TX, aheads, base_S, shared, weights, by_head=True)
+        alike = empty(num, heads, CHUNK, CHUNK, dtype=torch.float32)
+        _compare[(num, heads, CHUNK // BLOCK)](
+            mixed, total, strength, alike, within, heads, keys, key_dim, channels, CHUNK, BLOCK, block_d, precision,
+            num_warps=4, num_stages=1)
         _solve_channels[(num, heads)](
-            mixed, total, strength, seen, given, within, query, key, heads, keys, key_dim, value_dim, channels, CHUNK,
-            BLOCK, block_d, block_v, precision, num_warps=8, num_stages=1)
+            mixed, total, strength, alike, seen, given, query, key, heads, keys, key_dim, value_dim, channels, CHUNK,
+            BLOCK, block_d, block_v, precision, num_warps=4, num_stages=1)
     else:
         query, key, total = mixed, mixed, empty(num, heads, CHUNK, dtype=torch.float32)
         _solve[(num, heads)](
