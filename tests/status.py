@@ -11,6 +11,7 @@ from kvasir.attention.backend import BACKENDS
 from kvasir.convert.converter import PACKAGE as CONVERTERS
 from kvasir.engine.policy import POLICIES
 from kvasir.kv.codec import CODECS
+from kvasir.layers.recurrence_backend import RECURRENCES
 from kvasir.layers.weight_format import PACKAGE as FORMATS
 from kvasir.scaling.strategy import STRATEGIES
 from kvasir.speculation.drafter import DRAFTERS
@@ -28,6 +29,7 @@ GROUPS: dict[str, tuple[str, str | None]] = {
     "strategies": ("Test-time scaling", STRATEGIES),
     "schedulers": ("Scheduling policies", POLICIES),
     "backends": ("Attention backends", BACKENDS),
+    "recurrences": ("Recurrence backends", RECURRENCES),
     "converters": ("Converters", CONVERTERS),
     "rules": ("Rules of the sampler and the controller", None),
     "kernels": ("Kernels of note", None),

@@ -112,6 +112,7 @@ TECHNIQUES = [
     "kv/codecs",
     "layers/formats",
     "attention/backends",
+    "layers/recurrences",
     "engine/schedulers",
     "models/families",
     "models/readers",

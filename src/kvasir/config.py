@@ -133,6 +133,11 @@ class RunnerConfig:
     attention_backend: str = opt(
         "auto", "Attention backend; auto takes the quickest that can serve the model here (see `kvasir doctor`)."
     )
+    recurrence_backend: str = opt(
+        "auto",
+        "Code of long spans of Gated DeltaNet and Kimi Delta Attention: own, or fla where fla-core is installed; auto "
+        "takes the quicker one on a GPU.",
+    )
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
     fused_kernels: bool = opt(
         True,

@@ -113,7 +113,9 @@ def test_killed_again_and_again():
 def test_what_the_clock_chose_is_kept():
     it = AsyncEngine(EngineConfig())
     for timed in ("chosen", ""):
-        it.replica._welcome(SimpleNamespace(info=SimpleNamespace(timed_attention=timed, adapters={}), startup={}))
+        it.replica._welcome(
+            SimpleNamespace(info=SimpleNamespace(timed_attention=timed, timed_recurrence="", adapters={}), startup={})
+        )
         assert it.replica.config.runner.attention_backend == "chosen"
 
 

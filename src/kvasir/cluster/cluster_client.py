@@ -96,11 +96,16 @@ class ClusterClient(Front):
         self.info.kv_capacity_tokens = min(self.info.kv_capacity_tokens, info.kv_capacity_tokens)
 
     async def agree(self) -> None:
-        """Start the replicas again whose clock chose another attention backend than the first's: it has other bits."""
-        chosen = self.replicas[0].info.timed_attention
+        """Start the replicas again whose clock chose another backend than the first's: it has other bits."""
+        first = self.replicas[0].info
         for replica in self.replicas:
-            if replica.info.timed_attention != chosen:
-                await replica.start_again(attention_backend=chosen)
+            other: dict[str, str] = {}
+            if replica.info.timed_attention != first.timed_attention:
+                other["attention_backend"] = first.timed_attention
+            if replica.info.timed_recurrence != first.timed_recurrence:
+                other["recurrence_backend"] = first.timed_recurrence
+            if other:
+                await replica.start_again(**other)
 
     def died(self, replica: Replica, child: Child, why: str) -> None:
         """Forget what the process had cached and queued, and let its requests go on elsewhere."""

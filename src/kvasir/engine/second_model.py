@@ -70,6 +70,7 @@ class EngineHost:
             kv_codec=CacheConfig().kv_codec,
             page_slots=None,
             attention_backend="auto",
+            recurrence_backend="auto",
             drafter="",
             fit=True,
             batch_invariant=False,

@@ -3,17 +3,21 @@ planes of the pages."""
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvasir.kernels import gated_delta
-from kvasir.kernels.gated_delta import Weights, step, step_reference
+from kvasir.kernels.gated_delta import CHUNK, Weights, chunk_scan, step, step_reference
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
+from kvasir.layers.recurrence_backend import RecurrenceBackend
 from kvasir.layers.recurrent_spec import KDASpec
 from kvasir.layers.spec import LOOK_AHEAD, GatedDeltaSpec, NormSpec
+from kvasir.technique import load
 from kvasir.types import CacheGroup, StepBatch
 
 PAGES = 9
@@ -140,6 +144,37 @@ def test_states_in_bfloat16(device):
 @pytest.mark.parametrize("name", SPECS)
 def test_the_scan_against_the_recurrence(name, device):
     compare(SPECS[name], torch.float32, device, near=1e-4, kernel=by_scan, lengths=LONG)
+
+
+def stand_in(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens):
+    """A package's scan of several sequences, as it would be called: by the plain reference."""
+    assert scale == 1.0 and output_final_state and initial_state.dtype == torch.float32
+    ends, each, found, states = cu_seqlens.tolist(), v.shape[2] // q.shape[2], [], []
+    assert not any(end % CHUNK for end in ends) and len(initial_state) == len(ends) - 1
+    q, k = (x.repeat_interleave(each, 2) for x in (q, k))
+    for begin, end, state in zip(ends, ends[1:], initial_state):
+        out, state = chunk_scan(*(x[0, begin:end].float() for x in (q, k, v, g, beta)), state)
+        found.append(out), states.append(state)
+    return torch.cat(found)[None].to(q.dtype), torch.stack(states)
+
+
+@pytest.mark.parametrize("name", ["even", "odd channels"])
+def test_the_scan_of_a_package_against_the_recurrence(name, device, monkeypatch):
+    """Everything beside the package's own kernels: rows, gates, states before and after, spans that begin anywhere."""
+    for module, function in (("gated_delta_rule", "chunk_gated_delta_rule"), ("kda", "chunk_kda")):
+        monkeypatch.setitem(sys.modules, f"fla.ops.{module}", SimpleNamespace(**{function: stand_in}))
+    scan = load("kvasir.layers.recurrences", "fla", RecurrenceBackend).scan
+    compare(SPECS[name], torch.float32, device, near=1e-4, kernel=partial(by_scan, scan=scan), lengths=LONG)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["9B", "Kimi Linear"])
+def test_the_package_against_the_recurrence(name):
+    pytest.importorskip("fla")
+    scan = load("kvasir.layers.recurrences", "fla", RecurrenceBackend).scan
+    lengths = ([512, 1, 300, 1], [1, 100, 1, 1], [700, 16, 1, 65])
+    compare(WIDE[name], torch.bfloat16, "cuda", near=2e-2, kernel=partial(by_scan, scan=scan), lengths=lengths)
 
 
 def test_fp16_goes_row_by_row(device):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionBackend
+from kvasir.kernels import gated_chunks
 from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import Weights, step
 from kvasir.kv.state import StateCache
@@ -32,6 +33,7 @@ class Mixer:
         own_state(writes)
         heads, keys = spec.num_value_heads, spec.num_key_heads * spec.key_dim
         self.spec, self.exact = spec, place.exact
+        self.scan = gated_chunks.scan  # over long spans; a recurrence backend may take its place
         self.results = spec.num_value_heads, spec.value_dim
         self.mixed = Linear(
             hidden_size, {"q": keys, "k": keys, "v": spec.values, "z": spec.values}, bias=False, place=place
@@ -76,7 +78,9 @@ class Mixer:
         self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_THV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The recurrence of these rows: see `kvasir.attention.backend.Recurrence`."""
-        return step(rows_TX, cache.planes, batch.tables[cache.group], batch, self.weights, self.exact, out_THV)
+        return step(
+            rows_TX, cache.planes, batch.tables[cache.group], batch, self.weights, self.exact, out_THV, self.scan
+        )
 
     def _gated(self, out_THV: torch.Tensor, z_TN: torch.Tensor) -> torch.Tensor:
         """Norm of every head's result, times silu of its gate: [T, H * V] in the model's dtype."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionBackend
+from kvasir.kernels import gated_chunks
 from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import Weights, step
 from kvasir.kv.state import StateCache
@@ -34,6 +35,7 @@ class Mixer:
         own_state(writes)
         side, plain = spec.side, place.plain()
         self.spec, self.exact = spec, place.exact
+        self.scan = gated_chunks.scan  # over long spans; a recurrence backend may take its place
         self.results = spec.num_heads, spec.dim
         self.mixed = Linear(hidden_size, {"q": side, "k": side, "v": side}, bias=False, place=place)
         self.narrow = Linear(
@@ -81,7 +83,7 @@ class Mixer:
         self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_T: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The recurrence of these rows: see `kvasir.attention.backend.Recurrence`."""
-        return step(rows_TX, cache.planes, batch.tables[cache.group], batch, self.weights, self.exact, out_T)
+        return step(rows_TX, cache.planes, batch.tables[cache.group], batch, self.weights, self.exact, out_T, self.scan)
 
     def slots(self) -> dict[str, Slot]:
         """Weight slots; the convolution's stand apart for queries, keys and values."""
