@@ -38,6 +38,7 @@ from kvasir.types import StepBatch
 CHUNK = 64  # rows
 BLOCK = 16  # rows that are solved one after the other; the blocks of a chunk are joined by products
 VALUES = 32  # most values of a program that carries a state
+STAGES = 2  # loads of chunks on their way while one is computed, with a model of 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +368,7 @@ def scan(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch
     _carry[(len(chunks.of_span), heads, cdiv(value_dim, values))](
         mixed, query, key, total, seen, given, within, matrix, *shared, chunks.of_span, out_THV, table_SW.stride(0),
         matrix.stride(0), heads, keys, key_dim, value_dim, channels, CHUNK, block_d, values, precision,
-        channelwise, num_warps=4, num_stages=2 if narrow else 1)
+        channelwise, num_warps=4, num_stages=STAGES if narrow else 1)
 
 
 def _mixed(rows_TX, planes, table_SW, context_S, row_start_S1, base_S, chunks, weights, eps, apart=False):

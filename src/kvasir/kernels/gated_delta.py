@@ -408,9 +408,7 @@ def step(
     rows_TX = rows_TX.contiguous()
     base_S = position.index_select(0, table_SW[:, 0].long())
     each = batch.span_lengths is not None
-    # In fp16, with heads that do not fill a block, the scan has given NaN on a GPU, and why is not known yet.
-    fill = all(size == max(16, next_power_of_2(size)) for size in (key_dim, value_dim))
-    by_row = exact or rows_TX.dtype == torch.float16 or (rows_TX.dtype == torch.bfloat16 and not fill)
+    by_row = exact or not scans(rows_TX.dtype, key_dim, value_dim)
     common = table_SW, batch.context, batch.row_start, batch.span_lengths if each else batch.row_start
     chunks = None if each or by_row else Chunks.of_batch(batch, ahead)
     if chunks is not None:
@@ -425,6 +423,13 @@ def step(
         position.stride(0), rows_TX.shape[1], channels, taps, ahead, next_power_of_2(taps), CHANNELS, EACH=each,
         num_warps=4)
     return out_THV
+
+
+def scans(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether long spans of such heads run in chunks on a GPU. In fp16, with heads that do not fill a block, the scan
+    has given NaN there, and why is not known yet."""
+    fill = all(size == max(16, next_power_of_2(size)) for size in (key_dim, value_dim))
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and fill)
 
 
 def _plain_step(rows_TX, planes, table_SW, batch, weights, exact, out_THV) -> torch.Tensor:
