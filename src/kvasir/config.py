@@ -135,8 +135,8 @@ class RunnerConfig:
     )
     recurrence_backend: str = opt(
         "auto",
-        "Code of long spans of Gated DeltaNet and Kimi Delta Attention: own, or fla where fla-core is installed; auto "
-        "takes the quicker one on a GPU.",
+        "Kernels for long spans of Gated DeltaNet and Kimi Delta Attention: ours, or those of fla-core; auto takes the "
+        "quickest that is installed.",
     )
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
     fused_kernels: bool = opt(

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvasir.engine import recurrence_choice
-from kvasir.engine.recurrence_choice import choose_recurrence
 from kvasir.errors import ConfigError
+from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.layers.mixers import gated_delta, kda
 from kvasir.layers.recurrence_backend import RecurrenceBackend, RecurrenceSite
 from kvasir.layers.recurrent_spec import KDASpec
@@ -37,6 +37,10 @@ def model():
     return model_of(delta, KDASpec(2, 16, NORM), delta)
 
 
+def chosen(name, model, here):
+    return recurrence_choice.choose_recurrence(name, model, here, PlainCodec())
+
+
 class Fake(RecurrenceBackend):
     def __init__(self, name, seconds=0.0, rank=1, fault=None):
         self.name, self.seconds, self.rank, self.fault, self.calls = name, seconds, rank, fault, 0
@@ -58,30 +62,30 @@ def offered(monkeypatch):
 
 def test_without_a_choice_nothing_is_timed(model, monkeypatch):
     monkeypatch.setattr(recurrence_choice, "time_all", None)
-    assert choose_recurrence("auto", model, HERE) == choose_recurrence("own", model, HERE) == ("own", False)
-    assert choose_recurrence("auto", model_of(), HERE) == ("", False)
+    assert chosen("auto", model, HERE) == chosen("triton", model, HERE) == ("triton", False)
+    assert chosen("auto", model_of(), HERE) == ("", False)
 
 
 def test_the_quickest_serves_every_layer(model, offered):
     slow, quick = Fake("slow", 3e-3, rank=9), Fake("quick")
     offered(slow, quick)
-    assert choose_recurrence("auto", model, HERE) == ("quick", True)
+    assert chosen("auto", model, HERE) == ("quick", True)
     assert all(block.mixer.scan == quick.scan for block in model.blocks[:3]) and slow.calls == quick.calls > 6
-    assert choose_recurrence("auto", model, HERE | {"exact": True}) == ("slow", False), "by rank, in exact mode"
+    assert chosen("auto", model, HERE | {"exact": True}) == ("slow", False), "by rank, in exact mode"
 
 
 def test_one_that_fails_is_left_out(model, offered, caplog):
     offered(Fake("bad", rank=9, fault=RuntimeError("Hopper only")), Fake("good"))
-    assert choose_recurrence("auto", model, HERE)[0] == "good"
+    assert chosen("auto", model, HERE)[0] == "good"
     assert "'bad' is left out: it failed when it was timed (RuntimeError: Hopper only)" in caplog.text
 
 
 def test_what_cannot_serve_is_refused_with_all_reasons(model, monkeypatch):
     with pytest.raises(ConfigError, match="no layer of this model runs the delta rule. Leave out"):
-        choose_recurrence("own", model_of(), HERE)
+        chosen("triton", model_of(), HERE)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as refused:
-        choose_recurrence("fla", model, HERE | {"exact": True})
+        chosen("fla", model, HERE | {"exact": True})
     for reason in ("kvasir[fla]", "GPU alone", "row by row", "torch.float32", "Use --recurrence-backend auto"):
         assert reason in str(refused.value)
     fla = load("kvasir.layers.recurrences", "fla", RecurrenceBackend)

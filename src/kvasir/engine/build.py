@@ -206,7 +206,7 @@ def build(
     backend = choice.backend
     info.timed_attention = backend.name if choice.timed else ""
     here = dict(device=device.type, dtype=dtype, exact=exact)
-    recurrence, timed = choose_recurrence(config.runner.recurrence_backend, model, here)
+    recurrence, timed = choose_recurrence(config.runner.recurrence_backend, model, here, codec)
     info.timed_recurrence = recurrence if timed else ""
     used = [codec, backend, *others]
     technique.check_conflicts(used)

@@ -15,7 +15,7 @@ from kvasir import technique
 from kvasir.engine.rehearsal import batch_of
 from kvasir.errors import ConfigError
 from kvasir.kernels.compile_ahead import compiling
-from kvasir.kv.codecs.plain import PlainCodec
+from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.recurrence_backend import RECURRENCES, RecurrenceBackend, RecurrenceSite
 from kvasir.logs import log
@@ -30,11 +30,11 @@ ROUNDS = 5
 CLOSE = 1.05
 
 
-def choose_recurrence(name: str, model: Decoder, site_of: dict[str, Any]) -> tuple[str, bool]:
+def choose_recurrence(name: str, model: Decoder, site_of: dict[str, Any], codec: Codec) -> tuple[str, bool]:
     """Give the model's layers a backend: its name ("": no layer runs the delta rule), and whether the clock chose it.
 
-    ``site_of``: device, dtype and exact mode. Raises ConfigError with every reason if the named backend cannot serve
-    the model.
+    ``site_of``: device, dtype and exact mode. ``codec``: that of the pool, which states do not use. Raises ConfigError
+    with every reason if the named backend cannot serve the model.
     """
     mixers = [block.mixer for block in model.blocks if hasattr(block.mixer, "scan")]
     kinds = {mixer.spec: mixer for mixer in mixers}
@@ -57,7 +57,7 @@ def choose_recurrence(name: str, model: Decoder, site_of: dict[str, Any]) -> tup
     else:
         found = technique.of_all(RECURRENCES, lambda n: technique.load(RECURRENCES, n, RecurrenceBackend))
         able = sorted((b for b in found if not b.why_not(site)), key=lambda b: -b.rank)
-        times = time_all(able, list(kinds.values()), site) if len(able) > 1 and not site.exact else {}
+        times = time_all(able, list(kinds.values()), site, codec) if len(able) > 1 and not site.exact else {}
         chosen, timed = quickest(times) if times else able[0], len(times) > 1
     for mixer in mixers:
         mixer.scan = chosen.scan
@@ -74,14 +74,16 @@ def quickest(times: dict[RecurrenceBackend, float]) -> RecurrenceBackend:
 
 
 @torch.inference_mode()
-def time_all(able: list[RecurrenceBackend], mixers: list[Any], site: RecurrenceSite) -> dict[RecurrenceBackend, float]:
+def time_all(
+    able: list[RecurrenceBackend], mixers: list[Any], site: RecurrenceSite, codec: Codec
+) -> dict[RecurrenceBackend, float]:
     """Seconds of a layer of each kind. A backend that fails is left out, and the log says why."""
     times = dict.fromkeys(able, torch.inf)
     with compiling():
         for backend in (1 + ROUNDS) * able:
             if backend in times:
                 try:
-                    seconds = sum(_seconds(backend, mixer, site) for mixer in mixers)
+                    seconds = sum(_seconds(backend, mixer, site, codec) for mixer in mixers)
                 except Exception as e:  # nobody asked for this package, or the device is full
                     del times[backend]
                     log.warning(
@@ -97,10 +99,10 @@ def time_all(able: list[RecurrenceBackend], mixers: list[Any], site: RecurrenceS
     return times
 
 
-def _seconds(backend: RecurrenceBackend, mixer: Any, site: RecurrenceSite) -> float:
-    """Seconds of the step in one layer. The first run of a backend compiles, and counts as little as a slow one."""
+def _seconds(backend: RecurrenceBackend, mixer: Any, site: RecurrenceSite, codec: Codec) -> float:
+    """Seconds of the step in one layer. The first run of a backend compiles; the least of all runs counts."""
     group = CacheGroup("scratch", (0,), kind="state", states=(mixer.spec.state(),))
-    cache = KVPool([group], PlainCodec(), [2 * len(PROMPTS)], 16, site.device, site.dtype).layer(0)
+    cache = KVPool([group], codec, [2 * len(PROMPTS)], 16, site.device, site.dtype).layer(0)
     table = torch.arange(2 * len(PROMPTS), dtype=torch.int32, device=site.device).view(-1, 2)
     batch, width = batch_of(PROMPTS, (table,)), cache.planes["ahead"].shape[-1]
     rows_TX = torch.zeros(len(batch.input_ids), width, dtype=site.dtype, device=site.device)

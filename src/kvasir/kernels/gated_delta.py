@@ -55,7 +55,7 @@ class Weights:
 
     @property
     def gates(self) -> tuple[int, int]:
-        """Where a row's strengths and decays begin."""
+        """Places in a row at which its strengths and its decays begin."""
         channels, heads = self.conv_CJ.shape[0], self.log_decay_H.numel()
         return (channels + self.bias_N.numel(), channels) if self.channelwise else (channels, channels + heads)
 

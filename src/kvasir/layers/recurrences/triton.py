@@ -6,7 +6,7 @@ from kvasir.kernels import gated_chunks
 from kvasir.layers.recurrence_backend import RecurrenceBackend
 
 
-class Own(RecurrenceBackend):
+class Triton(RecurrenceBackend):
     """`kvasir.kernels.gated_chunks`."""
 
     rank = 10
