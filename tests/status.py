@@ -12,6 +12,7 @@ from kvasir.convert.converter import PACKAGE as CONVERTERS
 from kvasir.engine.policy import POLICIES
 from kvasir.kv.codec import CODECS
 from kvasir.layers.product_backend import BACKENDS as PRODUCT_BACKENDS
+from kvasir.layers.recurrence_backend import RECURRENCES
 from kvasir.layers.weight_format import PACKAGE as FORMATS
 from kvasir.scaling.strategy import STRATEGIES
 from kvasir.speculation.drafter import DRAFTERS
@@ -30,6 +31,7 @@ GROUPS: dict[str, tuple[str, str | None]] = {
     "schedulers": ("Scheduling policies", POLICIES),
     "backends": ("Attention backends", BACKENDS),
     "product_backends": ("Product backends", PRODUCT_BACKENDS),
+    "recurrences": ("Recurrence backends", RECURRENCES),
     "converters": ("Converters", CONVERTERS),
     "rules": ("Rules of the sampler and the controller", None),
     "kernels": ("Kernels of note", None),

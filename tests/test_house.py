@@ -113,6 +113,7 @@ TECHNIQUES = [
     "layers/formats",
     "layers/product_backends",
     "attention/backends",
+    "layers/recurrences",
     "engine/schedulers",
     "models/families",
     "models/readers",

@@ -138,6 +138,11 @@ class RunnerConfig:
         "Backend of products with quantised weights: triton (our own), humming, or auto: ours unless an installed one "
         "is quicker here.",
     )
+    recurrence_backend: str = opt(
+        "auto",
+        "Kernels for long spans of Gated DeltaNet and Kimi Delta Attention: ours, or those of fla-core; auto takes the "
+        "quickest that is installed.",
+    )
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
     fused_kernels: bool = opt(
         True,

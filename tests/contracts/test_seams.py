@@ -24,6 +24,7 @@ from kvasir.kv.codec import Codec
 from kvasir.lab.drafters.kind import Kind
 from kvasir.lab.task import Task
 from kvasir.layers.product_backend import ProductBackend
+from kvasir.layers.recurrence_backend import RecurrenceBackend
 from kvasir.layers.weight_format import WeightFormat
 from kvasir.scaling.strategy import Strategy
 from kvasir.speculation.drafter import Drafter
@@ -35,6 +36,7 @@ SEAMS = {
     "kvasir.layers.formats": WeightFormat,
     "kvasir.attention.backends": AttentionBackend,
     "kvasir.layers.product_backends": ProductBackend,
+    "kvasir.layers.recurrences": RecurrenceBackend,
     "kvasir.engine.schedulers": SchedulerPolicy,
     "kvasir.cluster.routers": Router,
     "kvasir.speculation.drafters": Drafter,
@@ -50,8 +52,8 @@ SEAMS = {
 }
 PROMISES = {
     # The others compute nothing in a step.
-    "exact": {Codec, WeightFormat, AttentionBackend, SchedulerPolicy, Drafter, Converter},
-    "affects_kv": {Codec, WeightFormat, AttentionBackend, SchedulerPolicy, Drafter},
+    "exact": {Codec, WeightFormat, AttentionBackend, RecurrenceBackend, SchedulerPolicy, Drafter, Converter},
+    "affects_kv": {Codec, WeightFormat, AttentionBackend, RecurrenceBackend, SchedulerPolicy, Drafter},
 }  # a converter's result is another checkpoint
 SAYS = {Codec, WeightFormat, Drafter, Converter}  # their docstrings say whether they are exact or lossy
 FOUND = [(package, name) for package in SEAMS for name in technique.names(package)]

@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 OPTIONS = dict(device="cuda", page_slots=16, max_num_batched_tokens=60)  # a page that Triton takes
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(checkpoints.write(tmp_path_factory.mktemp("model"), "qwen3_5_text"))
+@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear"])
+def folder(request, tmp_path_factory):
+    return str(checkpoints.write(tmp_path_factory.mktemp("model"), request.param))
 
 
 @pytest.fixture(scope="module")

@@ -170,15 +170,20 @@ class Pages:
         group = CacheGroup("state", (0,), kind="state", states=(spec.state(),))
         self.pool = KVPool([group], PlainCodec(), [PAGES], 16, "cpu", torch.float32)
         self.pool.poison(0, list(range(PAGES)))
-        self.planes, self.rule = self.pool.layer(0).planes, mixer_of(name)[0].rule
+        self.planes, self.mixer = self.pool.layer(0).planes, mixer_of(name)[0]
         self.exact, self.table = exact, (1, 2)
         self.rows = drawn(TOKENS, self.planes["ahead"].shape[-1], seed=7)
 
     def launch(self, start, rows, table=None):
         """Run one step; nothing is committed."""
-        batch = SimpleNamespace(starts=[start], lengths=[len(rows)], span_lengths=None)
-        pages = torch.tensor([table or self.table], dtype=torch.int32)
-        return recurrence.step(self.rule, rows, self.planes, pages, batch, self.exact)
+        return self.step(rows, [start], [len(rows)], [table or self.table])
+
+    def step(self, rows, starts, lengths, tables):
+        """Results of one step of several spans."""
+        tables = [torch.tensor(tables, dtype=torch.int32)]
+        batch = SimpleNamespace(starts=starts, lengths=lengths, span_lengths=None, tables=tables)
+        self.mixer.exact = self.exact
+        return self.mixer.run(rows, SimpleNamespace(planes=self.planes, group=0), batch)
 
     def run(self, lengths, start=0):
         out = []
@@ -262,8 +267,7 @@ def test_sequences_that_decode_together(whole):
         for step in range(3):
             starts = [start + step * length for start, length in zip(begin, lengths)]
             rows = torch.cat([pages.rows[s : s + n] for s, n in zip(starts, lengths)])
-            batch = SimpleNamespace(starts=starts, lengths=lengths, span_lengths=None)
-            got = recurrence.step(pages.rule, rows, pages.planes, torch.tensor(tables), batch, exact)
+            got = pages.step(rows, starts, lengths, tables)
             expected = torch.cat([want[s : s + n] for s, n in zip(starts, lengths)])
             assert torch.equal(got, expected) if exact else torch.allclose(got, expected, atol=1e-4, rtol=1e-4)
 

@@ -508,6 +508,7 @@ def test_hybrids_keep_states_in_a_group_of_their_own():
     assert (mixer.mixed, mixer.values, mixer.attention(), mixer.cache_row()) == (8192, 4096, None, None)
     # 2 MiB of matrices a layer, the convolution's three rows and sixteen rows of look-ahead.
     assert cost.state_bytes(spec, 2) == 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2 + 16 * (8192 + 64) * 2 + 8)
+    assert cost.state_bytes(spec, 2) - cost.state_bytes(spec, 2, 2) == 30 * 32 * 128 * 128 * 2
     assert cost.kv_bytes(spec, 100, 2) == cost.state_bytes(spec, 2) + 100 * 10 * 2 * 2 * 256 * 2
 
 

@@ -202,12 +202,15 @@ def show(
     weights: Annotated[
         str, typer.Option(help="Format that plain weights are quantised to, as for serve; auto: as stored.")
     ] = "auto",
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Type of a recurrent model's states, as for serve.")
+    ] = "float32",
     as_json: AsJSON = False,
 ) -> None:
     """Show a model's layers, bytes per token, and what fits into which memory."""
     from kvasir.cli import show as command
 
-    command.run(model, dtype, memory_gib, as_json, weights)
+    command.run(model, dtype, memory_gib, as_json, weights, state_dtype)
 
 
 @app.command("eval", cls=Command)

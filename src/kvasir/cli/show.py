@@ -26,7 +26,9 @@ SHOWN_CONTEXT = 16384
 SHARE = CacheConfig().gpu_memory_utilization
 
 
-def describe(model: str, dtype: str, memory_gib: float | None, weights: str = "auto") -> dict[str, Any]:
+def describe(
+    model: str, dtype: str, memory_gib: float | None, weights: str = "auto", state_dtype: str = "float32"
+) -> dict[str, Any]:
     """Facts about a model as plain data.
 
     ``fits``: place -> context length -> number of sequences of that length that fit in addition to the weights.
@@ -37,10 +39,10 @@ def describe(model: str, dtype: str, memory_gib: float | None, weights: str = "a
     config = checkpoint.read_config(path)
     spec, item = build_spec(config), BYTES[dtype]
     size = _weight_bytes(config, spec, dtype, weights)
-    sizes = cost.kv_bytes_per_token(spec, item)
+    sizes, states = cost.kv_bytes_per_token(spec, item), cost.state_bytes(spec, item, BYTES[state_dtype])
     places = {_here(): _memory() / GIB, **GPUS} if memory_gib is None else {f"{memory_gib:g} GiB": memory_gib}
-    fits = {place: _fits(spec, gibs * GIB, item, size, sizes) for place, gibs in places.items()}
-    codecs = _codecs(spec, item, size, places)
+    fits = {place: _fits(spec, gibs * GIB, states, size, sizes) for place, gibs in places.items()}
+    codecs = _codecs(spec, item, states, size, places)
     here = next(iter(places))
     return {
         "model": model or "embedded",
@@ -57,14 +59,14 @@ def describe(model: str, dtype: str, memory_gib: float | None, weights: str = "a
             for g in spec.cache_groups()
             if g.kind == "pages"
         ],
-        "state_bytes": cost.state_bytes(spec, item),
+        "state_bytes": states,
         "flops_per_token": cost.flops_per_token(spec, 1),
         "max_model_len": spec.max_position,
         "layers": _layers(spec),
         "memory_share": SHARE,
         "fits": fits,
         "codecs": codecs,
-        "advice": _advice(model, dtype, weights, here, places[here], size, fits[here], codecs),
+        "advice": _advice(model, dtype, weights, state_dtype, here, places[here], size, fits[here], codecs),
     }
 
 
@@ -72,6 +74,7 @@ def _advice(
     model: str,
     dtype: str,
     weights: str,
+    state_dtype: str,
     place: str,
     gibs: float,
     size: int,
@@ -82,6 +85,7 @@ def _advice(
     serve = f"kvasir serve {shlex.quote(model)}" if model else "kvasir serve"
     usual = f" --dtype {dtype}" if dtype != "bfloat16" else ""
     usual += f" --weights {weights}" if weights != "auto" else ""
+    usual += f" --state-dtype {state_dtype}" if state_dtype != "float32" else ""
     longest = max(fits)
     if fits[longest]:
         return [f"{serve}{usual}: {fits[longest]:,} sequences of the whole context at once"]
@@ -108,28 +112,30 @@ def _weight_bytes(config: dict[str, Any], spec: ModelSpec, dtype: str, weights: 
     return weight_bytes(config, getattr(torch, dtype), weights)
 
 
-def _fits(spec: ModelSpec, memory: float, item: int, weights: int, sizes: Mapping[str, float]) -> dict[int, int]:
-    """Number of sequences that fit, by context length. ``sizes``: bytes per token, by cache group. Rounding to whole
-    pages is left out."""
-    pool, states = SHARE * memory - weights, cost.state_bytes(spec, item)
+def _fits(spec: ModelSpec, memory: float, states: int, weights: int, sizes: Mapping[str, float]) -> dict[int, int]:
+    """Number of sequences that fit, by context length. ``states``: bytes of a sequence's state. ``sizes``: bytes per
+    token, by cache group. Rounding to whole pages is left out."""
+    pool = SHARE * memory - weights
     lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
     kept = {n: states + sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()) for n in lengths}
     return {n: max(0, int(pool // size)) for n, size in kept.items()}
 
 
-def _codecs(spec: ModelSpec, item: int, weights: int, places: Mapping[str, float]) -> dict[str, Any]:
+def _codecs(spec: ModelSpec, item: int, states: int, weights: int, places: Mapping[str, float]) -> dict[str, Any]:
     from kvasir.kv.codec import CODECS
     from kvasir.technique import of_all
 
     return dict(
         sorted(
-            of_all(CODECS, lambda name: (name, _codec(spec, name, item, weights, places))),
+            of_all(CODECS, lambda name: (name, _codec(spec, name, item, states, weights, places))),
             key=lambda found: found[0] != CacheConfig().kv_codec,
         )
     )
 
 
-def _codec(spec: ModelSpec, name: str, item: int, weights: int, places: Mapping[str, float]) -> dict[str, Any]:
+def _codec(
+    spec: ModelSpec, name: str, item: int, states: int, weights: int, places: Mapping[str, float]
+) -> dict[str, Any]:
     """Bytes per token of a codec with default options, scales included, or the reason why it cannot serve the model."""
     try:
         sizes = token_bytes(spec.cache_groups(), name, item)
@@ -139,7 +145,7 @@ def _codec(spec: ModelSpec, name: str, item: int, weights: int, places: Mapping[
     return {
         "kv_bytes_per_token": total,
         "ratio": plain / total,
-        "fits": {place: _fits(spec, size * GIB, item, weights, sizes) for place, size in places.items()},
+        "fits": {place: _fits(spec, size * GIB, states, weights, sizes) for place, size in places.items()},
     }
 
 
@@ -191,9 +197,16 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def run(model: str, dtype: str, memory_gib: float | None, as_json: bool, weights: str = "auto") -> None:
+def run(
+    model: str,
+    dtype: str,
+    memory_gib: float | None,
+    as_json: bool,
+    weights: str = "auto",
+    state_dtype: str = "float32",
+) -> None:
     """Print what ``describe`` finds, as tables or as JSON."""
-    facts = describe(model, dtype, memory_gib, weights)
+    facts = describe(model, dtype, memory_gib, weights, state_dtype)
     if as_json:
         print(json.dumps(facts, indent=2))
         return

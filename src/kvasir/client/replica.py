@@ -196,6 +196,8 @@ class Replica:
             self.config = self.config.replace(attention_backend=ready.info.timed_attention)
         if ready.info.timed_products:
             self.config = self.config.replace(product_backend=ready.info.timed_products)
+        if ready.info.timed_recurrence:
+            self.config = self.config.replace(recurrence_backend=ready.info.timed_recurrence)
         self.connected, self._stuck, self.why_down = True, "", ""
 
     async def _supervise(self) -> None:

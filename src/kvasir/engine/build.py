@@ -26,6 +26,7 @@ from kvasir.engine.mixed_steps import MixedSteps
 from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.native_steps import NativeSteps
 from kvasir.engine.product_choice import choose_products
+from kvasir.engine.recurrence_choice import choose_recurrence
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, available_memory, gib, own_bytes, pages_for, plan_pool, resolve_length
@@ -204,6 +205,9 @@ def build(
     choice = choose_backend(config.runner.attention_backend, site, codec)
     backend = choice.backend
     info.timed_attention = backend.name if choice.timed else ""
+    here = dict(device=device.type, dtype=dtype, exact=exact)
+    recurrence, timed = choose_recurrence(config.runner.recurrence_backend, model, here, codec)
+    info.timed_recurrence = recurrence if timed else ""
     used = [codec, backend, *others]
     technique.check_conflicts(used)
     sampler = Sampler(info.vocab_size, info.tokenizer_size, config.scheduler.max_num_seqs, device, info.eos_ids)

@@ -72,6 +72,7 @@ class EngineHost:
             page_slots=None,
             attention_backend="auto",
             product_backend=OWN,
+            recurrence_backend="auto",
             drafter="",
             fit=True,
             batch_invariant=False,

@@ -7,16 +7,21 @@ Qwen3-Next before it. All numbers are fp32 from the convolution on.
 the paper (section 3.3); its chunks end at absolute multiples of ``CHUNK``, so that a prompt that is cut there gives the
 same bits. ``step_reference`` runs a step over state pages so that it may be run again.
 
+The decay is one number a head, or one for each channel of its keys (Kimi Delta Attention, Kimi Team 2025,
+arXiv:2510.26692), where exp(g) scales the rows of S. Then a row has H D decays before its strengths, not H after them.
+
 On a GPU ``step`` walks the rows of a short span, and those before it that are not folded yet, in one loop a head: a
 state stays in registers, and a row's bits depend on no cut. It reads and writes 4 D V bytes a head, and a row once for
 each block of values. What heads share of a page is written by a second launch. Longer spans go to
 `kvasir.kernels.gated_chunks`, in exact mode row by row.
 
-Legend: T rows, H heads of values, D key dim, V value dim, C mixed row (queries, keys, values), X = C + 2 H, J taps.
+Legend: T rows, H heads of values, D key dim, V value dim, C mixed row (queries, keys, values), J taps, N decays of a
+row (H, or H D), X = C + N + H.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,13 +40,24 @@ L2_EPS = 1e-6  # of the norms of queries and keys, as the models were trained
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters of a layer that the recurrence reads: ``conv_CJ`` [C, J], ``log_decay_H`` and ``bias_H`` [H] fp32, and
-    the number of heads of keys."""
+    """Parameters of a layer that the recurrence reads: ``conv_CJ`` [C, J], ``log_decay_H`` [H] and ``bias_N`` [N] fp32,
+    and the number of heads of keys."""
 
     conv_CJ: torch.Tensor
     log_decay_H: torch.Tensor
-    bias_H: torch.Tensor
+    bias_N: torch.Tensor
     key_heads: int
+
+    @property
+    def channelwise(self) -> bool:
+        """Whether each channel of a key has a decay of its own."""
+        return self.bias_N.numel() > self.log_decay_H.numel()
+
+    @property
+    def gates(self) -> tuple[int, int]:
+        """Places in a row at which its strengths and its decays begin."""
+        channels, heads = self.conv_CJ.shape[0], self.log_decay_H.numel()
+        return (channels + self.bias_N.numel(), channels) if self.channelwise else (channels, channels + heads)
 
 
 def convolve(rows_TC: torch.Tensor, tail: torch.Tensor, conv_CJ: torch.Tensor) -> torch.Tensor:
@@ -59,10 +75,13 @@ def convolve(rows_TC: torch.Tensor, tail: torch.Tensor, conv_CJ: torch.Tensor) -
 def inputs(
     rows_TX: torch.Tensor, tail: torch.Tensor, weights: Weights, dims: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Queries and keys [T, H, D], values [T, H, V], log decays [T, H] and write strengths [T, H] of rows [T, C + 2 H]
-    (mixed row, then strengths and decays before their functions), all fp32. ``dims``: H, D, V."""
+    """Queries and keys [T, H, D], values [T, H, V], log decays [T, H] or [T, H, D] and write strengths [T, H] of rows
+    [T, X], all fp32. A row has strengths and decays before their functions. ``dims``: H, D, V."""
     heads, key_dim, value_dim = dims
-    mixed, b_TH, a_TH = rows_TX.split([rows_TX.shape[1] - 2 * heads, heads, heads], -1)
+    if weights.channelwise:
+        mixed, a_TN, b_TH = rows_TX.split([len(weights.conv_CJ), heads * key_dim, heads], -1)
+    else:
+        mixed, b_TH, a_TN = rows_TX.split([len(weights.conv_CJ), heads, heads], -1)
     mixed = convolve(mixed, tail, weights.conv_CJ)
     side = weights.key_heads * key_dim
     q, k, v = mixed.split([side, side, heads * value_dim], -1)
@@ -70,7 +89,8 @@ def inputs(
     each = heads // weights.key_heads
     q, k = (x.repeat_interleave(each, 1) for x in (q * key_dim**-0.5, k))
     # In fp64, so that rounding hides which of its two exponentials a CPU took for a row of this batch.
-    decay = -weights.log_decay_H.double().exp() * F.softplus(a_TH.double() + weights.bias_H)
+    steps, rate_H = F.softplus(a_TN.double() + weights.bias_N), weights.log_decay_H.double().exp()
+    decay = -rate_H.unsqueeze(-1) * steps.unflatten(-1, (heads, key_dim)) if weights.channelwise else -rate_H * steps
     return q, k, v.unflatten(-1, (heads, value_dim)), decay.float(), sigmoid(b_TH.float(), exact=True)
 
 
@@ -87,10 +107,10 @@ def recurrence(
     state_HDV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row after row: results [T, H, V] and the state [H, D, V] after the last one, in the state's dtype. The given
-    state is left alone. Shapes do not depend on the batch, and so do not a row's bits."""
+    state is left alone. Decays may be [T, H, D]. Shapes do not depend on the batch, and so do not a row's bits."""
     out = torch.empty_like(v_THV)
     for t in range(len(q_THD)):
-        state_HDV = state_HDV * decay_TH[t].exp()[:, None, None]
+        state_HDV = state_HDV * decay_TH[t].exp().view(len(state_HDV), -1, 1)
         seen = (state_HDV * k_THD[t].unsqueeze(-1)).sum(1)
         change = (v_THV[t] - seen) * beta_TH[t].unsqueeze(-1)
         state_HDV = state_HDV + k_THD[t].unsqueeze(-1) * change.unsqueeze(1)
@@ -108,10 +128,10 @@ def chunk_scan(
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute what ``recurrence`` does, ``CHUNK`` rows at once. ``start``: absolute position of the first row."""
-    rows, parts, at = len(q_THD), [], 0
+    rows, parts, at, chunk = len(q_THD), [], 0, _chunk if decay_TH.dim() == 2 else _channel_chunk
     while at < rows:
         end = min(rows, at + CHUNK - (start + at) % CHUNK)
-        part, state_HDV = _chunk(
+        part, state_HDV = chunk(
             *(x[at:end].transpose(0, 1) for x in (q_THD, k_THD, v_THV, decay_TH, beta_TH)), state_HDV
         )
         parts.append(part.transpose(0, 1))
@@ -136,6 +156,25 @@ def _chunk(q_HTD, k_HTD, v_HTV, decay_HT, beta_HT, state_HDV) -> tuple[torch.Ten
     return out, kept + (k_HTD * (last - total_HT).exp().unsqueeze(-1)).mT @ written
 
 
+def _channel_chunk(q_HTD, k_HTD, v_HTV, decay_HTD, beta_HT, state_HDV) -> tuple[torch.Tensor, torch.Tensor]:
+    """One chunk with a decay for each channel. Decays of two rows are multiplied channel by channel, never divided, so
+    that none overflows."""
+    total = decay_HTD.cumsum(1)
+    lower = torch.ones(2 * (q_HTD.shape[1],), dtype=torch.bool, device=q_HTD.device).tril()
+    between = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(~lower[..., None], float("-inf")).exp()
+    weighted = between * k_HTD.unsqueeze(1)  # [H, T, T, D]
+    keys_HTD = k_HTD * beta_HT.unsqueeze(-1)
+    system = (weighted @ keys_HTD.unsqueeze(-1)).squeeze(-1)
+    seen = (keys_HTD * total.exp()) @ state_HDV
+    written = torch.linalg.solve_triangular(
+        system, v_HTV * beta_HT.unsqueeze(-1) - seen, upper=False, unitriangular=True
+    )
+    attention = (weighted @ q_HTD.unsqueeze(-1)).squeeze(-1)
+    out = (q_HTD * total.exp()) @ state_HDV + attention @ written
+    last = total[:, -1:]
+    return out, state_HDV * last.exp().mT + (k_HTD * (last - total).exp()).mT @ written
+
+
 # ------------------------------------------------------------------------------------------ a step over the state pages
 
 
@@ -148,7 +187,7 @@ def step_reference(
     weights: Weights,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Results [T, H, V] fp32 of a step's rows [T, C + 2 H], span after span.
+    """Results [T, H, V] fp32 of a step's rows [T, X], span after span.
 
     ``planes``: those of `kvasir.layers.spec.GatedDeltaSpec.state`, with pages first. ``pages``: what each span reads,
     and what it writes if it is longer than the look-ahead. A page's matrices and tail stand at its position; the rows
@@ -184,7 +223,7 @@ def step_reference(
 
 
 def _advance(rows_TX, state_HDV, tail, weights: Weights, dims) -> tuple[torch.Tensor, torch.Tensor]:
-    """State and tail after the rows [T, C + 2 H]."""
+    """State and tail after the rows [T, X]."""
     _, state_HDV = recurrence(*inputs(rows_TX, tail, weights, tuple(dims)), state_HDV)
     return state_HDV, torch.cat((tail, rows_TX[:, : tail.shape[1]]))[len(rows_TX) :]
 
@@ -230,10 +269,10 @@ def _span(context_ptr, row_start_ptr, length_ptr, span, EACH: tl.constexpr):
 def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr,
           row_start_ptr, length_ptr, out_ptr, width, page_m, page_t, page_a, eps, scale,
           H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr,
-          TAPS: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr,
-          LONG: tl.constexpr):
+          STRENGTH: tl.constexpr, DECAY: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
+          BV: tl.constexpr, EACH: tl.constexpr, LONG: tl.constexpr, CHANNELWISE: tl.constexpr):
     """Some values of one head of one span: row after row from the base of its state. Taps are added from the oldest
-    row to the newest. ``LONG``: long spans run here, too."""
+    row to the newest. ``STRENGTH``, ``DECAY``: where a row has them. ``LONG``: long spans run here, too."""
     span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
     start, first, length = _span(context_ptr, row_start_ptr, length_ptr, span, EACH)
@@ -266,7 +305,11 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
     vw1, v1 = _load_tap(tail, conv_ptr, v_at, in_v, old, 1, TAPS, C)
     vw2, v2 = _load_tap(tail, conv_ptr, v_at, in_v, old, 2, TAPS, C)
     vw3, v3 = _load_tap(tail, conv_ptr, v_at, in_v, old, 3, TAPS, C)
-    rate, bias = tl.exp(tl.load(decay_ptr + head)), tl.load(bias_ptr + head)
+    rate = tl.exp(tl.load(decay_ptr + head))
+    if CHANNELWISE:
+        bias = tl.load(bias_ptr + head * D + d, mask=in_d, other=0.0)
+    else:
+        bias = tl.load(bias_ptr + head)
     for position in range(base, start + length):
         own = position >= start
         if (position == start) & short:
@@ -285,10 +328,16 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
         v0, v1, v2 = v1, v2, v3
         q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
         k = k / tl.sqrt(tl.sum(k * k, 0) + eps)
-        b = _load_row(here, kept, C + head, own | (own == 0), own)
-        a = _load_row(here, kept, C + H + head, own | (own == 0), own) + bias
+        b = _load_row(here, kept, STRENGTH + head, own | (own == 0), own)
+        if CHANNELWISE:
+            a = _load_row(here, kept, DECAY + head * D + d, in_d, own) + bias
+        else:
+            a = _load_row(here, kept, DECAY + head, own | (own == 0), own) + bias
         decay = tl.exp(-rate * (tl.maximum(a, 0.0) + tl.log(1 + tl.exp(-tl.abs(a)))))
-        state = state * decay
+        if CHANNELWISE:
+            state = state * decay[:, None]
+        else:
+            state = state * decay
         change = (value - tl.sum(state * k[:, None], 0)) / (1 + tl.exp(-b))
         state = state + k[:, None] * change[None, :]
         result = tl.sum(state * q[:, None], 0)
@@ -340,10 +389,11 @@ def step(
     weights: Weights,
     exact: bool = False,
     out_THV: torch.Tensor | None = None,
+    scan: Callable[..., None] = gated_chunks.scan,
 ) -> torch.Tensor:
-    """Compute ``step_reference``, on a GPU row by row in two launches, and with ``exact`` unset long spans by
-    ``gated_chunks.scan``, except in fp16. Short spans run without looking at what the host knows, so that they can be
-    captured.
+    """Compute ``step_reference``, on a GPU row by row in two launches, and with ``exact`` unset long spans by ``scan``,
+    which has the arguments of ``gated_chunks.scan``, except in fp16. Short spans run without looking at what the host
+    knows, so that they can be captured.
 
     ``table_SW``: int32, its first two columns are the pages that each span reads and writes. ``batch``: where its spans
     lie. ``out_THV``: fp32, the memory for the result; None: new memory.
@@ -358,23 +408,28 @@ def step(
     rows_TX = rows_TX.contiguous()
     base_S = position.index_select(0, table_SW[:, 0].long())
     each = batch.span_lengths is not None
-    # In fp16, with heads that do not fill a block, the scan has given NaN on a GPU, and why is not known yet.
-    fill = all(size == max(16, next_power_of_2(size)) for size in (key_dim, value_dim))
-    by_row = exact or rows_TX.dtype == torch.float16 or (rows_TX.dtype == torch.bfloat16 and not fill)
+    by_row = exact or not scans(rows_TX.dtype, key_dim, value_dim)
     common = table_SW, batch.context, batch.row_start, batch.span_lengths if each else batch.row_start
     chunks = None if each or by_row else Chunks.of_batch(batch, ahead)
     if chunks is not None:
-        gated_chunks.scan(rows_TX, planes, *common[:3], base_S, chunks, weights, out_THV, L2_EPS)
+        scan(rows_TX, planes, *common[:3], base_S, chunks, weights, out_THV, L2_EPS)
     _walk[(spans, heads, cdiv(value_dim, block))](
-        rows_TX, weights.conv_CJ, weights.log_decay_H, weights.bias_H, matrix, tails, aheads, base_S, *common, out_THV,
+        rows_TX, weights.conv_CJ, weights.log_decay_H, weights.bias_N, matrix, tails, aheads, base_S, *common, out_THV,
         table_SW.stride(0), matrix.stride(0), tails.stride(0), aheads.stride(0), L2_EPS, key_dim**-0.5, heads,
-        weights.key_heads, key_dim, value_dim, rows_TX.shape[1], channels, taps, ahead,
-        next_power_of_2(key_dim), block, EACH=each, LONG=by_row, num_warps=4)
+        weights.key_heads, key_dim, value_dim, rows_TX.shape[1], channels, *weights.gates, taps, ahead,
+        next_power_of_2(key_dim), block, EACH=each, LONG=by_row, CHANNELWISE=weights.channelwise, num_warps=4)
     _settle[(spans, cdiv(rows_TX.shape[1], CHANNELS))](
         rows_TX, tails, aheads, base_S, position, *common, table_SW.stride(0), tails.stride(0), aheads.stride(0),
         position.stride(0), rows_TX.shape[1], channels, taps, ahead, next_power_of_2(taps), CHANNELS, EACH=each,
         num_warps=4)
     return out_THV
+
+
+def scans(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether long spans of such heads run in chunks on a GPU. In fp16, with heads that do not fill a block, the scan
+    has given NaN there, and why is not known yet."""
+    fill = all(size == max(16, next_power_of_2(size)) for size in (key_dim, value_dim))
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and fill)
 
 
 def _plain_step(rows_TX, planes, table_SW, batch, weights, exact, out_THV) -> torch.Tensor:

@@ -59,9 +59,10 @@ def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> dict[str, int]:
     return {g.name: sum(row.width for row in g.rows) * dtype_bytes for g in spec.cache_groups()}
 
 
-def state_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
-    """Bytes of one page of states: what the recurrent layers keep of a sequence, whatever its length."""
-    sizes = {"state": 4, "float32": 4, "model": dtype_bytes, "position": 8}
+def state_bytes(spec: ModelSpec, dtype_bytes: int, matrix_bytes: int = 4) -> int:
+    """Bytes of one page of states: what the recurrent layers keep of a sequence, whatever its length. ``matrix_bytes``:
+    of a number of their matrices."""
+    sizes = {"state": matrix_bytes, "float32": 4, "model": dtype_bytes, "position": 8}
     planes = [plane for g in spec.cache_groups() for planes in g.states for plane in planes]
     return sum(math.prod(plane.shape) * sizes[plane.kind] for plane in planes)
 

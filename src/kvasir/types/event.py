@@ -119,6 +119,7 @@ class ModelInfo:
     drafters: tuple[str, ...] = ()
     timed_attention: str = ""  # the attention backend that was chosen by timing; a restarted process keeps it
     timed_products: str = ""  # the product backend that was chosen by timing; a restarted process keeps it
+    timed_recurrence: str = ""  # the same for the recurrence backend
     priorities: bool = False  # whether the scheduler looks at the priorities of requests
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)  # by name
     hooks: dict[str, HookInfo] = field(default_factory=dict)  # by name

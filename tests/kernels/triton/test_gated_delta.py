@@ -3,81 +3,30 @@ planes of the pages."""
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from kvasir.kernels import gated_delta
-from kvasir.kernels.gated_delta import Weights, step, step_reference
-from kvasir.kv.codecs.plain import PlainCodec
-from kvasir.kv.pool import KVPool
-from kvasir.layers.spec import LOOK_AHEAD, GatedDeltaSpec, NormSpec
-from kvasir.types import CacheGroup, StepBatch
-
-PAGES = 9
-# Lengths of the spans of each sequence; a step has one span of each. Spans of more than 16 rows change the page.
-LENGTHS = ([3, 1, 18, 1, 2], [17, 2, 1, 1, 1], [1, 1, 1, 1, 1])
-# Chunks end at 64 and 128. Long spans begin at a chunk's end, within a chunk, and behind rows that are not folded,
-# which may lie in the chunk before.
-LONG = ([64, 70, 3, 40], [66, 17, 1, 50], [5, 2, 140, 1])
-SPECS = {
-    "even": GatedDeltaSpec(1, 2, 8, 16, NormSpec()),
-    "odd": GatedDeltaSpec(1, 1, 12, 40, NormSpec()),
-    "three taps": GatedDeltaSpec(2, 2, 8, 8, NormSpec(), taps=3),
-}
-
-
-class World:
-    """Three sequences, each with two pages, in pools with other bytes in every page."""
-
-    def __init__(
-        self, spec: GatedDeltaSpec, dtype: torch.dtype, device: str, lengths=LENGTHS, state_dtype: str = "float32"
-    ) -> None:
-        def drawn(*shape: int, seed: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-        self.group = CacheGroup("state", (0,), kind="state", states=(spec.state(),), state_dtype=state_dtype)
-        self.pool = KVPool([self.group], PlainCodec(), [PAGES], 16, device, dtype)
-        self.weights = Weights(
-            drawn(spec.mixed, spec.taps, seed=1).to(dtype),
-            drawn(spec.num_value_heads, seed=2),
-            drawn(spec.num_value_heads, seed=3),
-            spec.num_key_heads,
-        )
-        width = spec.mixed + 2 * spec.num_value_heads
-        self.rows = [drawn(sum(own), width, seed=4 + i).to(dtype) for i, own in enumerate(lengths)]
-        self.device, self.lengths = device, lengths
-
-    def run(self, kernel, drafts: int = 0) -> torch.Tensor:
-        """All results of the real rows. Every decode has so many drafts, of which none is right."""
-        count = len(self.lengths)
-        tables, done, found = [(1, 2), (3, 4), (5, 6)][:count], [0] * count, [[] for _ in range(count)]
-        for turn in range(len(self.lengths[0])):
-            own = [lengths[turn] for lengths in self.lengths]
-            parts = [rows[at : at + n] for rows, at, n in zip(self.rows, done, own)]
-            parts = [torch.cat((p, torch.randn_like(p[:1]).repeat(drafts, 1))) if len(p) == 1 else p for p in parts]
-            lengths = [len(p) for p in parts]
-            got = kernel(self, torch.cat(parts), tables, done, lengths).split(lengths)
-            for i, n in enumerate(own):
-                found[i].append(got[i][:n])
-            tables = [t[::-1] if n > LOOK_AHEAD else t for t, n in zip(tables, lengths)]
-            done = [at + n for at, n in zip(done, own)]
-        return torch.cat([torch.cat(parts) for parts in found])
-
-
-def batch_of(world: World, starts, lengths, **more) -> StepBatch:
-    context = torch.tensor(starts, dtype=torch.int32, device=world.device)
-    row_start = torch.tensor([0, *lengths], dtype=torch.int32, device=world.device).cumsum(0).int()
-    none = torch.zeros(0)
-    return StepBatch(none, none, row_start, context, (), (), none, list(starts), list(lengths), **more)
-
-
-def by_kernel(world: World, rows, tables, starts, lengths, exact=True):
-    table = torch.tensor(tables, dtype=torch.int32, device=world.device)
-    return step(rows, world.pool.layer(0).planes, table, batch_of(world, starts, lengths), world.weights, exact)
-
-
-def by_scan(*given):
-    return by_kernel(*given, exact=False)
+from kvasir.kernels.gated_delta import CHUNK, Weights, chunk_scan, step
+from kvasir.layers.recurrence_backend import RecurrenceBackend
+from kvasir.layers.spec import LOOK_AHEAD
+from kvasir.technique import load
+from tests.kernels import check_delta
+from tests.kernels.check_delta import (
+    LONG,
+    SPECS,
+    WIDE,
+    World,
+    batch_of,
+    by_kernel,
+    by_reference,
+    by_scan,
+    compare,
+    wide_lengths,
+)
 
 
 def row_by_row(world: World, rows, tables, starts, lengths):
@@ -95,22 +44,6 @@ def row_by_row(world: World, rows, tables, starts, lengths):
     got = step(rows, world.pool.layer(0).planes, table, batch, world.weights, out_THV=out)
     assert got is out and not got[-padding:].any(), "padding has no results"
     return got[:-padding]
-
-
-def by_reference(world: World, rows, tables, starts, lengths):
-    return step_reference(rows, world.pool.layer(0).planes, tables, list(starts), lengths, world.weights, True)
-
-
-def compare(spec: GatedDeltaSpec, dtype: torch.dtype, device: str, near: float = 1e-5, kernel=by_kernel, **how) -> None:
-    worlds = [World(spec, dtype, device, **how) for _ in range(2)]
-    got, want = (world.run(run) for world, run in zip(worlds, (kernel, by_reference)))
-    torch.testing.assert_close(got, want, atol=near, rtol=1e-4)
-    # Numbers of 16 bits round in proportion to what they are.
-    rtol = max(1e-4, near)
-    for name, plane in worlds[0].pool.layer(0).planes.items():
-        other = worlds[1].pool.layer(0).planes[name]
-        said = f"plane {name} differs"
-        torch.testing.assert_close(plane[1:7], other[1:7], atol=near, rtol=rtol, msg=said)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -131,23 +64,64 @@ def test_the_scan_against_the_recurrence(name, device):
     compare(SPECS[name], torch.float32, device, near=1e-4, kernel=by_scan, lengths=LONG)
 
 
-def test_fp16_goes_row_by_row(device, monkeypatch):
-    monkeypatch.setattr(gated_delta.gated_chunks, "scan", None)
-    compare(SPECS["even"], torch.float16, device, near=2e-3, kernel=by_scan, lengths=LONG)
+def stand_in(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens):
+    """A package's scan of several sequences, as it would be called: by the plain reference."""
+    assert scale == 1.0 and output_final_state and initial_state.dtype == torch.float32
+    ends, each, found, states = cu_seqlens.tolist(), v.shape[2] // q.shape[2], [], []
+    assert not any(end % CHUNK for end in ends) and len(initial_state) == len(ends) - 1
+    q, k = (x.repeat_interleave(each, 2) for x in (q, k))
+    for begin, end, state in zip(ends, ends[1:], initial_state):
+        out, state = chunk_scan(*(x[0, begin:end].float() for x in (q, k, v, g, beta)), state)
+        found.append(out), states.append(state)
+    return torch.cat(found)[None].to(q.dtype), torch.stack(states)
 
 
-def test_a_cut_between_chunks_changes_no_bit_of_the_scan(device):
+@pytest.mark.parametrize("name", ["even", "odd channels"])
+def test_the_scan_of_a_package_against_the_recurrence(name, device, monkeypatch):
+    """Everything beside the package's own kernels: rows, gates, states before and after, spans that begin anywhere."""
+    for module, function in (("gated_delta_rule", "chunk_gated_delta_rule"), ("kda", "chunk_kda")):
+        monkeypatch.setitem(sys.modules, f"fla.ops.{module}", SimpleNamespace(**{function: stand_in}))
+    scan = load("kvasir.layers.recurrences", "fla", RecurrenceBackend).scan
+    compare(SPECS[name], torch.float32, device, near=1e-4, kernel=partial(by_scan, scan=scan), lengths=LONG)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["9B", "Kimi Linear"])
+def test_the_package_against_the_recurrence(name):
+    pytest.importorskip("fla")
+    scan = load("kvasir.layers.recurrences", "fla", RecurrenceBackend).scan
+    compare(WIDE[name], torch.bfloat16, "cuda", near=2e-2, kernel=partial(by_scan, scan=scan), lengths=wide_lengths())
+
+
+def test_fp16_goes_row_by_row(device):
+    compare(SPECS["even"], torch.float16, device, near=2e-3, kernel=partial(by_scan, scan=None), lengths=LONG)
+
+
+@pytest.mark.parametrize("name", ["even", "channels"])
+def test_a_cut_between_chunks_changes_no_bit_of_the_scan(name, device):
     found = []
     for lengths in ([130, 1], [64, 66, 1], [128, 2, 1]):
-        world = World(SPECS["even"], torch.float32, device, lengths=[lengths])
+        world = World(SPECS[name], torch.float32, device, lengths=[lengths])
         found.append(world.run(by_scan)[:128])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_rows_of_a_draft_as_spans_of_their_own(device):
-    compare(SPECS["even"], torch.float32, device, kernel=row_by_row)
-    plain = World(SPECS["even"], torch.float32, device).run(by_kernel)
-    assert torch.equal(World(SPECS["even"], torch.float32, device).run(row_by_row, drafts=3), plain)
+@pytest.mark.parametrize("name", ["even", "channels"])
+def test_rows_of_a_draft_as_spans_of_their_own(name, device):
+    compare(SPECS[name], torch.float32, device, kernel=row_by_row)
+    plain = World(SPECS[name], torch.float32, device).run(by_kernel)
+    assert torch.equal(World(SPECS[name], torch.float32, device).run(row_by_row, drafts=3), plain)
+
+
+def test_decays_that_are_as_strong_as_can_be(device):
+    """Channels that forget all within a row beside others that keep all: a factor of both directions would overflow."""
+    worlds = [World(SPECS["channels"], torch.float32, device, lengths=[[100, 64, 1]]) for _ in range(2)]
+    for world in worlds:
+        decays = world.rows[0][:, 96:128]
+        decays[:, ::2], decays[:, 1::2] = 60.0, -60.0
+    got, want = (world.run(run) for world, run in zip(worlds, (by_scan, by_reference)))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_equal_keys_are_no_trouble(device):
@@ -165,11 +139,9 @@ def test_equal_keys_are_no_trouble(device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("keys, heads", [(16, 32), (16, 48)], ids=["9B", "27B"])
-def test_shapes_that_people_run(keys, heads, dtype, near):
-    spec = GatedDeltaSpec(keys, heads, 128, 128, NormSpec())
-    lengths = ([512, 1, 300, 1], [1, 100, 1, 1], [700, 16, 1, 65])
-    compare(spec, dtype, "cuda", near=near, kernel=by_scan, lengths=lengths)
+@pytest.mark.parametrize("name", WIDE)
+def test_shapes_that_people_run(name, dtype, near):
+    compare(WIDE[name], dtype, "cuda", near=near, kernel=by_scan, lengths=wide_lengths())
 
 
 def test_rejected_drafts_change_no_bit(device):
@@ -179,12 +151,12 @@ def test_rejected_drafts_change_no_bit(device):
 
 def test_a_state_without_decay_would_fail(monkeypatch, device):
     """The mutation that the comparison must catch."""
-    real = gated_delta.step_reference
+    real = check_delta.step_reference
 
     def wrong(rows, planes, pages, starts, lengths, weights, exact):
-        still = Weights(weights.conv_CJ, weights.log_decay_H - 9, weights.bias_H, weights.key_heads)
+        still = Weights(weights.conv_CJ, weights.log_decay_H - 9, weights.bias_N, weights.key_heads)
         return real(rows, planes, pages, starts, lengths, still, exact)
 
-    monkeypatch.setitem(globals(), "step_reference", wrong)
+    monkeypatch.setattr(check_delta, "step_reference", wrong)
     with pytest.raises(AssertionError):
         compare(SPECS["even"], torch.float32, device)

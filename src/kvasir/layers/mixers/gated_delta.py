@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.errors import ConfigError
+from kvasir.kernels import gated_chunks
 from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import Weights, step
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
+from kvasir.layers.recurrence import own_state
 from kvasir.layers.rope import Angles
 from kvasir.layers.spec import GatedDeltaSpec
 from kvasir.layers.weights import Placement, Slot
@@ -29,13 +30,10 @@ class Mixer:
     sinks_H = None
 
     def __init__(self, spec: GatedDeltaSpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
-        if not writes:
-            raise ConfigError(
-                "a recurrent layer keeps a state of its own and cannot read another layer's. Leave out cache_of for "
-                "this layer."
-            )
+        own_state(writes)
         heads, keys = spec.num_value_heads, spec.num_key_heads * spec.key_dim
         self.spec, self.exact = spec, place.exact
+        self.scan = gated_chunks.scan  # over long spans; a recurrence backend may take its place
         self.results = spec.num_value_heads, spec.value_dim
         self.mixed = Linear(
             hidden_size, {"q": keys, "k": keys, "v": spec.values, "z": spec.values}, bias=False, place=place
@@ -80,7 +78,9 @@ class Mixer:
         self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_THV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The recurrence of these rows: see `kvasir.attention.backend.Recurrence`."""
-        return step(rows_TX, cache.planes, batch.tables[cache.group], batch, self.weights, self.exact, out_THV)
+        return step(
+            rows_TX, cache.planes, batch.tables[cache.group], batch, self.weights, self.exact, out_THV, self.scan
+        )
 
     def _gated(self, out_THV: torch.Tensor, z_TN: torch.Tensor) -> torch.Tensor:
         """Norm of every head's result, times silu of its gate: [T, H * V] in the model's dtype."""
@@ -99,6 +99,6 @@ class Mixer:
         return found | {
             "conv.weight": Slot(self.weights.conv_CJ.unsqueeze(1)),
             "log_decay": Slot(self.weights.log_decay_H),
-            "decay_bias": Slot(self.weights.bias_H),
+            "decay_bias": Slot(self.weights.bias_N),
             "norm.weight": self.norm.slots()["weight"],
         }

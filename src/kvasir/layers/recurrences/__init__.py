@@ -1,0 +1,1 @@
+"""Recurrence backends, one file each: see `kvasir.layers.recurrence_backend`."""

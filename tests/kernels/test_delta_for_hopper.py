@@ -1,0 +1,46 @@
+"""The code that the compiler makes of the delta rule's kernels, as in ``test_compiled_for_hopper``: at the heads of
+Qwen 3.5 9B, and at those of Kimi Linear with a decay for each channel."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvasir.kernels.gated_chunks import BLOCK, CHUNK
+from tests.kernels.test_compiled_for_hopper import compiled, compiler_ends
+
+__all__ = ["compiler_ends"]  # a fixture of every module that compiles
+pytest.importorskip("triton")
+HEADS = {
+    False: {"H": 32, "K": 16, "D": 128, "V": 128, "C": 8192, "X": 8256, "STRENGTH": 8192, "DECAY": 8224, "N": 1},
+    True: {"H": 32, "K": 32, "D": 128, "V": 128, "C": 12288, "X": 16416, "STRENGTH": 16384, "DECAY": 12288, "N": 128},
+}
+SIZES = {"TAPS": 4, "AHEAD": 16, "CHUNK": CHUNK, "BLOCK": BLOCK, "BD": 128, "PRECISION": "tf32", "EACH": True}
+KERNELS = {
+    "_walk": ({"num_warps": 4}, "H K D V X C STRENGTH DECAY TAPS AHEAD BD EACH", {"BV": 32, "LONG": False}),
+    "_gates": ({"num_warps": 4}, "H N X STRENGTH DECAY CHUNK", {"BY_HEAD": True}),
+    "_compare": ({"num_warps": 4, "num_stages": 1}, "H K D C CHUNK BLOCK BD PRECISION", {}),
+    "_solve": ({"num_warps": 4, "num_stages": 1}, "H K D V C CHUNK BLOCK BD PRECISION", {"BV": 128}),
+    "_carry": ({"num_warps": 4, "num_stages": 2}, "H K D V C CHUNK BD PRECISION", {"BV": 32}),
+}
+NUMBERS = "decay_ptr bias_ptr total_ptr strength_ptr decays_ptr strengths_ptr matrix_ptr system_ptr out_ptr".split()
+ROWS = (
+    "rows_ptr conv_ptr tail_ptr ahead_ptr mixed_ptr seen_ptr given_ptr within_ptr query_ptr key_ptr".split()
+)  # fmt: skip
+TYPES = dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys(ROWS, "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channelwise", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_is_spilled(kernel, channelwise):
+    """A program fits on a multiprocessor, and all that it computes with stays in registers."""
+    options, names, own = KERNELS[kernel]
+    sizes = HEADS[channelwise] | SIZES
+    constants = {name: sizes[name] for name in names.split()} | own
+    if kernel == "_gates":
+        constants["BN"] = sizes["N"]
+    else:
+        constants["CHANNELWISE"] = channelwise
+    module = "gated_delta" if kernel == "_walk" else "gated_chunks"
+    found = compiled(module, kernel, options, constants, TYPES)
+    assert not found["spilled"] and found["shared"] <= 227 * 1024
