@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -23,6 +24,9 @@ from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.policy import POLICIES
 from kvasir.errors import ConfigError, RequestError
 from kvasir.kv.codec import CODECS, Codec, planes_of
+from kvasir.layers.product_backend import BACKENDS as PRODUCT_BACKENDS
+from kvasir.layers.product_backend import OWN, ProductBackend
+from kvasir.layers.weights import Placement
 from kvasir.scaling.endpoint import Caps
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.pool import PoolEndpoint
@@ -201,6 +205,20 @@ def backend_of(name: str, codec: str, exact: bool) -> Callable[[], Any]:
     return attempt
 
 
+def products_with(**mode: Any) -> Callable[[], Any]:
+    """The choice of humming with such a placement; what the machine lacks is left out."""
+
+    def attempt() -> None:
+        backend = load(PRODUCT_BACKENDS, "humming", ProductBackend)
+        place = Placement(torch.device("cpu"), torch.bfloat16)
+        here = backend.why_not(place)
+        if found := [reason for reason in backend.why_not(replace(place, **mode)) if reason not in here]:
+            reason = f"cannot serve this model here: {'; '.join(found)}"
+            raise ConfigError(f"product backend 'humming' {reason}. Use --product-backend {OWN}.")
+
+    return attempt
+
+
 def checked(strategy: str, caps: Caps) -> Callable[[], Any]:
     """A check of the strategy with its default options, on two models of one vocabulary."""
     small, large = (SimpleNamespace(name=name, caps=caps, vocabulary="one") for name in ("small", "large"))
@@ -240,6 +258,10 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("`--kv-codec bfloat16`", "a model in float32"): engine(kv_codec="bfloat16"),
     ("`--weights u4:group=48`", "any model"): engine(weights="u4:group=48"),
     ("`--weights mxfp4:scale=block`", "any model"): engine(weights="mxfp4:scale=block"),
+    ("`--product-backend humming`", "`--batch-invariant`"): products_with(exact=True),
+    ("`--product-backend humming`", "`--activation-dtype fp8`"): products_with(activations="fp8"),
+    ("`--product-backend humming`", "`--dtype float32`"): products_with(dtype=torch.float32),
+    ("`--product-backend humming`", "`--no-fused-kernels`"): products_with(fused=False),
     ("`--activation-dtype fp8`", "a CPU"): engine(activation_dtype="fp8"),
     ("`--token-rounding nearest`", "a model without experts"): engine(token_rounding="nearest"),
     ("`--token-rounding nearest`", "`--batch-invariant`"): engine(token_rounding="nearest", batch_invariant=True),

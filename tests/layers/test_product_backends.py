@@ -195,6 +195,8 @@ def test_a_backend_that_is_no_quicker_or_fails_is_left(package, monkeypatch, cap
     choice = choose_products("auto", model, 64, lambda weights, rows: 1.0)
     choice.settle()
     assert choice.timed == OWN and "left out" in caplog.text and "nvrtc" in caplog.text
+    with pytest.raises(ConfigError, match="failed for i8 256x256 .RuntimeError: nvrtc.*--product-backend triton"):
+        choose_products("humming", model, 64).settle()
 
 
 def load(spec: str) -> ProductBackend:

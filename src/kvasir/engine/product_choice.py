@@ -120,13 +120,19 @@ class ProductChoice:
         found = shapes_of(self.model)
         for shape, backend in self.chosen.items():
             for weight in found[shape]:
-                backend.take(weight)
-                total += 1
-                kind = backend.kernels(weight)
-                if kind not in warmed:
-                    warmed.add(kind)
-                    log.info("compiling the products of '%s' for %s", backend.name, shape)
-                    warm(weight, self.max_rows)
+                try:
+                    backend.take(weight)
+                    total += 1
+                    kind = backend.kernels(weight)
+                    if kind not in warmed:
+                        warmed.add(kind)
+                        log.info("compiling the products of '%s' for %s", backend.name, shape)
+                        warm(weight, self.max_rows)
+                except Exception as e:  # a compiler that fails, a package of another version
+                    raise ConfigError(
+                        f"product backend '{backend.name}' failed for {shape} ({type(e).__name__}: {e}). Use "
+                        f"--product-backend {OWN}."
+                    ) from e
         if self.model.place.device.type == "cuda":
             torch.cuda.synchronize(self.model.place.device)
             torch.cuda.empty_cache()
