@@ -143,7 +143,7 @@ def moved(tail: torch.Tensor, rows_TC: torch.Tensor) -> torch.Tensor:
 
 
 class RecurrentMixer:
-    """What the mixers of recurrent layers share: a recurrence between two products.
+    """Mixer of a recurrent layer: a recurrence between two products.
 
     A mixer has ``o``, the last product; ``exact``; ``results``, as `kvasir.attention.backend.Recurrence` has it; its
     ``run``; and the two methods below.
