@@ -33,6 +33,7 @@ SERVING = "python tools/simulate_serving.py RESULT.json"
 CODE_TILES = "python -m tools.kernels codes RESULT.json --quick"
 NATIVE = "python -m tools.kernels native RESULT.json"
 LATENTS = ("NVIDIA H100", ("h100/gpu_latents.json",), "python -m tools.kernels latents RESULT.json")
+CODED_EXPERTS = ("NVIDIA H100", ("h100/gpu_codes-experts.json",), CODE_TILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +198,13 @@ LATENT_ATTENTION = Tuned(
     ("kvasir.kernels.latent_decode.Shape",),
     *LATENTS,
 )
-LOWRANK_ATTENTION = unmeasured(
-    (
-        ({"dtype": "float32"}, (16, 32, 8, 1, 1, 4)),
-        ({"rank": 256}, (64, 64, 4, 3, 2, 4)),
-        ({}, (64, 64, 8, 3, 1, 4)),
-    ),
+LOWRANK_ATTENTION = Tuned(
+    (({"dtype": "float32"}, (16, 32, 8, 1, 1, 4)), ({"rank": 256}, (64, 64, 4, 3, 2, 4)), ({}, (128, 64, 8, 2, 1, 4))),
     "Shape of the kernel over low-rank caches: keys of a block, elements of a latent of keys in one product, then as "
-    "for latents. rank: the larger of both. What shared memory and registers of Hopper hold; nobody measured them.",
+    "for latents. rank: the larger of both. 256 and 512 were measured.",
     ("kvasir.kernels.lowrank_decode.Shape",),
+    "NVIDIA H100",
+    ("h100/gpu_lowrank.json",),
     "python -m tools.kernels lowrank RESULT.json",
 )
 LATENT_PROMPT = Tuned(
@@ -425,17 +424,13 @@ CODES_MOE = Tuned(
     "MOE_TILINGS for experts of codes in 16 bits: codes become numbers once for each tile of pairs. Measured up to 8 "
     "pairs of an expert.",
     ("kvasir.kernels.moe.CODE_TILINGS",),
-    "NVIDIA H100",
-    ("h100/gpu_codes-experts.json",),
-    CODE_TILES,
+    *CODED_EXPERTS,
 )
 CODES_ROW = Tuned(
     (({"gated": True}, (8, 4, 256)), ({}, (4, 4, 512))),
     "Experts of codes for a single row: outputs and warps of a program, and bytes of an output in flight.",
     ("kvasir.kernels.codes_moe.row_shape",),
-    "NVIDIA H100",
-    ("h100/gpu_codes-experts.json",),
-    CODE_TILES,
+    *CODED_EXPERTS,
 )
 STREAMED_PAIRS = Tuned(
     64,

@@ -112,10 +112,8 @@ def test_killed_again_and_again():
 
 def test_what_the_clock_chose_is_kept():
     it = AsyncEngine(EngineConfig())
-    for timed in ("chosen", ""):
-        info = SimpleNamespace(
-            timed_attention=timed, timed_products=timed and "chosen too", timed_recurrence="", adapters={}
-        )
+    for timed in ({"attention_backend": "chosen", "product_backend": "chosen too"}, {}):
+        info = SimpleNamespace(timed=timed, adapters={})
         it.replica._welcome(SimpleNamespace(info=info, startup={}))
         assert it.replica.config.runner.attention_backend == "chosen"
         assert it.replica.config.runner.product_backend == "chosen too"

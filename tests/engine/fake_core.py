@@ -268,9 +268,9 @@ def timing(config: EngineConfig) -> FakeCore:
     """Chooses backends by a clock that is the number of threads."""
     core = SlowCore(config)
     if config.runner.attention_backend == "auto":
-        core.info.timed_attention = f"quickest with {config.runner.num_threads}"
+        core.info.timed["attention_backend"] = f"quickest with {config.runner.num_threads}"
     if config.runner.product_backend == "auto":
-        core.info.timed_products = f"products with {config.runner.num_threads}"
+        core.info.timed["product_backend"] = f"products with {config.runner.num_threads}"
     return core
 
 

@@ -17,6 +17,7 @@ HEADS = {
 SIZES = {"TAPS": 4, "AHEAD": 16, "CHUNK": CHUNK, "BLOCK": BLOCK, "BD": 128, "PRECISION": "tf32", "EACH": True}
 KERNELS = {
     "_walk": ({"num_warps": 4}, "H K D V X C STRENGTH DECAY TAPS AHEAD BD EACH", {"BV": 32, "LONG": False}),
+    "_convolve": ({"num_warps": 8}, "K D V X C TAPS CHUNK", {"BW": 128, "APART": True}),
     "_gates": ({"num_warps": 4}, "H N X STRENGTH DECAY CHUNK", {"BY_HEAD": True}),
     "_compare": ({"num_warps": 4, "num_stages": 1}, "H K D C CHUNK BLOCK BD PRECISION", {}),
     "_solve": ({"num_warps": 4, "num_stages": 1}, "H K D V C CHUNK BLOCK BD PRECISION", {"BV": 128}),
@@ -39,7 +40,7 @@ def test_nothing_is_spilled(kernel, channelwise):
     constants = {name: sizes[name] for name in names.split()} | own
     if kernel == "_gates":
         constants["BN"] = sizes["N"]
-    else:
+    elif kernel != "_convolve":
         constants["CHANNELWISE"] = channelwise
     module = "gated_delta" if kernel == "_walk" else "gated_chunks"
     found = compiled(module, kernel, options, constants, TYPES)

@@ -26,7 +26,7 @@ PARTS = {
     "test_exact_decoder.py": 4,
     "test_f8.py": 8,
     "test_fused.py": 6,
-    "test_gated_delta.py": 6,
+    "test_gated_delta.py": 9,
     "test_latents.py": 8,
     "test_lora.py": 6,
     "test_lowrank.py": 8,

@@ -2,8 +2,9 @@
 
 At the heads of Qwen 3.5 9B and of Kimi Linear, in bf16 with states in fp32. A decode step folds one row and leaves one,
 for 1 and 64 sequences, in a CUDA graph over cold states; the time of setting positions back (a launch) is in it. The
-scan takes 2 x 8,192 rows from position 0, and its kernels are listed. Next to each time stands what the bytes allow
-that have to be moved. fla-core's step has no convolution, and its scan is the backend `fla`.
+scan takes 2 x 8,192 rows from position 0, and its kernels are listed, then its times by the shape of the last one. Next
+to each time stands what the bytes allow that have to be moved. fla-core's step has no convolution, and its scan is the
+backend `fla`.
 
 `probe` arms run the scan for types and heads that are kept from it, with loads ahead and without, and count the numbers
 that are not finite. About 3 minutes on an H100, of which checks take one.
@@ -12,7 +13,7 @@ that are not finite. About 3 minutes on an H100, of which checks take one.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import importlib
 import importlib.util
 import site
 from functools import partial
@@ -44,6 +45,7 @@ from tools.kernels.frame import (
 )
 
 SHAPES = {"Qwen 3.5 9B": WIDE["9B"], "Kimi Linear": WIDE["Kimi Linear"]}
+CARRIES = ((32, 1), (32, 2), (32, 3), (64, 1), (64, 2), (128, 1))
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PROBES = {"heads of 8": GatedDeltaSpec(1, 2, 8, 8, NormSpec()), "heads of 16": GatedDeltaSpec(1, 2, 16, 16, NormSpec())}
 
@@ -157,6 +159,12 @@ def scan_arms(report: Report, name: str, spec: Any, scans: dict[str, Any], bandw
         results[who] = found
         metrics = {"us": round(found * 1e6, 1), "limit_us": round(limit_us, 1), "kernels_us": kernel_times(run)}
         report.add("scan 2 x 8192", {"shape": name, "who": who}, metrics)
+    for values, stages in CARRIES:  # what a program of the last kernel takes, and how far ahead it loads
+        with mock.patch.object(gated_chunks, "VALUES", values), mock.patch.object(gated_chunks, "STAGES", stages):
+            found = tried((name, values, stages), lambda: timed(partial(run, gated_chunks.scan), 5))
+            config = {"shape": name, "values": values, "stages": stages}
+            if found is not None:
+                report.add("carry 2 x 8192", config, {"us": round(found * 1e6, 1)})
     if len(results) == 2:
         report.ratios[f"{name}: fla-core's scan / ours"] = round(results["fla-core"] / results["ours"], 3)
 
@@ -194,7 +202,7 @@ def run(options: argparse.Namespace) -> int:
         report.save()
     bandwidth, _ = measure_limits(report)
     scans = {"ours": gated_chunks.scan} | ({"fla-core": package.scan} if has_package else {})
-    report.limits["fla_core"] = importlib.metadata.version("fla-core") if has_package else "not installed"
+    report.limits["fla_core"] = importlib.import_module("fla").__version__ if has_package else "not installed"
     probe(report)
     for name, spec in SHAPES.items():
         scan_arms(report, name, spec, scans, bandwidth)

@@ -33,6 +33,7 @@ def examine() -> dict[str, Any]:
     from kvasir.kv.codec import CODECS, Codec
     from kvasir.layers.product_backend import BACKENDS as PRODUCTS
     from kvasir.layers.product_backend import ProductBackend
+    from kvasir.layers.recurrence_backend import RECURRENCES, RecurrenceBackend, RecurrenceSite
     from kvasir.layers.weight_format import PACKAGE as FORMATS
     from kvasir.layers.weights import Placement
     from kvasir.scaling.strategy import STRATEGIES
@@ -93,6 +94,10 @@ def examine() -> dict[str, Any]:
         backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked
     }
     facts["attention_only_named"] = {backend.name: backend.why_only_named() for backend in ranked}
+    heads = RecurrenceSite(device, site.dtype, ((32, 128, 128),))
+    facts["recurrence"] = dict(
+        of_all(RECURRENCES, lambda name: (name, load(RECURRENCES, name, RecurrenceBackend).why_not(heads)))
+    )
     choice = choose_backend("auto", site, codec)
     facts["attention_chosen"] = choice.backend.name
     facts["attention_why"] = choice.why + (", with 32 query and 8 KV heads of 128" if choice.timed else "")
@@ -148,8 +153,9 @@ def run(as_json: bool) -> None:
         table.add_row(package, state)
     for name in facts["attention"]:
         table.add_row(f"attention {name}", _attention(facts, name))
-    for name, reasons in facts["products"].items():
-        table.add_row(f"products {name}", escape(f"no: {'; '.join(reasons)}") if reasons else "ready")
+    for kind in ("products", "recurrence"):
+        for name, reasons in facts[kind].items():
+            table.add_row(f"{kind} {name}", escape(f"no: {'; '.join(reasons)}") if reasons else "ready")
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
     table.add_row("weight formats", ", ".join(facts["weight_formats"]))
     table.add_row("drafters", ", ".join(facts["drafters"]))

@@ -192,12 +192,7 @@ class Replica:
         self.info, self.startup = ready.info, ready.startup
         self.adapters.welcome(ready.info)
         self.config = self.config.replace(lora_modules=())  # the next process loads what is served then
-        if ready.info.timed_attention:  # a second timing might choose another backend, and so other bits
-            self.config = self.config.replace(attention_backend=ready.info.timed_attention)
-        if ready.info.timed_products:
-            self.config = self.config.replace(product_backend=ready.info.timed_products)
-        if ready.info.timed_recurrence:
-            self.config = self.config.replace(recurrence_backend=ready.info.timed_recurrence)
+        self.config = self.config.replace(**ready.info.timed)
         self.connected, self._stuck, self.why_down = True, "", ""
 
     async def _supervise(self) -> None:

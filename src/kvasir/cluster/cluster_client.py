@@ -97,17 +97,10 @@ class ClusterClient(Front):
 
     async def agree(self) -> None:
         """Start the replicas again whose clock chose other backends than the first's: they have other bits."""
-        first = self.replicas[0].info
+        first = self.replicas[0].info.timed
         for replica in self.replicas:
-            other: dict[str, str] = {}
-            if replica.info.timed_attention != first.timed_attention:
-                other["attention_backend"] = first.timed_attention
-            if replica.info.timed_products != first.timed_products:
-                other["product_backend"] = first.timed_products
-            if replica.info.timed_recurrence != first.timed_recurrence:
-                other["recurrence_backend"] = first.timed_recurrence
-            if other:
-                await replica.start_again(**other)
+            if replica.info.timed != first:
+                await replica.start_again(**first)
 
     def died(self, replica: Replica, child: Child, why: str) -> None:
         """Forget what the process had cached and queued, and let its requests go on elsewhere."""

@@ -204,10 +204,8 @@ def build(
     )
     choice = choose_backend(config.runner.attention_backend, site, codec)
     backend = choice.backend
-    info.timed_attention = backend.name if choice.timed else ""
     here = dict(device=device.type, dtype=dtype, exact=exact)
     recurrence, timed = choose_recurrence(config.runner.recurrence_backend, model, here, codec)
-    info.timed_recurrence = recurrence if timed else ""
     used = [codec, backend, *others]
     technique.check_conflicts(used)
     sampler = Sampler(info.vocab_size, info.tokenizer_size, config.scheduler.max_num_seqs, device, info.eos_ids)
@@ -253,7 +251,8 @@ def build(
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
     loaded()
-    info.timed_products = products.timed
+    clocked = {"attention_backend": choice.timed and backend.name, "recurrence_backend": timed and recurrence}
+    info.timed = {name: found for name, found in (clocked | {"product_backend": products.timed}).items() if found}
     if prefix_root is not None and products.chosen:
         prefix_root = hashlib.blake2b(prefix_root + repr(products.fingerprint()).encode(), digest_size=16).digest()
     clock.lap("weights")
@@ -284,8 +283,7 @@ def build(
         max_rows,
     )
     full = [size for group, size in zip(groups, page_bytes) if group.window is None and group.kind == "pages"]
-    token_bytes = sum(full) / page_slots
-    roofline = _roofline(model, device, dtype, token_bytes)
+    roofline = _roofline(model, device, dtype, sum(full) / page_slots)
     return Built(
         runner,
         device,

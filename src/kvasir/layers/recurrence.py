@@ -16,7 +16,12 @@ from typing import Protocol
 
 import torch
 
+from kvasir.attention.backend import AttentionBackend
 from kvasir.errors import ConfigError
+from kvasir.kv.state import StateCache
+from kvasir.layers.linear import Linear
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.rope import Angles
 from kvasir.types import StepBatch
 
 Kept = dict[str, torch.Tensor]
@@ -135,6 +140,47 @@ def _write(planes: dict[str, torch.Tensor], page: int | torch.Tensor, kept: Kept
 def moved(tail: torch.Tensor, rows_TC: torch.Tensor) -> torch.Tensor:
     """The last rows, as many as ``tail`` [J - 1, C] has, after ``rows_TC`` [T, C]."""
     return torch.cat((tail, rows_TC.to(tail.dtype)))[len(rows_TC) :]
+
+
+class RecurrentMixer:
+    """Mixer of a recurrent layer: a recurrence between two products.
+
+    A mixer has ``o``, the last product; ``exact``; ``results``, as `kvasir.attention.backend.Recurrence` has it; its
+    ``run``; and the two methods below.
+    """
+
+    native = False  # no C kernel runs recurrences
+    sinks_H = None
+    o: Linear
+
+    def project(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [T, X] that the recurrence reads, and what ``finish`` needs of each row, of x or of ``norm``(x)."""
+        raise NotImplementedError
+
+    def finish(self, out_T: torch.Tensor, gate_T: torch.Tensor) -> torch.Tensor:
+        """The input of the last product: the recurrence's results, gated, in the model's dtype."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x_TE: torch.Tensor,
+        angles: Angles,
+        cache: StateCache,
+        backend: AttentionBackend,
+        batch: StepBatch,
+        norm: RMSNorm | None = None,
+        residual_TE: torch.Tensor | None = None,
+        wanted_M: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
+        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. No use is made of
+        ``angles``."""
+        assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
+        rows_TX, gate_T = self.project(x_TE, norm)
+        out_T = backend.run_recurrence(self, rows_TX, cache, batch)
+        if wanted_M is not None:
+            out_T, gate_T = out_T.index_select(0, wanted_M), gate_T.index_select(0, wanted_M)
+        return self.o(self.finish(out_T, gate_T), residual_TN=residual_TE)
 
 
 def own_state(writes: bool) -> None:

@@ -117,9 +117,9 @@ class ModelInfo:
     eos_ids: tuple[int, ...] = ()
     kv_capacity_tokens: int = 0
     drafters: tuple[str, ...] = ()
-    timed_attention: str = ""  # the attention backend that was chosen by timing; a restarted process keeps it
-    timed_products: str = ""  # the product backend that was chosen by timing; a restarted process keeps it
-    timed_recurrence: str = ""  # the same for the recurrence backend
+    # Backends that were chosen by timing, by the name of their setting. A second timing might choose others, which have
+    # other bits, so a restarted process keeps them, and replicas take those of the first.
+    timed: dict[str, str] = field(default_factory=dict)
     priorities: bool = False  # whether the scheduler looks at the priorities of requests
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)  # by name
     hooks: dict[str, HookInfo] = field(default_factory=dict)  # by name

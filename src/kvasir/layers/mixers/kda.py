@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels import gated_chunks
 from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import Weights, step
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.recurrence import own_state
+from kvasir.layers.recurrence import RecurrentMixer, own_state
 from kvasir.layers.recurrent_spec import KDASpec
-from kvasir.layers.rope import Angles
 from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
 
 
-class Mixer:
+class Mixer(RecurrentMixer):
     """Kimi Delta Attention of one layer."""
 
-    native = False  # no C kernel runs recurrences
     captured = True
-    sinks_H = None
 
     def __init__(self, spec: KDASpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         own_state(writes)
@@ -53,31 +49,17 @@ class Mixer:
             spec.num_heads,
         )
 
-    def forward(
-        self,
-        x_TE: torch.Tensor,
-        angles: Angles,
-        cache: StateCache,
-        backend: AttentionBackend,
-        batch: StepBatch,
-        norm: RMSNorm | None = None,
-        residual_TE: torch.Tensor | None = None,
-        wanted_M: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
-        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles."""
-        assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
-        spec = self.spec
+    def project(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
         if norm is not None:  # two products read it
             x_TE = norm(x_TE)
-        decay_TD, gate_TD, b_TH = self.narrow(x_TE).split((spec.dim, spec.dim, spec.num_heads), -1)
-        rows_TX = torch.cat((self.mixed(x_TE), self.decay(decay_TD.contiguous()), b_TH), -1)
-        out_THD = backend.run_recurrence(self, rows_TX, cache, batch)
-        if wanted_M is not None:
-            out_THD, gate_TD = out_THD.index_select(0, wanted_M), gate_TD.index_select(0, wanted_M)
-        gate_TN = self.gate(gate_TD.contiguous())
-        normed_TN = self.norm(out_THD).flatten(1) * sigmoid(gate_TN.float(), self.exact)
-        return self.o(normed_TN.to(gate_TN.dtype), residual_TN=residual_TE)
+        dim = self.spec.dim
+        decay_TD, gate_TD, b_TH = self.narrow(x_TE).split((dim, dim, self.spec.num_heads), -1)
+        return torch.cat((self.mixed(x_TE), self.decay(decay_TD.contiguous()), b_TH), -1), gate_TD
+
+    def finish(self, out_T: torch.Tensor, gate_T: torch.Tensor) -> torch.Tensor:
+        gate_TN = self.gate(gate_T.contiguous())
+        normed_TN = self.norm(out_T).flatten(1) * sigmoid(gate_TN.float(), self.exact)
+        return normed_TN.to(gate_TN.dtype)
 
     def run(
         self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_T: torch.Tensor | None = None

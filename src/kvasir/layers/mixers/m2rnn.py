@@ -15,15 +15,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import convolve
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.recurrence import Kept, moved, own_state, step
+from kvasir.layers.recurrence import Kept, RecurrentMixer, moved, own_state, step
 from kvasir.layers.recurrent_spec import M2RNNSpec
-from kvasir.layers.rope import Angles
 from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
 
@@ -59,12 +57,10 @@ class Rule:
         return torch.stack(found), {"matrix": state_HKV, "tail": moved(kept["tail"], mixed_TC)}
 
 
-class Mixer:
+class Mixer(RecurrentMixer):
     """M2RNN of one layer."""
 
-    native = False  # no C kernel runs recurrences
     captured = False  # its steps read positions on the host
-    sinks_H = None
 
     def __init__(self, spec: M2RNNSpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         own_state(writes)
@@ -81,28 +77,14 @@ class Mixer:
         self.norm = RMSNorm(spec.values, spec.norm, place)
         self.rule = Rule(spec, place)
 
-    def forward(
-        self,
-        x_TE: torch.Tensor,
-        angles: Angles,
-        cache: StateCache,
-        backend: AttentionBackend,
-        batch: StepBatch,
-        norm: RMSNorm | None = None,
-        residual_TE: torch.Tensor | None = None,
-        wanted_M: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
-        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles."""
-        assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
+    def project(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self.spec
         rows_TX, gate_TN = self.mixed(x_TE, norm).split((spec.mixed + spec.num_heads, spec.values), -1)
-        out_THV = backend.run_recurrence(self, rows_TX, cache, batch)
-        if wanted_M is not None:
-            out_THV, gate_TN = out_THV.index_select(0, wanted_M), gate_TN.index_select(0, wanted_M)
-        gate = gate_TN.float()
-        out_TN = self.norm(out_THV.flatten(1) * (gate * sigmoid(gate, self.exact)))
-        return self.o(out_TN.to(gate_TN.dtype), residual_TN=residual_TE)
+        return rows_TX, gate_TN
+
+    def finish(self, out_T: torch.Tensor, gate_T: torch.Tensor) -> torch.Tensor:
+        gate = gate_T.float()
+        return self.norm(out_T.flatten(1) * (gate * sigmoid(gate, self.exact))).to(gate_T.dtype)
 
     def run(
         self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_T: torch.Tensor | None = None

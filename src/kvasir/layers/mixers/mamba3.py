@@ -20,14 +20,12 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels.activation import sigmoid
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.recurrence import Kept, own_state, step
+from kvasir.layers.recurrence import Kept, RecurrentMixer, own_state, step
 from kvasir.layers.recurrent_spec import Mamba3Spec
-from kvasir.layers.rope import Angles
 from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
 
@@ -156,12 +154,10 @@ def scan(
     return torch.cat(found), state_HPN
 
 
-class Mixer:
+class Mixer(RecurrentMixer):
     """Mamba-3 of one layer."""
 
-    native = False  # no C kernel runs recurrences
     captured = False  # its steps read positions on the host
-    sinks_H = None
 
     def __init__(self, spec: Mamba3Spec, hidden_size: int, place: Placement, writes: bool = True) -> None:
         own_state(writes)
@@ -175,34 +171,20 @@ class Mixer:
         if spec.rank > 1:
             self.z_HRP, self.out_HRP = (torch.empty_like(self.rule.x_HRP, **numbers) for _ in range(2))
 
-    def forward(
-        self,
-        x_TE: torch.Tensor,
-        angles: Angles,
-        cache: StateCache,
-        backend: AttentionBackend,
-        batch: StepBatch,
-        norm: RMSNorm | None = None,
-        residual_TE: torch.Tensor | None = None,
-        wanted_M: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
-        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. Rows have no angles of
-        RoPE."""
-        assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
-        spec = self.spec
+    def project(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
         mixed_TN = self.mixed(x_TE, norm)
-        z_TN, rows_TX = mixed_TN.split((spec.inner, mixed_TN.shape[1] - spec.inner), -1)
-        out_TRHP = backend.run_recurrence(self, rows_TX, cache, batch).unflatten(1, (spec.rank, spec.num_heads))
-        if wanted_M is not None:
-            out_TRHP, z_TN = out_TRHP.index_select(0, wanted_M), z_TN.index_select(0, wanted_M)
-        z = z_TN.float().unflatten(-1, (spec.num_heads, spec.dim)).unsqueeze(1)
+        z_TN, rows_TX = mixed_TN.split((self.spec.inner, mixed_TN.shape[1] - self.spec.inner), -1)
+        return rows_TX, z_TN
+
+    def finish(self, out_T: torch.Tensor, gate_T: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        z = gate_T.float().unflatten(-1, (spec.num_heads, spec.dim)).unsqueeze(1)
         if self.z_HRP is not None:
             z = z * self.z_HRP.transpose(0, 1)
-        out = out_TRHP * (z * sigmoid(z, self.exact))
+        out = out_T.unflatten(1, (spec.rank, spec.num_heads)) * (z * sigmoid(z, self.exact))
         if self.out_HRP is not None:
             out = out * self.out_HRP.transpose(0, 1)
-        return self.o(out.sum(1).flatten(1).to(z_TN.dtype), residual_TN=residual_TE)
+        return out.sum(1).flatten(1).to(gate_T.dtype)
 
     def run(
         self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_T: torch.Tensor | None = None
