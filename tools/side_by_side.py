@@ -48,12 +48,14 @@ class Running:
         self.study, self.began = study, time.monotonic()
         self.end, self.asked, self.took = self.began + min(study.seconds, seconds), 0.0, 0.0
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
+        # Commands that say python get the interpreter that runs this.
+        tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
         with (out / f"{study.name}.log").open("w") as log:
             self.process = subprocess.Popen(
                 study.command.replace("OUT", str(out)),
                 shell=True,
                 cwd=ROOT,
-                env={"OMP_NUM_THREADS": "2"} | os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                env={"OMP_NUM_THREADS": "2"} | os.environ | {"PATH": tools, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
