@@ -55,7 +55,7 @@ class Running:
                 study.command.replace("OUT", str(out)),
                 shell=True,
                 cwd=ROOT,
-                env={"OMP_NUM_THREADS": "2"} | os.environ | {"PATH": tools, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                env={"OMP_NUM_THREADS": "2", **os.environ, "PATH": tools, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
