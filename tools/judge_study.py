@@ -69,8 +69,8 @@ def arms() -> list[Arm]:
     return found
 
 
-def train(name: pair.Judge, folder: Path, options: argparse.Namespace, device: str) -> None:
-    """Train the model called ``name`` into ``folder``."""
+def train(name: pair.Judge, folder: Path, options: argparse.Namespace, device: str, minutes: float) -> None:
+    """Train the model called ``name`` into ``folder`` in at most ``minutes`` of steps."""
     count = options.train_problems or pair.PROBLEMS[device]
     plan = pair.Plan(
         tuple(TASKS[task] for task in options.tasks),
@@ -80,6 +80,7 @@ def train(name: pair.Judge, folder: Path, options: argparse.Namespace, device: s
         options.group,
         lr=options.lr,
         held_out=options.held_out,
+        minutes=round(minutes, 2),
     )
     pair.train(plan, options.model, folder, device=device)
     if device == "cuda":
@@ -219,7 +220,8 @@ def main(given: list[str] | None = None) -> int:
     cells = {name: load_cells(file, options.problems) for name, file in files.items()}
     for i, name in enumerate(TRAINED):
         if not (home / name / "reward.json").exists() and (not i or end - time.monotonic() > TRAINING):
-            train(name, home / name, options, device)
+            # Half of what is left, so that a slow machine leaves time to play.
+            train(name, home / name, options, device, max(0.1, (end - time.monotonic()) / 120))
     trained = {name for name in TRAINED if (home / name / "reward.json").exists()}
     models = {"base": options.model} | {name: str(home / name) for name in TRAINED}
     planned = [one for one in arms() if set(one.models) <= {"base", *trained}]

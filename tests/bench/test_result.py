@@ -24,7 +24,7 @@ STORED = sorted((ROOT / "bench" / "results").rglob("*.json"))
 def check(found):
     """Raise AssertionError unless ``found`` matches the schema exactly."""
     optional = {"hardware", "peer_version_source", "targets", "differences", "frontier", "right", "left_out", "pool"}
-    optional |= {"cells"}
+    optional |= {"cells", "trained", "parity"}
     assert KEYS <= set(found) <= KEYS | optional
     assert all(v and isinstance(v, str) for v in found.get("hardware", {}).values())
     assert all(

@@ -21,6 +21,7 @@ from kvasir.lab.rewards.pair import (
     Plan,
     Rollouts,
     apart,
+    fit,
     gradient,
     likelihoods,
     pairs,
@@ -142,6 +143,13 @@ def test_a_trained_judge_is_a_model_that_the_engine_scores_as_the_trainer_does(t
     assert json.loads((folder / "reward.json").read_text()) == json.loads(json.dumps(record))
     assert record["after"][TASK]["right"] >= 0 and record["history"][0]["step"] == 1
     assert parity(folder, tokenizer, "float32", "cpu") < 2e-3
+
+
+def test_training_ends_after_its_minutes_with_fewer_steps(tokenizer):
+    plan = Plan((TASK,), judge="none", steps=50, problems=1, group=2, held_out=2, minutes=1e-4)
+    net = export.load(checkpoint.resolve("nano"))
+    history = fit(net, tokenizer, plan, say=lambda text: None)
+    assert len(history) == 1 and 1 <= history[0]["step"] < 5
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ ARM", and the rates from which this follows. ``targets`` exists only where a cas
 {"ratio", "at_least" or "at_most", "met"}. Results of ``kvasir solve`` also have ``frontier`` (points of accuracy
 against each cost), ``differences`` (paired, with intervals), ``right`` (which problems each arm solved, as a row of 0
 and 1), ``left_out`` (arms that time did not reach) and ``pool`` (what the shared replies hold, by model). A study that
-may be cut into several runs has ``cells``: how many are done, and how many are left.
+may be cut into several runs has ``cells``: how many are done, and how many are left; one that trains models has
+``trained``, what their trainers recorded, and ``parity``, the distance of engine and trainer, where it was checked.
 ``peer_version_source`` says where a peer's version is known from, if it was added later. A result holds no path of a
 machine: each is cut to its last part.
 """

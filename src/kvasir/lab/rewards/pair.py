@@ -56,6 +56,7 @@ class Plan:
 
     ``problems``: of a step, shared by ``tasks``; ``group``: replies to each of them, and judgements of each pair.
     ``weight``: of the judgements in the objective. ``lr``: largest learning rate. ``held_out``: problems to measure on.
+    ``minutes``: the most that the steps may take; the rate falls as fast as time passes, and fewer steps are done.
     """
 
     tasks: tuple[str, ...] = ("countdown",)
@@ -67,6 +68,7 @@ class Plan:
     lr: float = 2e-5
     held_out: int = 256
     seed: int = 0
+    minutes: float | None = None
 
     def __post_init__(self) -> None:
         if self.judge not in get_args(Judge):
@@ -225,6 +227,8 @@ def fit(model: Model, tokenizer: Tokenizer, plan: Plan, say: Callable[[str], Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.95), weight_decay=0.0)
     history, began, seen = [], time.monotonic(), []
     for step in range(plan.steps):
+        passed = 0.0 if plan.minutes is None else (time.monotonic() - began) / (60 * plan.minutes)
+        done = min(1.0, max(step / plan.steps, passed))
         seed = (plan.seed + 1) * 1_000_003 + step
         policy, rng = serving_copy(model), np.random.default_rng([plan.seed, step])
         cases = problems_of(plan.tasks, "train", seed, plan.problems)
@@ -236,7 +240,7 @@ def fit(model: Model, tokenizer: Tokenizer, plan: Plan, say: Callable[[str], Non
         if asked:  # as many judgements of single replies as of pairs
             each = plan.group if plan.judge == "pair" else max(2, plan.group // 2)
             judged = rollouts(policy, tokenizer, asked, each, seed + 1)
-        share = min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * step / plan.steps))
+        share = min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
         for group in optimizer.param_groups:
             group["lr"] = plan.lr * share
         gradient(model, written, 1.0)
@@ -246,7 +250,8 @@ def fit(model: Model, tokenizer: Tokenizer, plan: Plan, say: Callable[[str], Non
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seen.append([part for told in (written, judged) for part in _told(told)])
-        if (step + 1) % LOOK == 0 or step + 1 == plan.steps:
+        last = step + 1 == plan.steps or (plan.minutes is not None and time.monotonic() - began > 60 * plan.minutes)
+        if (step + 1) % LOOK == 0 or last:
             now: dict[str, Any] = {"step": step + 1}
             for name, values in zip(("right", "taught", "judged", "judged_taught"), zip(*seen)):
                 if known := [value for value in values if value is not None]:
@@ -254,6 +259,8 @@ def fit(model: Model, tokenizer: Tokenizer, plan: Plan, say: Callable[[str], Non
             history.append(now)
             seen.clear()
             say(f"  {', '.join(f'{k} {v}' for k, v in now.items())}, {time.monotonic() - began:.0f} s")
+        if last:
+            break
     model.eval().requires_grad_(False)
     return history
 
