@@ -241,5 +241,5 @@ def test_products_are_those_of_dequantised_weights(spec):
         residual = torch.randn(rows, 768, device="cuda", dtype=torch.bfloat16)
         want = torch.nn.functional.silu(y[:, :768].float()) * y[:, 768:].float() + residual.float()
         got = weight(x, activation="silu", residual_TO=residual.clone())
-        torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+        assert (got.float() - want).norm() < MOST * want.norm()
     torch.testing.assert_close(weight.dequantise(), matrix, rtol=1e-2, atol=1e-4)

@@ -4,6 +4,7 @@ pages: cut anywhere, run again, with drafts. Planted mistakes must be seen. Pari
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from kvasir.layers.mixers import kda, m2rnn, mamba3
 from kvasir.layers.recurrent_spec import KDASpec, M2RNNSpec, Mamba3Spec
 from kvasir.layers.spec import LOOK_AHEAD, NormSpec
 from kvasir.layers.weights import Placement
-from kvasir.types import CacheGroup
+from kvasir.types import CacheGroup, StepBatch
 
 EXACT = Placement(torch.device("cpu"), torch.float32, exact=True)
 NORM = NormSpec(1e-5)
@@ -53,8 +54,8 @@ def mixer_of(name):
 
 
 def forward(mixer, x, planes, table=(1, 2), start=0):
-    batch = SimpleNamespace(ancestors=None, starts=[start], lengths=[len(x)], span_lengths=None,
-                            tables=[torch.tensor([table], dtype=torch.int32)])  # fmt: skip
+    none, whole = torch.zeros(0), functools.partial(torch.tensor, dtype=torch.int32, device=x.device)
+    batch = StepBatch(none, none, whole([0, len(x)]), whole([start]), (whole([table]),), (), none, [start], [len(x)])
     return mixer.forward(x, None, SimpleNamespace(planes=planes, group=0), TorchBackend(), batch)
 
 
