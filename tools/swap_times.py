@@ -1,6 +1,6 @@
 """Swap a drafter's weights many times under load: changed tokens (there must be none) and the time of a swap.
 
-Usage: python -m tools.swap_times --model MODEL --drafter eagle:model=new --swaps 100 --batch 16
+Usage: python -m tools.swap_times [OUT.json] --model MODEL --drafter eagle:model=new --swaps 100 --batch 16
 
 Every swap alternates between the first weights and random ones. A swap is timed on the device from its first copy to
 its last, and on the host until the copies are launched. Tokens are compared with those of a run without swaps; outside
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 
+from kvasir.bench.result import arm, result, save
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
 from kvasir.engine.engine import Engine
@@ -40,6 +42,7 @@ def replies(engine: Engine, batch: int, tokens: int, every: int = 0, swap=lambda
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--model", default="")
     parser.add_argument("--drafter", default="eagle:model=new")
     parser.add_argument("--swaps", type=int, default=100)
@@ -93,6 +96,18 @@ def main() -> None:
     print(f"ms on the {'device' if cuda else 'host'}: mean {sum(spent) / len(spent):.3f}, most {max(spent):.3f}")
     print(f"ms on the host until launched: most {1e3 * max(host):.3f}")
     engine.close()
+    metrics = {
+        "swaps": len(host),
+        "bytes": size,
+        "tokens": sum(map(len, right.values())),
+        "changed_tokens": changed,
+        "lost_requests": lost,
+        "ms_mean": round(sum(spent) / len(spent), 4),
+        "ms_most": round(max(spent), 4),
+        "host_ms_most": round(1e3 * max(host), 4),
+    }
+    config = {"drafter": given.drafter, "batch": given.batch, "every": given.every, "exact": given.exact}
+    save(result(f"swaps-{Path(given.model).name or 'embedded'}", [arm("swaps", config, metrics)]), given.output)
 
 
 if __name__ == "__main__":

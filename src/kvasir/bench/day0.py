@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvasir.bench.offline import described
-from kvasir.bench.result import arm, finish, percentile, result
+from kvasir.bench.result import arm, finish, percentile, result, save
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
@@ -149,4 +149,6 @@ def run(
             metrics["over_plain"] = round(metrics["tokens_per_s"] / plain, 3)
             metrics["learning"] = dataclasses.asdict(learned)
         arms.append(arm(name, setting, metrics))
-    finish(result(f"day0-{Path(config.model.model or 'embedded').name}", arms), output, commit)
+        outcome = result(f"day0-{Path(config.model.model or 'embedded').name}", arms)
+        save(outcome, output, commit)
+    finish(outcome, output, commit)

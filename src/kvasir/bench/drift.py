@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvasir.bench.result import arm, finish, result
+from kvasir.bench.result import arm, finish, result, save
 from kvasir.errors import ConfigError
 from kvasir.lab.drafters import data
 from kvasir.lab.drafters.target import Target
@@ -314,8 +314,6 @@ def run(
     recipe = {"every": every, "rate": rate, "rows": ROWS, "forwards": 64}
     learning = recipe | {"scratch_rate": 1e-3}  # the head that is there before the stream
     start = trained(others, head_to_learn(kind, base, ""), others.stream.of(0), start_steps, learning)
-    found = {name: run_arm(replay, start, lam, steps, recipe) for name, lam in ARMS.items()}
-    found[ORACLE] = run_oracle(replay, others, start, steps, learning)
     setting = {
         "model": model or "embedded",
         "kind": kind,
@@ -327,5 +325,11 @@ def run(
         "max_tokens": max_tokens,
         "every": every,
     }
-    arms = [arm(name, setting, metrics_of(replay.stream, tasks, one, found[ORACLE])) for name, one in found.items()]
-    finish(result(f"drift-{kind}-{Path(model).name or 'embedded'}", arms), output, commit)
+    oracle = run_oracle(replay, others, start, steps, learning)
+    arms = [arm(ORACLE, setting, metrics_of(replay.stream, tasks, oracle, oracle))]
+    outcome = result(f"drift-{kind}-{Path(model).name or 'embedded'}", arms)
+    for name, lam in ARMS.items():
+        counts = run_arm(replay, start, lam, steps, recipe)
+        outcome["arms"].append(arm(name, setting, metrics_of(replay.stream, tasks, counts, oracle)))
+        save(outcome, output, commit)
+    finish(outcome, output, commit)

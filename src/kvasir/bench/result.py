@@ -185,16 +185,24 @@ def _lines(value: Any, width: int, pad: str) -> str:
     return f"{opening}\n" + ",\n".join(f"{pad} {part}" for part in parts) + f"\n{pad}{closing}"
 
 
-def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
-    """Show a short table, write the JSON to ``output`` if given, and print it as one line for machines.
+def save(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
+    """Write the JSON to ``output`` if given; after each arm, so that a run which is cut off keeps what it has.
 
     ``commit`` names the measured commit on a machine without the repository.
     """
+    if commit:
+        outcome["commit"] = commit
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(as_json(outcome))
+
+
+def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
+    """Show a short table, ``save``, and print the JSON as one line for machines."""
     from rich.console import Console
     from rich.table import Table
 
-    if commit:
-        outcome["commit"] = commit
+    save(outcome, output, commit)
     limits, targets = outcome["limits"], outcome.get("targets", {})
     rows = [
         (entry["name"], name, shown(value), share_of_limit(value, limit_of(limits, name, entry["name"])))
@@ -210,7 +218,4 @@ def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = No
     for row in rows:
         table.add_row(*row[: len(columns)])
     Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(outcome))
     print(json.dumps(outcome))
