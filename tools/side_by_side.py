@@ -81,7 +81,7 @@ class Running:
         return False
 
     def told(self) -> dict[str, object]:
-        """What became of it: ``done``, ``cut off`` after its seconds, or ``failed``."""
+        """Return how the study ended (``done``, ``cut off`` after its seconds, or ``failed``), and its seconds."""
         how = "cut off" if self.asked else "failed" if self.process.returncode else "done"
         return {"how": how, "seconds": round(self.took, 1), "status": self.process.returncode} | vars(self.study)
 
