@@ -392,7 +392,7 @@ F8_GEMV = Tuned(
 )
 CODES_GEMV = Tuned(
     (
-        ({"rows": 1, "bits": 6}, (32, 128, 2, 4, 512)),
+        ({"rows": 1, "two_planes": True}, (32, 128, 2, 4, 512)),
         ({"rows": 1, "gated": True}, (8, 512, 4, 1, 1)),
         ({"rows": 1}, (8, 1024, 4, 1, 1)),
         ({"rows": 16, "gated": True}, (32, 128, 2, 4, 896)),

@@ -39,6 +39,10 @@ def check_planes(case: f8.Case, dtype: torch.dtype, device: str) -> float:
         assert (codes.float() != want.float()).sum() <= 2 + 0.05 * codes.numel()
     else:
         assert (codes.float() != want.float()).float().mean() < 1e-3, "a division may be off by one unit at a tie"
+    padded, by_group = f8.quantise_rows(x, group, pad=16, by_group=True)
+    assert len(padded) % 16 == 0 and by_group.stride(0) == 1, "whole rows, and a group's scales side by side"
+    assert torch.equal(padded[: len(x)].float(), codes.float()) and torch.equal(by_group[: len(x)], scale)
+    assert not padded[len(x) :].float().any()
     return worst
 
 

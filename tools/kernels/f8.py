@@ -122,7 +122,7 @@ def time_prompts(report: Report, name: str, block: int) -> None:
     for rows in PROMPT_ROWS:
         x = torch.randn(rows, k, dtype=BF16, device="cuda")
         own = {}
-        for tile in TILES if block else [None]:
+        for tile in [None, *TILES] if block else [None]:
             spent = tried((name, tile), partial(each, [partial(f8_matmul.f8_matmul, x, w, tile)] * 3))
             if spent is not None:
                 own[str(tile)] = spent

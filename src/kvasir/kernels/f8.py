@@ -24,6 +24,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 TINY = 2.0**-126  # the least normal fp32 number: a channel of zeros gets it as its scale
 DEQUANTISE_N, DEQUANTISE_K = 4, 512  # weights that a program dequantises
+QUANTISE_K = 1024  # inputs of a row that a program quantises, or one group if it is longer
 
 
 class F8(NamedTuple):
@@ -102,21 +103,23 @@ def _dequantise(w_ptr, scale_ptr, y_ptr, N, K, B: tl.constexpr, BLOCK_N: tl.cons
     tl.store(y_ptr + at, (w * scale).to(y_ptr.dtype.element_ty), mask=live)
 
 
-@jit
-def _quantise_rows(x_ptr, codes_ptr, scale_ptr, x_row, K, GROUPS, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-                   PDL: tl.constexpr):
-    """One group of one row: its codes and its scale."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    k = group * GROUP + tl.arange(0, WIDTH)
-    live = (tl.arange(0, WIDTH) < GROUP) & (k < K)
+@jit(do_not_specialize=["rows"])
+def _quantise_rows(x_ptr, codes_ptr, scale_ptr, rows, x_row, scale_row, scale_group, K, GROUPS, GROUP: tl.constexpr,
+                   WIDTH: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """CHUNK groups of one row: their codes and scales. Rows from ``rows`` on are zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    within = tl.arange(0, WIDTH)
+    k = group[:, None] * GROUP + within[None, :]
+    live = (within < GROUP)[None, :] & (k < K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row * x_row + k, mask=live, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1.1754943508222875e-38)
-    codes = tl.minimum(tl.maximum(x / scale, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    x = tl.load(x_ptr + row * x_row + k, mask=live & (row < rows), other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1.1754943508222875e-38)
+    codes = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(codes_ptr + row * K + k, codes, mask=live)
-    tl.store(scale_ptr + row * GROUPS + group, scale)
+    tl.store(scale_ptr + row * scale_row + group * scale_group, scale, mask=group < GROUPS)
 
 
 def dequantise(w: F8, dtype: torch.dtype) -> torch.Tensor:
@@ -134,20 +137,28 @@ def dequantise(w: F8, dtype: torch.dtype) -> torch.Tensor:
     return y
 
 
-def quantise_rows(x_TK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``quantise_rows_reference``; on a GPU in one launch."""
-    if not use_triton(x_TK):
-        return quantise_rows_reference(x_TK, group)
-    assert x_TK.stride(1) == 1, "dense rows"
+def quantise_rows(x_TK: torch.Tensor, group: int, pad: int = 1, by_group: bool = False
+                  ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``quantise_rows_reference``; on a GPU in one launch. ``pad``: append zeros up to a multiple of so many
+    rows. ``by_group``: the scales of a group, and not those of a row, lie side by side in memory."""
     (rows, inputs), groups = x_TK.shape, cdiv(x_TK.shape[1], group)
-    codes = torch.empty(rows, inputs, dtype=E4M3, device=x_TK.device)
-    scale_TG = torch.empty(rows, groups, dtype=torch.float32, device=x_TK.device)
+    padded = cdiv(rows, pad) * pad
+    if not use_triton(x_TK):
+        codes, scale_TG = quantise_rows_reference(torch.nn.functional.pad(x_TK, (0, 0, 0, padded - rows)), group)
+        return codes, scale_TG.t().contiguous().t() if by_group else scale_TG
+    assert x_TK.stride(1) == 1, "dense rows"
+    codes = torch.empty(padded, inputs, dtype=E4M3, device=x_TK.device)
+    shape = (groups, padded) if by_group else (padded, groups)
+    scale = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
+    scale_TG = scale.t() if by_group else scale
     early = pdl(x_TK.device)
-    if rows:
+    if padded:
         width = next_power_of_2(group)
-        _quantise_rows[(rows, groups)](
-            x_TK, codes.view(torch.uint8), scale_TG, x_TK.stride(0), inputs, groups, GROUP=group, WIDTH=width,
-            PDL=early, num_warps=1 if width <= 512 else 8, launch_pdl=early)
+        chunk = max(1, min(QUANTISE_K // width, next_power_of_2(groups)))
+        _quantise_rows[(padded, cdiv(groups, chunk))](
+            x_TK, codes.view(torch.uint8), scale_TG, rows, x_TK.stride(0), *scale_TG.stride(), inputs, groups,
+            GROUP=group, WIDTH=width, CHUNK=chunk, PDL=early, num_warps=4 if width <= QUANTISE_K else 8,
+            launch_pdl=early)
     return codes, scale_TG
 
 

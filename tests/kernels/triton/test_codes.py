@@ -10,7 +10,7 @@ import torch
 
 from kvasir.kernels import code_tiles
 from kvasir.kernels._triton import jit, tl
-from kvasir.kernels.codes_gemv import codes_gemv, grid, matrix_of
+from kvasir.kernels.codes_gemv import choose, codes_gemv, grid, matrix_of
 from kvasir.kernels.gemv import Config
 from tests.kernels.check_codes import check_gemv, weights
 from tests.kernels.check_fused import Draw
@@ -51,6 +51,16 @@ def test_the_matrix_is_that_of_the_reference(layout, group, zeros, device):
     for outputs, inputs in ((33, 256 if layout.endswith("_k") else 192), (16, 512)):
         w = weights(Draw(0, torch.float32, device), layout, outputs, inputs, group, zeros)
         torch.testing.assert_close(matrix_of(w, torch.float32), w.numbers(), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("layout, group, zeros", LAYOUTS)
+def test_one_row_takes_the_kernel_without_tensor_cores(layout, group, zeros, gated, device):
+    """Codes in two planes are the exception. Their row of the table once caught codes of 4 bits, too, which cost a
+    quarter of the tokens of a step."""
+    w = weights(Draw(0, torch.float32, device), layout, 4096, 512, group, zeros)
+    assert (choose(1, 4096, w, gated).block_n >= 16) == (w.high is not None)
+    assert choose(2, 4096, w, gated).block_n >= 16
 
 
 @jit
