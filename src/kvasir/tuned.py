@@ -392,7 +392,6 @@ F8_GEMV = Tuned(
 )
 CODES_GEMV = Tuned(
     (
-        ({"rows": 1, "two_planes": True}, (32, 128, 2, 4, 512)),
         ({"rows": 1, "gated": True}, (8, 512, 4, 1, 1)),
         ({"rows": 1}, (8, 1024, 4, 1, 1)),
         ({"rows": 16, "gated": True}, (32, 128, 2, 4, 896)),
@@ -401,10 +400,10 @@ CODES_GEMV = Tuned(
         ({}, (64, 128, 4, 3, 256)),
     ),
     "Products of a few rows with other codes: outputs of a program, inputs of a block, warps, stages, and programs for "
-    "which K is split. Fewer than 16 outputs: the kernel without tensor cores. Measured for 4 and 8 bits.",
+    "which K is split. Fewer than 16 outputs: the kernel without tensor cores. Measured for 4, 6 and 8 bits.",
     ("kvasir.kernels.codes_gemv.choose",),
     "NVIDIA H100",
-    ("h100/gpu_codes-few.json",),
+    ("h100/gpu_codes-few.json", "h100/gpu_codes-fp6.json"),
     CODE_TILES,
 )
 FUSED_NORM_ROWS = unmeasured(

@@ -355,8 +355,7 @@ def matrix_of(w: Coded, dtype: torch.dtype) -> torch.Tensor:
 
 def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config:
     """Config for ``num_rows`` rows of codes and ``rows`` rows of x, 1 to 64."""
-    block_n, block_k, warps, stages, programs = tuned.look_up(tuned.CODES_GEMV.value, rows=rows,
-                                                              two_planes=w.high is not None, gated=gated)
+    block_n, block_k, warps, stages, programs = tuned.look_up(tuned.CODES_GEMV.value, rows=rows, gated=gated)
     block_k = max(w.group or 1, 16 * w.pair, min(block_k, next_power_of_2(w.num_inputs)))
     if block_n < 16:
         return Config(block_n, block_k, warps)
