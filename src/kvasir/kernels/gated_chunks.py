@@ -38,7 +38,7 @@ from kvasir.types import StepBatch
 CHUNK = 64  # rows
 BLOCK = 16  # rows that are solved one after the other; the blocks of a chunk are joined by products
 VALUES = 32  # most values of a program that carries a state
-STAGES = 2  # loads of chunks on their way while one is computed, with a model of 16 bits
+STAGES = 3  # loads of chunks on their way while one is computed, with a model of 16 bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.kernels import gated_chunks
-from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl, use_triton
 from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_chunks import CHUNK, Chunks
 from kvasir.types import StepBatch
 
-VALUES = 32  # most values of a program; a state's registers
+VALUES, WARPS = 32, 4  # most values of a program, whose state is in its registers, and its warps
 CHANNELS = 256  # of a program that writes what heads share
 L2_EPS = 1e-6  # of the norms of queries and keys, as the models were trained
 
@@ -266,26 +266,35 @@ def _span(context_ptr, row_start_ptr, length_ptr, span, EACH: tl.constexpr):
 
 
 @jit
-def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr,
-          row_start_ptr, length_ptr, out_ptr, width, page_m, page_t, page_a, eps, scale,
+def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_ptr, position_ptr, base_ptr, table_ptr,
+          context_ptr, row_start_ptr, length_ptr, out_ptr, width, page_m, page_t, page_a, page_p, eps, scale,
           H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr,
           STRENGTH: tl.constexpr, DECAY: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
-          BV: tl.constexpr, EACH: tl.constexpr, LONG: tl.constexpr, CHANNELWISE: tl.constexpr):
+          BV: tl.constexpr, EACH: tl.constexpr, LONG: tl.constexpr, CHANNELWISE: tl.constexpr, PDL: tl.constexpr):
     """Some values of one head of one span: row after row from the base of its state. Taps are added from the oldest
-    row to the newest. ``STRENGTH``, ``DECAY``: where a row has them. ``LONG``: long spans run here, too."""
+    row to the newest. ``STRENGTH``, ``DECAY``: where a row has them. ``LONG``: long spans run here, too. The base is
+    left to ``_settle``, which changes positions."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
     start, first, length = _span(context_ptr, row_start_ptr, length_ptr, span, EACH)
     d, v = tl.arange(0, BD), block * BV + tl.arange(0, BV)
     in_d, in_v = d < D, v < V
+    old = start > 0
+    base = tl.where(old, tl.load(position_ptr + read * page_p), 0).to(tl.int32)
     if length <= 0:
         if length < 0:  # numbers that later layers can compute with
+            if PDL:
+                tl.extra.cuda.gdc_wait()
             tl.store(out_ptr + (first.to(tl.int64) * H + head) * V + v, tl.zeros([BV], tl.float32), mask=in_v)
         return
+    if (head == 0) & (block == 0):
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        tl.store(base_ptr + span, base)
     if length > AHEAD and not LONG:
         return
-    old = start > 0
-    base = tl.where(old, tl.load(base_ptr + span), 0).to(tl.int32)
     short = length <= AHEAD
     q_at, k_at = head // (H // K) * D + d, (K + head // (H // K)) * D + d
     v_at = 2 * K * D + head * V + v
@@ -310,6 +319,8 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
         bias = tl.load(bias_ptr + head * D + d, mask=in_d, other=0.0)
     else:
         bias = tl.load(bias_ptr + head)
+    if PDL:  # what the last step left is loaded while the kernel before ends
+        tl.extra.cuda.gdc_wait()
     for position in range(base, start + length):
         own = position >= start
         if (position == start) & short:
@@ -349,8 +360,11 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
 @jit
 def _settle(rows_ptr, tail_ptr, ahead_ptr, base_ptr, position_ptr, table_ptr, context_ptr, row_start_ptr, length_ptr,
             width, page_t, page_a, page_p, X: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr,
-            ROWS: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr):
+            ROWS: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr):
     """Write some channels of what a span leaves: the convolution's last rows, look-ahead slots, the position."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     span, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
     start, first, length = _span(context_ptr, row_start_ptr, length_ptr, span, EACH)
@@ -406,22 +420,24 @@ def step(
     if out_THV is None:
         out_THV = torch.empty(len(rows_TX), heads, value_dim, dtype=torch.float32, device=rows_TX.device)
     rows_TX = rows_TX.contiguous()
-    base_S = position.index_select(0, table_SW[:, 0].long())
-    each = batch.span_lengths is not None
+    base_S = torch.empty(spans, dtype=torch.int32, device=rows_TX.device)
+    each, early = batch.span_lengths is not None, pdl(rows_TX.device)
     by_row = exact or not scans(rows_TX.dtype, key_dim, value_dim)
     common = table_SW, batch.context, batch.row_start, batch.span_lengths if each else batch.row_start
     chunks = None if each or by_row else Chunks.of_batch(batch, ahead)
     if chunks is not None:
-        scan(rows_TX, planes, *common[:3], base_S, chunks, weights, out_THV, L2_EPS)
+        bases = position.index_select(0, table_SW[:, 0].long())
+        scan(rows_TX, planes, *common[:3], bases, chunks, weights, out_THV, L2_EPS)
     _walk[(spans, heads, cdiv(value_dim, block))](
-        rows_TX, weights.conv_CJ, weights.log_decay_H, weights.bias_N, matrix, tails, aheads, base_S, *common, out_THV,
-        table_SW.stride(0), matrix.stride(0), tails.stride(0), aheads.stride(0), L2_EPS, key_dim**-0.5, heads,
-        weights.key_heads, key_dim, value_dim, rows_TX.shape[1], channels, *weights.gates, taps, ahead,
-        next_power_of_2(key_dim), block, EACH=each, LONG=by_row, CHANNELWISE=weights.channelwise, num_warps=4)
+        rows_TX, weights.conv_CJ, weights.log_decay_H, weights.bias_N, matrix, tails, aheads, position, base_S, *common,
+        out_THV, table_SW.stride(0), matrix.stride(0), tails.stride(0), aheads.stride(0), position.stride(0), L2_EPS,
+        key_dim**-0.5, heads, weights.key_heads, key_dim, value_dim, rows_TX.shape[1], channels, *weights.gates, taps,
+        ahead, next_power_of_2(key_dim), block, EACH=each, LONG=by_row, CHANNELWISE=weights.channelwise, PDL=early,
+        num_warps=WARPS, launch_pdl=early)
     _settle[(spans, cdiv(rows_TX.shape[1], CHANNELS))](
         rows_TX, tails, aheads, base_S, position, *common, table_SW.stride(0), tails.stride(0), aheads.stride(0),
         position.stride(0), rows_TX.shape[1], channels, taps, ahead, next_power_of_2(taps), CHANNELS, EACH=each,
-        num_warps=4)
+        PDL=early, num_warps=4, launch_pdl=early)
     return out_THV
 
 
