@@ -118,12 +118,15 @@ def random_checkpoint(shape: str) -> Iterator[str]:
 
 
 def _quantised(folder: Path, config: dict[str, Any]) -> str:
-    """Quantise a checkpoint within its own folder, as a shape's ``quantization_config`` says: in blocks, or by channel.
-    The unquantised weights are deleted."""
+    """Quantise a checkpoint within its own folder, as a shape's ``quantization_config`` says: to 4 bits in groups, or
+    to FP8 in blocks or by channel. The unquantised weights are deleted."""
     from kvasir.convert.checkpoint import convert
     from kvasir.convert.converter import load_converter
 
-    spec = "quantise:scale=block" if config.get("weight_block_size") else "quantise"
+    if config.get("format") == "pack-quantized":
+        spec = "quantise:format=u4"
+    else:
+        spec = "quantise:scale=block" if config.get("weight_block_size") else "quantise"
     convert(load_converter(spec), spec, folder, folder / "quantised")
     for file in folder.glob("*.safetensors*"):
         file.unlink()

@@ -292,6 +292,23 @@ SHAPES["llama-8b-f8"] = SHAPES["llama-8b"] | dict(
         modules_to_not_convert=["lm_head"],
     )
 )
+# W4A16 in groups of 128, as llm-compressor and `kvasir convert quantise:format=u4` write it.
+SHAPES["llama-8b-w4"] = SHAPES["llama-8b"] | dict(
+    quantization_config=dict(
+        quant_method="compressed-tensors",
+        format="pack-quantized",
+        quantization_status="compressed",
+        config_groups=dict(
+            group_0=dict(
+                targets=["Linear"],
+                weights=dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=128, dynamic=False),
+                input_activations=None,
+                output_activations=None,
+            )
+        ),
+        ignore=["lm_head"],
+    )
+)
 # As published: experts of four bits, everything else in bf16.
 SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | dict(quantization_config=dict(quant_method="mxfp4"))
 
