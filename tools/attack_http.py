@@ -1,0 +1,134 @@
+"""Attack a running server with clients that ask for very long answers, and measure what is left for the others.
+
+    python tools/attack_http.py RESULT.json [--model MODEL] [--seconds 25] [--attackers 0,1,10,50]
+
+The simulation of this is ``tools/simulate_attack.py``; here everything runs, over HTTP. Forty honest keys send requests
+of 64 prompt tokens and 32 output tokens at random times, together at a quarter of the rate that the server completes
+when 16 are open. Each attacker has a key of its own and keeps 4 requests of 3,000 output tokens open, without
+streaming, so that the client costs little. Every arm is a server of its own: as it is by default (``fcfs``), with a
+fair share between keys (``fair``), with one that takes running places sooner, and with a fair share and
+``--max-output-tokens 128``.
+
+An honest token counts as served if it arrives before the attack ends. About 8 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvasir.bench.client import Call, Reply, replay, served_model
+from kvasir.bench.result import arm, percentile, result, save
+from kvasir.bench.servers import Server, serving
+
+SHARE, HONEST_KEYS, PROMPT, OUTPUT = 0.25, 40, 64, 32
+OPEN, LONG = 4, 3000
+SETTINGS: dict[str, list[str]] = {
+    "fcfs": [],
+    "fair": ["--scheduling-policy", "fair"],
+    "fair:displace=512": ["--scheduling-policy", "fair:displace=512"],
+    "fair and a cap": ["--scheduling-policy", "fair", "--max-output-tokens", "128"],
+}
+
+
+def keys(count: int) -> list[str]:
+    """Keys of all clients, honest ones first."""
+    return [f"honest{i}" for i in range(HONEST_KEYS)] + [f"attacker{i}" for i in range(count)]
+
+
+def prompt(draw: random.Random, vocabulary: int = 900) -> list[int]:
+    return [300 + draw.randrange(vocabulary) for _ in range(PROMPT)]
+
+
+async def attack(server: Server, model: str, key: str, draw: random.Random, seconds: float) -> int:
+    """Keep one long request open until the time is over. Returns how many were answered."""
+    place, answered, end = urlsplit(server.url), 0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        body = json.dumps({"model": model, "prompt": prompt(draw), "max_tokens": LONG, "ignore_eos": True}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        try:
+            writer.write(head.encode() + body)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(reader.read(), end - time.perf_counter())
+                answered += 1
+        finally:
+            writer.close()
+    return answered
+
+
+def capacity(server: Server, model: str) -> float:
+    """Honest requests a second with 16 open, and nobody else."""
+    draw = random.Random(1)
+    calls = [Call(0.0, prompt(draw), OUTPUT) for _ in range(16)]
+    asyncio.run(replay(server.url, model, calls, "honest0"))  # warm
+    started, rounds = time.perf_counter(), 4
+    for _ in range(rounds):
+        asyncio.run(replay(server.url, model, calls, "honest0"))
+    return rounds * len(calls) / (time.perf_counter() - started)
+
+
+async def window(server: Server, model: str, attackers: int, rate: float, seconds: float) -> dict[str, Any]:
+    """Metrics of the honest keys while so many attackers are at work."""
+    draw, due, calls = random.Random(2), 0.0, {key: [] for key in keys(0)}
+    while (due := due + draw.expovariate(rate)) < seconds:
+        calls[draw.choice(keys(0))].append(Call(due, prompt(draw), OUTPUT))
+    end = time.perf_counter() + seconds
+    attacks = [
+        asyncio.create_task(attack(server, model, key, draw, seconds))
+        for key in keys(attackers)[HONEST_KEYS:]
+        for _ in range(OPEN)
+    ]
+    found = await asyncio.gather(*(replay(server.url, model, mine, key) for key, mine in calls.items() if mine))
+    answered = sum(await asyncio.gather(*attacks))
+    replies: list[Reply] = [reply for mine, _ in found for reply in mine]
+    early = [reply for reply in replies if reply.due < end - 0.1 * seconds]
+    # An event may hold several tokens, so those of an answer that has ended are counted by the server.
+    served = sum(r.completion if r.ended < end else sum(at < end for at in r.events) for r in early)
+    # A request that still waits counts with the wait that it has had, or the worst case would look best.
+    waits = [(min(reply.events[0], end) if reply.events else end) - reply.due for reply in replies]
+    return {
+        "honest_requests": len(replies),
+        "honest_failed": sum(reply.status != 200 for reply in replies),
+        "honest_served_share": round(served / (OUTPUT * len(early)), 4),
+        "honest_ttft_ms_p50": round(1e3 * percentile(waits, 0.5), 1),
+        "honest_ttft_ms_p99": round(1e3 * percentile(waits, 0.99), 1),
+        "attacks_answered": answered,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--attackers", default="0,1,10,50")
+    options = parser.parse_args()
+    counts, arms, rate = [int(count) for count in options.attackers.split(",")], [], 0.0
+    for name, flags in SETTINGS.items():
+        shared = ["--max-num-seqs", "32", *(part for key in keys(max(counts)) for part in ("--api-key", key))]
+        with serving("kvasir", options.model, [*shared, *flags]) as server:
+            server.wait("/health")  # the path that needs no key
+            model = served_model(server.url, "honest0")
+            rate = rate or SHARE * capacity(server, model)
+            asyncio.run(replay(server.url, model, [Call(0.0, [300] * PROMPT, OUTPUT)] * 16, "honest0"))
+            for count in counts:
+                metrics = asyncio.run(window(server, model, count, rate, options.seconds))
+                settings = {"flags": " ".join(flags), "attackers": count, "honest_requests_s": round(rate, 2)}
+                arms.append(arm(f"{count} attackers, {name}", settings, metrics))
+                print(arms[-1]["name"], metrics, flush=True)
+                save(result("attack-http", arms), options.output)
+
+
+if __name__ == "__main__":
+    main()
