@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--every", type=int, default=7, help="steps between two swaps")
     parser.add_argument("--exact", action="store_true", help="exact mode, in which no tie may differ either")
+    parser.add_argument("--commit", help="measured commit, on a machine without the repository")
     given = parser.parse_args()
     engine = Engine(
         EngineConfig.of(
@@ -107,7 +108,8 @@ def main() -> None:
         "host_ms_most": round(1e3 * max(host), 4),
     }
     config = {"drafter": given.drafter, "batch": given.batch, "every": given.every, "exact": given.exact}
-    save(result(f"swaps-{Path(given.model).name or 'embedded'}", [arm("swaps", config, metrics)]), given.output)
+    outcome = result(f"swaps-{Path(given.model).name or 'embedded'}", [arm("swaps", config, metrics)])
+    save(outcome, given.output, given.commit)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,11 @@ def test_all_arms_give_the_same_tokens(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_learning_needs_fewer_forwards(capsys):
-    arms = replayed(capsys)
+    arms = replayed(capsys, requests=40, rate=3e-4)
     assert arms[drift.ORACLE]["forwards"] < arms["static"]["forwards"]
     assert any(arms[name]["swaps"] for name in arms if name not in ("static", drift.ORACLE))
     assert all(arms[name]["forwards"] <= arms["static"]["forwards"] for name in arms)
+    assert arms["rejected 0.25"]["story_last_third"] > 1.05 * arms["static"]["story_last_third"], "it follows a change"
 
 
 def test_a_drafter_has_recovered_when_its_last_requests_are_as_good_as_the_oracles():

@@ -21,7 +21,7 @@ from kvasir.learn.pieces import USES, Pieces, cut
 from kvasir.learn.trace import PLAIN, REJECTED
 from tests.learn.handmade import STEPS, nano, trace_of
 
-TINY = Recipe(every=4, rows=64, forwards=1, scratch_rate=1e-2, rate=1e-2)
+TINY = Recipe(every=4, rows=64, forwards=1, rate=1e-2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,7 +93,7 @@ def test_pieces_hold_every_row_and_guess_once(base, rows):
 
 
 def test_it_learns_and_proposes_what_gains(base, replay):
-    learner, start = learner_for(base, replace(TINY, rows=512)), learner_for(base).head
+    learner, start = learner_for(base, replace(TINY, rows=512, forwards=16)), learner_for(base).head
     traces = [replay.request(i, replay.served(start))[2] for i in range(10)]
     while learner.candidate is None and learner.steps < 80:
         for trace in traces:
@@ -122,23 +122,65 @@ def test_it_learns_and_proposes_what_gains(base, replay):
     assert all(torch.equal(learner._served[name], weights[name].float()) for name in weights)
 
 
-def test_weights_that_gained_count_as_trained_after_three_gates_without_a_gain(base):
-    learner = learner_for(base, replace(TINY, scratch_rate=0.0))
-    for trace in traces_for(base, 20):
-        learner.add(trace)
+def test_old_traces_leave_the_pool_before_a_trainer_has_used_them_up(base):
+    pieces, new = Pieces(1 << 40, 1 << 40, num_rows=200), set()
+    for trace in traces_for(base, 120):  # more than is drawn
+        pieces.add(trace)
+    for i, trace in enumerate(traces_for(base, 30)):
+        if pieces.add(replace(trace, request=f"new {i}")):
+            new.add(f"new {i}")
+    drawn = [t.request for _ in range(4) for t in pieces.draw(64)]
+    assert drawn and set(drawn) <= new
 
-    def gates() -> None:
-        for _ in range(3):
-            assert learner.scratch and learner.rate == 0.0
-            for _ in learner._gate():
-                pass
 
-    gates()
-    assert learner.scratch, "random weights that never gained are still random"
-    learner.candidate = learner._copied(), 1.0, 1.1
+def test_the_rate_falls_after_three_gates_without_a_gain_and_comes_back_with_other_traffic(base):
+    learner = learner_for(base, replace(TINY, rate=3e-4, settled_rate=1e-4))
+    fast, weights = learner.rate, learner._copied()
+    for _ in range(4):
+        learner._judge(weights, 1.0, 1.0)
+    assert learner.rate == fast, "random weights that never gained are still random"
+    learner._judge(weights, 1.0, 1.5)
+    assert learner.candidate is not None
     learner.accepted()
-    gates()
-    assert not learner.scratch and learner.rate > 0 and learner.candidate is None
+    for _ in range(2):
+        learner._judge(weights, 1.5, 1.5)
+        assert learner.rate == fast
+    learner._judge(weights, 1.46, 1.46)
+    assert learner.rate == pytest.approx(fast / 3) and learner.candidate is None
+    learner._judge(weights, 1.5, 1.6)
+    learner.rolled_back()
+    learner._judge(weights, 1.4, 1.55)  # the served weights lose 7 %
+    assert learner.rate == fast
+    assert learner.candidate is not None, "what was rolled back was judged on other traffic"
+
+
+def test_the_gate_judges_on_the_newest_traces_alone(base, monkeypatch):
+    """A candidate that follows a change loses what came before it, and must pass."""
+    learner = learner_for(base, replace(TINY, forwards=5))
+    held = [t for t in traces_for(base, 400) if not Pieces(1, 1).add(t)]
+    for trace in held:
+        learner.add(trace)
+    new = {t.request for t in held[-6:]}
+
+    def counted(head, base, trace):
+        served = all(torch.equal(p, learner._served[name]) for name, p in head.named_parameters())
+        return (12 if (trace.request in new) != served else 6), 6
+
+    monkeypatch.setattr(module, "tokens_and_forwards", counted)
+    with torch.no_grad():
+        next(learner.head.parameters()).add_(1.0)
+    for _ in learner._gate():
+        pass
+    assert len(held) > 30 and learner.candidate is not None
+    assert learner.candidate[1:] == (1.0, 2.0)
+    learner.recipe, learner.candidate = replace(learner.recipe, forwards=1 << 20), None
+    for _ in learner._gate():
+        pass
+    assert learner.candidate is None, "there are too few"
+    learner.recipe = replace(learner.recipe, forwards=6 * len(held))
+    for _ in learner._gate():
+        pass
+    assert learner.candidate is None, "judged on all that is held back, it loses"
 
 
 def test_narrow_models_learn_faster(base):

@@ -38,7 +38,8 @@ KIND, TASKS = "eagle", ("chain", "schema", "story")
 ARMS = {"static": None, "accepted only": 0.0, "rejected 0.25": 0.25, "rejected 1": 1.0}
 ORACLE = "oracle"
 ROWS = 256  # of an optimizer step; as each is used four times at most, they bound the steps
-ORACLE_STEPS = 4  # steps of the oracle for each one that the others take in a task
+ORACLE_STEPS = 2  # steps of the oracle for each one that the others take in a task
+OFFLINE_RATE = 2e-4  # for a model of width 4,096; 2e-3 at 410, which is what `kvasir train` takes
 RECOVERED = 0.95  # share of the oracle's tokens a forward at which a drafter has recovered
 WINDOW = 8  # requests over which it is looked at
 
@@ -216,7 +217,7 @@ def run_arm(replay: Replay, start: Head, lam: float | None, steps: int, recipe: 
 def trained(replay: Replay, start: Head, numbers: Sequence[int], steps: int, recipe: dict[str, Any]) -> Head:
     """A head trained on these requests, again and again, without a gate."""
     head = copy.deepcopy(start)
-    learner = Learner(head, replay.base, Recipe(**recipe | {"every": 1 << 30}), scratch=True)
+    learner = Learner(head, replay.base, Recipe(**recipe | {"every": 1 << 30, "pool": 1 << 30}), scratch=True)
     traces = [replay.request(number, replay.served(start))[2] for number in numbers]
     while learner.steps < steps:
         for trace in traces:
@@ -312,7 +313,7 @@ def run(
     replay = Replay(target, base, sampled(target, tokenizer, tasks, requests, max_tokens, "test"))
     others = Replay(target, base, sampled(target, tokenizer, tasks, requests, max_tokens, "train"))
     recipe = {"every": every, "rate": rate, "rows": ROWS, "forwards": 64}
-    learning = recipe | {"scratch_rate": 1e-3}  # the head that is there before the stream
+    learning = recipe | {"rate": OFFLINE_RATE}  # of heads that are trained without a gate
     start = trained(others, head_to_learn(kind, base, ""), others.stream.of(0), start_steps, learning)
     setting = {
         "model": model or "embedded",

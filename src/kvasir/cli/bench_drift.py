@@ -23,7 +23,7 @@ def drift(
     requests: Annotated[int, typer.Option(min=8, help="Requests of each task.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Most optimizer steps after each request.")] = 8,
     start_steps: Annotated[int, typer.Option(min=1, help="Steps on the first task before the stream.")] = 1000,
-    rate: Annotated[float, typer.Option(help="Learning rate while serving.")] = 1e-5,
+    rate: Annotated[float, typer.Option(help="Learning rate while serving, for a width of 4,096.")] = 1e-4,
     max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of a reply.")] = 256,
     every: Annotated[int, typer.Option(min=1, help="Optimizer steps between two candidates.")] = 200,
     device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cpu",

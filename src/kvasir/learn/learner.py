@@ -1,10 +1,13 @@
 """The trainer's loop without its process: traces in, candidates out, in slices that a shared GPU can bear.
 
-AdamW with fp32 masters, clipped at 0.5; 1e-4 from random weights, and 1e-5 from trained ones, or once three candidates
-in a row gained nothing over one that did. These are the rates of models of width 4,096; narrower heads learn at rates
-that grow as their width falls (Yang et al., arXiv 2203.03466), up to 20 times. Every ``every`` steps the weights are a
-*candidate*. It must give 1 % more tokens a forward than the served weights on traces that were held back; the engine
-then judges it by time.
+AdamW with fp32 masters, clipped at 0.5, at one of two rates: 1e-4, and 1e-5 once three candidates in a row gained
+nothing over weights that have learned something. The first rate is back when the served weights lose 5 % of their
+tokens a forward, which says that the traffic has changed. These are the rates of models of width 4,096; narrower heads
+learn at rates that grow as their width falls (Yang et al., arXiv 2203.03466), up to 20 times.
+
+Every ``every`` steps the weights are a *candidate*. It must give 1 % more tokens a forward than the served weights on
+the newest traces that were held back; the engine then judges it by time. Both what is learned and what is judged are
+recent: weights that follow a change get worse at what came before it.
 
 Legend: R rows, T tokens, J guesses, D levels, E model dim.
 """
@@ -31,7 +34,8 @@ from kvasir.speculation import heads
 from kvasir.speculation.head import Head
 
 CLIP, GAIN = 0.5, 1.01
-IDLE_GATES = 3  # candidates in a row without a gain, after which weights that have gained count as trained
+IDLE_GATES = 3  # candidates in a row without a gain, after which the rate falls
+CHANGED = 0.95  # share of their best tokens a forward below which the served weights meet other traffic
 WIDTH, MOST_SCALED = 4096, 20  # width that the rates are for, and the most that they are multiplied by
 MOST_FAILED = 10  # steps in a row without a finite loss, after which learning ends
 RECENT = 0.98  # weight of the past in the shown means
@@ -39,16 +43,18 @@ RECENT = 0.98  # weight of the past in the shown means
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of learning. ``every``: steps between candidates; ``lam``: weight of rejected branches; ``scratch_rate``
-    and ``rate``: learning rates from random and from trained weights, of a model of width WIDTH; ``rows``: of a step;
-    ``held_rows``: most rows held back; ``forwards``: fewest on which a candidate is judged; ``num_bytes``: of traces to
-    learn from."""
+    """Settings of learning. ``every``: steps between candidates; ``lam``: weight of rejected branches; ``rate`` and
+    ``settled_rate``: learning rates of a model of width WIDTH, while candidates gain and when they no longer do;
+    ``rows``: of a step; ``pool``: steps whose rows are kept to draw from; ``held_rows``: most rows held back;
+    ``forwards``: fewest on which a candidate is judged, and four times as many are the most; ``num_bytes``: of traces
+    to learn from."""
 
     every: int = 200
     lam: float = 0.25
-    scratch_rate: float = 1e-4
-    rate: float = 1e-5
+    rate: float = 1e-4
+    settled_rate: float = 1e-5
     rows: int = 1024
+    pool: int = 16
     held_rows: int = 16384
     forwards: int = 256
     num_bytes: int = 256 << 20
@@ -69,7 +75,8 @@ def head_to_learn(kind: str, base: Base, folder: str) -> Head:
 
 
 class Learner:
-    """A head that learns. ``scratch``: whether it begins with random weights. ``layers``: the tapped layers of traces;
+    """A head that learns. ``scratch``: whether its weights are random, so that its rate must not fall before some have
+    gained. ``layers``: the tapped layers of traces;
     the head reads those of its shape.
 
     `slices` does a bounded piece of work each time it is asked, of about ``slice_rows`` rows. ``candidate`` is set to
@@ -79,15 +86,16 @@ class Learner:
 
     def __init__(self, head: Head, base: Base, recipe: Recipe, *, scratch: bool, layers: tuple[int, ...] = ()) -> None:
         self.head, self.base, self.recipe, self.scratch = head.train().requires_grad_(True), base, recipe, scratch
-        self.pieces = Pieces(recipe.num_bytes, recipe.held_rows, recipe.seed)
+        self.settled = False  # whether the rate has fallen
+        self.pieces = Pieces(recipe.num_bytes, recipe.held_rows, recipe.seed, recipe.pool * recipe.rows)
         self.slice_rows = recipe.rows
         self.steps, self.traced = 0, 0
         self.by_level = [0.0] * head.shape.depth
         self.candidate: tuple[dict[str, torch.Tensor], float, float] | None = None
         self._next_gate = recipe.every  # number of steps
         self._least = 0.0  # tokens a forward of the candidate that was rolled back
+        self._best = 0.0  # most tokens a forward that a gate has seen of the served weights
         self._failed = self._idle_gates = 0
-        self._gained = False  # whether a candidate was accepted
         self._depth = head.shape.depth
         self._layers = layers or head.shape.layers
         if self._layers[-1] != base.num_layers - 1 or not set(head.shape.layers) <= set(self._layers):
@@ -108,7 +116,7 @@ class Learner:
     def rate(self) -> float:
         """The present learning rate."""
         scale = min(MOST_SCALED, max(1.0, WIDTH / self.base.dim))
-        return scale * (self.recipe.scratch_rate if self.scratch else self.recipe.rate)
+        return scale * (self.recipe.settled_rate if self.settled else self.recipe.rate)
 
     # ------------------------------------------------------------------------------------------------------------- news
 
@@ -128,7 +136,8 @@ class Learner:
         """Note that the candidate is served from now on."""
         assert self.candidate is not None
         self._served = {name: tensor.float() for name, tensor in self.candidate[0].items()}
-        self.candidate, self._least, self._idle_gates, self._gained = None, 0.0, 0, True
+        self._best = self.candidate[2]
+        self.candidate, self._least, self._idle_gates, self.scratch = None, 0.0, 0, False
 
     def rolled_back(self) -> None:
         """Note that the candidate is not served. Its progress stays; the next one must gain 1 % over it, too."""
@@ -140,6 +149,7 @@ class Learner:
         """Take another base model; traces of the old one are dropped."""
         self.base = base
         self.pieces.clear()
+        self._best, self._least, self._idle_gates, self.settled = 0.0, 0.0, 0, False
 
     # ----------------------------------------------------------------------------------------------------------- slices
 
@@ -205,31 +215,44 @@ class Learner:
         self._restart()
 
     def _gate(self) -> Iterator[bool]:
-        """Judge the present weights on held-back traces, one slice a trace."""
+        """Judge the present weights on the newest held-back traces, one slice a trace."""
         if not all(bool(p.isfinite().all()) for p in self.head.parameters()):
             self._give_up()
             return
         weights = {name: p.to(self.base.dtype) for name, p in self._copied().items()}
-        scores: list[float] = []
-        traces = list(self.pieces.held_back)
+        newest = list(reversed(self.pieces.held_back))
+        most, traces, scores = 4 * self.recipe.forwards, 0, []
         for version in (self._served, weights):
             head = copy.deepcopy(self.head).to(self.base.dtype).eval()
             head.load_state_dict(version)
             tokens = forwards = 0
-            for trace in traces:
+            for number, trace in enumerate(newest[:traces] if scores else newest):
                 mine = tokens_and_forwards(head, self.base, trace)
                 tokens, forwards = tokens + mine[0], forwards + mine[1]
                 yield True
-            if forwards < self.recipe.forwards:
+                if not scores:
+                    traces = number + 1
+                    if forwards >= most:
+                        break
+            if not scores and forwards < self.recipe.forwards:
                 return
-            scores.append(tokens / forwards)
-        before, after = scores
+            scores.append(tokens / max(1, forwards))
+        self._judge(weights, *scores)
+
+    def _judge(self, weights: dict[str, torch.Tensor], before: float, after: float) -> None:
+        """Propose weights if they gain, and choose the rate. ``before``, ``after``: tokens a forward on the same traces
+        of the served weights and of these."""
+        if before < CHANGED * self._best:
+            log.info("step %d: %.3f tokens a forward, %.3f earlier: other traffic", self.steps, before, self._best)
+            self.settled, self._idle_gates, self._best = False, 0, before
+            self._least = 0.0  # it was measured on what came before
+        self._best = max(self._best, before)
         if after >= GAIN * max(before, self._least):
             self.candidate, self._idle_gates = (weights, before, after), 0
-        else:
-            log.info("step %d: %.3f tokens a forward, %.3f before: no candidate", self.steps, after, before)
-            self._idle_gates += 1
-            self.scratch = self.scratch and not (self._gained and self._idle_gates >= IDLE_GATES)
+            return
+        log.info("step %d: %.3f tokens a forward, %.3f before: no candidate", self.steps, after, before)
+        self._idle_gates += 1
+        self.settled = self.settled or (not self.scratch and self._idle_gates >= IDLE_GATES)
 
 
 @torch.no_grad()

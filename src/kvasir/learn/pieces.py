@@ -63,16 +63,19 @@ class _Held:
 
 
 class Pieces:
-    """Traces to learn from, at most ``num_bytes`` of them and each at most `USES` times; and those held back.
+    """Traces to learn from, at most ``num_bytes`` and ``num_rows`` of them and each at most `USES` times; and those
+    held back.
 
     All pieces of a sequence are on one side, so that nothing is judged by what it was trained on. The oldest go first
-    where there are too many.
+    where there are too many. ``num_rows`` keeps what is learned recent: a server writes traces faster than a trainer
+    uses them up, and draws from a long past would hold little of traffic that has just changed.
     """
 
-    def __init__(self, num_bytes: int, held_rows: int, seed: int = 0) -> None:
+    def __init__(self, num_bytes: int, held_rows: int, seed: int = 0, num_rows: int = 1 << 62) -> None:
         self.held_back: deque[Trace] = deque()
         self._train: deque[_Held] = deque()
         self._bytes, self._held_count, self._most, self._held_rows = 0, 0, num_bytes, held_rows
+        self._rows, self._most_rows = 0, num_rows
         self._random = random.Random(seed)
 
     def add(self, trace: Trace) -> bool:
@@ -84,9 +87,9 @@ class Pieces:
                 self._held_count -= self.held_back.popleft().num_rows
             return False
         self._train.append(_Held(trace))
-        self._bytes += trace.states.nbytes
-        while self._bytes > self._most and len(self._train) > 1:
-            self._bytes -= self._train.popleft().trace.states.nbytes
+        self._count(trace, 1)
+        while (self._bytes > self._most or self._rows > self._most_rows) and len(self._train) > 1:
+            self._count(self._train.popleft().trace, -1)
         return True
 
     def draw(self, num_rows: int) -> list[Trace]:
@@ -104,7 +107,8 @@ class Pieces:
             if held.uses >= USES:
                 spent.add(i)
         if spent:
-            self._bytes -= sum(self._train[i].trace.states.nbytes for i in spent)
+            for i in spent:
+                self._count(self._train[i].trace, -1)
             self._train = deque(held for i, held in enumerate(self._train) if i not in spent)
         return found
 
@@ -115,4 +119,8 @@ class Pieces:
         """Forget all of them."""
         self.held_back.clear()
         self._train.clear()
-        self._bytes = self._held_count = 0
+        self._bytes = self._rows = self._held_count = 0
+
+    def _count(self, trace: Trace, sign: int) -> None:
+        self._bytes += sign * trace.states.nbytes
+        self._rows += sign * trace.num_rows
