@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvasir.bench.client import Call, Reply, replay, served_model
+from kvasir.bench.client import Call, replay, served_model
 from kvasir.bench.result import arm, percentile, result, save
 from kvasir.bench.servers import Server, serving
 
@@ -80,18 +80,17 @@ def capacity(server: Server, model: str) -> float:
 
 async def window(server: Server, model: str, attackers: int, rate: float, seconds: float) -> dict[str, Any]:
     """Metrics of the honest keys while so many attackers are at work."""
-    draw, due, calls = random.Random(2), 0.0, {key: [] for key in keys(0)}
+    draw, due, calls = random.Random(2), 0.0, []
     while (due := due + draw.expovariate(rate)) < seconds:
-        calls[draw.choice(keys(0))].append(Call(due, prompt(draw), OUTPUT))
+        calls.append(Call(due, prompt(draw), OUTPUT, api_key=draw.choice(keys(0))))
     end = time.perf_counter() + seconds
     attacks = [
         asyncio.create_task(attack(server, model, key, draw, seconds))
         for key in keys(attackers)[HONEST_KEYS:]
         for _ in range(OPEN)
     ]
-    found = await asyncio.gather(*(replay(server.url, model, mine, key) for key, mine in calls.items() if mine))
+    replies, _ = await replay(server.url, model, calls)
     answered = sum(await asyncio.gather(*attacks))
-    replies: list[Reply] = [reply for mine, _ in found for reply in mine]
     early = [reply for reply in replies if reply.due < end - 0.1 * seconds]
     # An event may hold several tokens, so those of an answer that has ended are counted by the server.
     served = sum(r.completion if r.ended < end else sum(at < end for at in r.events) for r in early)

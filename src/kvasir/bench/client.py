@@ -33,12 +33,13 @@ TICK = 0.01
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request to send. ``due`` is in seconds from the start of the window; ``extra`` are further parameters of its
-    body."""
+    body; ``api_key`` is its own key, where it has one."""
 
     due: float
     prompt: list[int]
     output: int
     extra: Mapping[str, Any] = field(default_factory=dict)
+    api_key: str | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ async def replay(
     Returns the replies in order, and how late the event loop ran, in seconds.
     """
     place = urlsplit(url)
-    requests = [_request(place, model, call, api_key) for call in calls]
+    requests = [_request(place, model, call, call.api_key or api_key) for call in calls]
     loop = asyncio.get_running_loop()
     lags: list[float] = []
     ticker = loop.create_task(_tick(lags))

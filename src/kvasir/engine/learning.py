@@ -139,7 +139,8 @@ class Learning:
         self._means: list[float] = []  # accepted tokens a draft: recent, long
         self._resting: bool | None = None
         self._start = ""  # the folder that the trainer starts from; "": random weights
-        if not is_new(drafter):
+        self._untrained = is_new(drafter)  # random weights, and no version accepted yet
+        if not self._untrained:
             self._export(self._folder / "start", self._versions.kept)
             self._start = str(self._folder / "start")
         self._ring = TraceRing.create(self._folder, ring_bytes)
@@ -296,7 +297,7 @@ class Learning:
                 old + weight * (mean - old) for old, weight in zip(self._means or [mean, mean], (RECENT, LONG))
             ]
         fell = bool(self._means) and self._means[0] < FALLEN * self._means[1]
-        self.tracer.all = not controller.pays or fell
+        self.tracer.all = self._untrained or not controller.pays or fell
         if self._device == "same":
             decodes = [span for span in plan.spans if span.length == 1 or span.commit == "walk"]
             context = sum(span.start for span in decodes)
@@ -316,6 +317,7 @@ class Learning:
             self._refuse(version, why)
             return
         self._versions.accept()
+        self._untrained = False
         self._drafter.version = self._versions.serving
         self._stats.accepted += 1
         self._rollbacks = 0
