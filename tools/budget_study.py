@@ -21,6 +21,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.lookup import load_task
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation.budgets import Optimal
+from kvasir.speculation.drafter import StepSeconds
 from kvasir.speculation.lengths import Lengths
 from kvasir.types import SamplingParams, Sequence
 
@@ -46,8 +48,8 @@ class Priced(Optimal):
         super().__init__()
         self._base = base
 
-    def plan(self, seqs, by_depth, seconds) -> None:  # type: ignore[no-untyped-def]
-        super().plan(seqs, by_depth, lambda num_seqs, context, drafts, drafted: self._base + num_seqs + drafts)
+    def plan(self, seqs: Many[Sequence], seconds: StepSeconds) -> None:
+        super().plan(seqs, lambda num_seqs, context, drafts, drafted: self._base + num_seqs + drafts)
 
 
 class Oracle(Priced):
