@@ -1,6 +1,6 @@
 """Count what draft budgets save in rollouts: none, uniform ones, DAS's classes and DAS's optimal budgets.
 
-    python tools/budget_study.py OUT.json [--model base] [--problems 16] [--samples 16] [--rounds 4] [--base 32 128 512]
+    python tools/budget_study.py OUT.json [--model base] [--problems 16] [--samples 16] [--rounds 3] [--base 32 128 512]
                                  [--checkpoint FOLDER ...]
 
 Each round asks the same problems at temperature 1, all samples at once, as the formula of DAS supposes (arXiv
@@ -12,7 +12,7 @@ rows cost as much as a forward does without any. ``makespan`` is that price, in 
 sample ends, by base. The formula is told the base, so ``optimal`` has an arm for each; all others have one.
 
 Lengths and acceptance are learnt from earlier rounds, so the first says little. ``oracle`` arms know the length of each
-sample beforehand: the most that a better prediction could save.
+sample beforehand.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--model", default="base")
     parser.add_argument("--problems", type=int, default=16)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-tokens", type=int, default=384)
     parser.add_argument("--base", type=float, nargs="+", default=[32.0, 128.0, 512.0])
     parser.add_argument("--checkpoint", nargs="+", default=[])

@@ -31,6 +31,7 @@ from kvasir.types import Sequence
 PRIOR, PRIOR_WEIGHT = 0.5, 4.0  # share of right drafts of a depth before it was tried, and the tries it counts for
 DEPTHS = 8  # depths that the curve of accepted tokens is fitted to, and the most drafts of a sequence in a forward
 FORGETTING = 0.95  # factor on what the earlier drafts for a prompt showed, at each verified draft
+FADING = 0.5  # the same at the end of each sequence of the prompt, so that nobody is judged for good by a bad start
 ROUNDS = 60  # halvings of an interval: more than fp64 resolves
 
 
@@ -83,6 +84,13 @@ class Optimal(Lengths):
         self._right: OrderedDict[int, np.ndarray] = OrderedDict()
         self._right_of_all = np.zeros((DEPTHS, 2))
         self._curves: dict[int, tuple[float, float]] = {}
+
+    def ended(self, seq: Sequence) -> None:
+        super().ended(seq)
+        key = self._key(seq)
+        if key in self._right:  # a drafter that copies now has one more text to copy from
+            self._right[key] *= FADING
+            self._curves.pop(key, None)
 
     def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
         key = self._key(seq)
