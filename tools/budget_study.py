@@ -5,7 +5,7 @@
 
 Each round asks the same problems at temperature 1, all samples at once, as the formula of DAS supposes (arXiv
 2511.13841, section 4). The drafter is ``suffix``. Only the budgets decide what is verified: no measured time does, so
-forwards, rows and tokens are exact on any machine, and outputs are those of the plain arm.
+forwards, rows and tokens are exact on any machine; the share of outputs that equal the plain arm's is reported.
 
 The paper's price of a batch is c_base x forwards + c_tok x rows. ``--base`` lists values of c_base / c_tok: how many
 rows cost as much as a forward does without any. ``makespan`` is that price, in rows, of the forwards until the last
@@ -152,7 +152,7 @@ def main() -> int:
         device="cpu",
         max_num_seqs=given.problems * given.samples,
         max_num_batched_tokens=4096,
-        batch_invariant=True,
+        num_threads=1,
     )
     study = Study(
         config,
