@@ -5,22 +5,26 @@
 The run (bench/results/h200/speculation-llama-8b-07.json, batch 1) spoiled the same drafts in every arm, drawn from the
 prompt. They are drawn again here, so the forwards of fixed depths must come out as measured. The engine's controller
 then drafts for them on the simulated clock (src/kvasir/bench/drafting_sim.py), after the round that warmed the measured
-one up, with one set of step times a seed. ``exact`` has step times without noise.
+one up, with one set of step times a seed. ``exact`` has step times without noise. ``model alone`` is the controller
+before it bounded what a size costs that was never run (`kvasir.engine.draft_times.UNTRIED`).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvasir.bench.drafting_sim import Load, Machine, Simulation, coins
 from kvasir.bench.result import arm, finish, result, spread
 from kvasir.bench.speculation import SHAPE_TEMPERATURE, random_loads
 from kvasir.bench.workloads import SHAPES, Batch
+from kvasir.engine import draft_times
 from kvasir.models.families import build_spec
 
 ACCEPT, OUTPUT, DEPTHS = 0.7, 192, (1, 2, 4, 6, 7, 8)
@@ -68,13 +72,16 @@ def main() -> None:
             fixed[depth] = statistics.median(f["seconds"] for f in found) - prompt
             metrics = {"forwards": found[0]["forwards"], "seconds": round(fixed[depth], 4)}
             arms.append(arm(f"fixed{depth} {name}", {"depth": depth}, metrics))
-        found = [run([warm, first], s, machine) for s in range(given.seeds)]
-        metrics = {
-            "forwards": spread([f["forwards"] for f in found]),
-            "drafts": spread([f["drafts"] for f in found]),
-            "of_best_fixed": spread([min(fixed.values()) / (f["seconds"] - prompt) for f in found]),
-        }
-        arms.append(arm(f"goodput {name}", {"seeds": given.seeds, "accept": ACCEPT, "batch": 1}, metrics))
+        for control, untried in (("goodput", draft_times.UNTRIED), ("model alone", math.inf)):
+            with mock.patch.object(draft_times, "UNTRIED", untried):
+                found = [run([warm, first], s, machine) for s in range(given.seeds)]
+            metrics = {
+                "forwards": spread([f["forwards"] for f in found]),
+                "drafts": spread([f["drafts"] for f in found]),
+                "of_best_fixed": spread([min(fixed.values()) / (f["seconds"] - prompt) for f in found]),
+            }
+            config = {"seeds": given.seeds, "accept": ACCEPT, "batch": 1}
+            arms.append(arm(f"{control} {name}", config, metrics))
     finish(
         result("drafting-miss-simulated", arms) | {"machine": "simulated: step times of an H200, nothing was measured"},
         given.out,
