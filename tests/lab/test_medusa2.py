@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kvasir.api.llm import LLM
+from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab.drafters import data as drafter_data
@@ -18,6 +20,7 @@ from kvasir.lab.drafters.training import Plan, Trainer, main
 from kvasir.lab.model import Model
 from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.speculation import heads
+from kvasir.types import SamplingParams
 from tests.lab.test_drafter_training import TINY
 from tests.lab.test_exits_training import SHAPE, target, texts  # noqa: F401 (fixtures)
 
@@ -69,6 +72,35 @@ def test_drafts_improve_more_than_with_a_frozen_model(target, texts):  # noqa: F
             run.step(next(stream))
         found[name] = run.kind.measure(texts)["tokens_per_forward"]
     assert found["joint"] > found["frozen"] + 0.03
+
+
+def test_its_heads_change_no_token_of_the_new_model(target, texts, tmp_path):  # noqa: F811
+    """Tokens with drafts are those of the written model. Those of the target are not: the comparison can fail."""
+    prompts = [{"prompt_token_ids": [1, *texts.text(i)[:5].tolist()]} for i in range(4)]
+    params = [SamplingParams(temperature=1.0, max_tokens=24, seed=i, ignore_eos=True) for i in range(4)]
+
+    def outputs(folder, drafter: str = "") -> tuple[list[list[int]], int]:
+        config = EngineConfig.of(
+            model=str(folder), device="cpu", num_pages=32, max_num_seqs=4, drafter=drafter, draft_control="fixed"
+        )
+        with LLM(config=config) as llm:
+            found = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params)]
+            return found, llm.engine.stats().drafted_tokens
+
+    tokenizer = shipped_tokenizer()
+    export.export(target.source, tokenizer, tmp_path / "target")
+    before = export.load(tmp_path / "target")
+    for name, warmup in (("joint", 0), ("frozen", 0.99)):
+        run = trainer(target, texts, f"data=text,warmup={warmup}")
+        stream = run.stream()
+        for _ in range(8):
+            run.step(next(stream))
+        run.kind.write(tmp_path / name, tokenizer)
+        moved = [not torch.equal(p, q) for p, q in zip(before.parameters(), export.load(tmp_path / name).parameters())]
+        assert all(moved) if name == "joint" else not any(moved)
+    drafted, count = outputs(tmp_path / "joint", f"medusa:model={tmp_path / 'joint' / 'medusa'}")
+    assert count > 0 and drafted == outputs(tmp_path / "joint")[0]
+    assert drafted != outputs(tmp_path / "target")[0], "it is another model"
 
 
 def test_the_folder_and_bad_options(tmp_path, monkeypatch):

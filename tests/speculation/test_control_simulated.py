@@ -5,12 +5,14 @@ best fixed depth.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from kvasir.bench.drafting_sim import Clock, Coins, Compared, Load, Machine, Simulation, coins, compare, constant
+from kvasir.engine import draft_times
 from kvasir.speculation.router import Router
 
 ROOT = Path(__file__).parents[2]
@@ -212,6 +214,22 @@ def test_a_drafter_that_always_stalls_is_given_up():
     load = Load(8, count=64)
     rates = [without.run(load) / drafting.run(load) for _ in range(4)]
     assert rates[-1] > 0.9, rates
+
+
+def test_sizes_that_were_never_run_are_tried(monkeypatch):
+    """One sequence and 7 drafts fill a graph of 8 rows; the eighth draft needs the next size, and it pays."""
+
+    def drafts() -> float:
+        simulation = Simulation(1, coins(0.7, seed=1), machine=Machine(jitter=0.0, outliers=0.0))
+        simulation.run(Load(1))
+        stats = simulation.drafting.controller.stats
+        drafted, verified = stats.drafted, stats.verified
+        simulation.run(Load(1))
+        return (stats.drafted - drafted) / (stats.verified - verified)
+
+    assert drafts() > 7.5
+    monkeypatch.setattr(draft_times, "UNTRIED", math.inf)
+    assert drafts() < 7.1, "the model alone never measures it"
 
 
 def test_where_steps_are_as_short_as_a_drafters_own_work():

@@ -11,7 +11,10 @@ here.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvasir.engine.graphs import DecodeGraphs
@@ -32,6 +35,9 @@ SURE = 4
 HICCUP, HICCUPS, OF_A_SIZE, GOOD, FORGIVEN = 0.1, 6, 4, 8, 60.0
 # A step's time counts up to so many times the present one.
 CLIP = 1.25
+# What a drafted step in a captured graph that was never run is expected to cost at most, relative to the next smaller
+# size. Without this bound, a linear model that is off by a few per cent keeps a size from ever being measured.
+UNTRIED = 1.02
 
 
 class DraftTimes:
@@ -122,7 +128,19 @@ class DraftTimes:
     def _expected(self, kind: _Kind, shape: StepShape) -> float:
         seconds, then = self._times.get(kind, (0.0, None))
         now = self._model(kind, shape)
-        return now if then is None else seconds * now / self._model(kind, then)
+        if then is None:
+            return min(now, self._at_most(kind, shape))
+        return seconds * now / self._model(kind, then)
+
+    def _at_most(self, kind: _Kind, shape: StepShape) -> float:
+        """Bound for a size that was never measured, by the next smaller one."""
+        graphs = self._graphs
+        if graphs is None or not (kind.drafted and kind.graph and graphs.replays(kind.size, True)):
+            return math.inf
+        sizes = graphs.buckets
+        rows = sizes[bisect_left(sizes, kind.size) - 1]
+        below = kind._replace(size=rows)
+        return UNTRIED * self._expected(below, replace(shape, rows=rows)) if below in self._times else math.inf
 
     def _plain_graph(self, kind: _Kind) -> bool:
         """Whether plain steps in graphs show what unmeasured drafted ones will cost: those of the same sort do, if

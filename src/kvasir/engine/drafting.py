@@ -177,7 +177,7 @@ class Drafting:
         if lengths is not None:
             running = list(running)
             at_end = [seq for seq in running if rows_left(seq) == 1 and seq.status is at_work]
-            lengths.plan(at_end, self.controller.stats.by_depth, self._times.predict)
+            lengths.plan(at_end, self._times.predict)
         for seq in running:  # once a sequence and step: no call that is not needed
             known = len(seq.tokens)
             left = known + seq.num_drawn - seq.num_computed - seq.num_ahead  # rows_left
@@ -365,6 +365,8 @@ class Drafting:
                 self._open(span.seq)
                 self._answer(span, DraftTree(guests={-1: (tuple(span.guests),)}, source=self.drafter.name), result)
             return
+        if self._lengths is not None:
+            self._lengths.verified(span.seq, span.length - 1 - len(span.guests), len(result.path) - 1)
         trees, i = found
         if trees is not self._verified and self._alone and isinstance(trees, Forest):
             self.learn()

@@ -47,15 +47,13 @@ class Lengths:
         """Whether enough sequences have ended to predict the length of others."""
         return len(self._all) >= ENOUGH
 
-    def plan(
-        self,
-        seqs: Many[Sequence],
-        by_depth: Many[Many[int]],
-        seconds: StepSeconds,
-    ) -> None:
+    def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
+        """Learn that ``accepted`` of the ``drafts`` of a sequence were right in a step. The classes need nothing."""
+
+    def plan(self, seqs: Many[Sequence], seconds: StepSeconds) -> None:
         """Prepare the budgets of a step that decodes ``seqs``. The classes need nothing.
 
-        ``by_depth``: [tried, right] drafts; ``seconds``: `kvasir.engine.draft_times.DraftTimes.predict`."""
+        ``seconds``: `kvasir.engine.draft_times.DraftTimes.predict`."""
 
     def left(self, seq: Sequence) -> int:
         """Predicted number of tokens to come, at least 1; as many again for one that has outlived all others."""
