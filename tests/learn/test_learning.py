@@ -142,11 +142,11 @@ def test_all_are_traced_where_drafts_do_not_pay_or_acceptance_falls(d, monkeypat
     stats, plan = controller.stats, Plan(0, [])
     monkeypatch.setattr(learning, "_seen", (stats.verified, stats.accepted, stats.drafted))
     monkeypatch.setattr(learning, "_means", [])
-    monkeypatch.setattr(learning, "_untrained", True)
+    monkeypatch.setattr(learning, "_gaining", True)
     before = stats.verified, stats.accepted
     look(learning, plan)
-    assert learning.tracer.all, "nothing has been learned, whatever `--draft-control fixed` says of drafts"
-    learning._untrained = False
+    assert learning.tracer.all, "more can be learned, whatever `--draft-control fixed` says of drafts"
+    learning._gaining = False
     for accepted, everybody in ((20, False), (20, False), (8, True), (20, True), (22, False), (22, False)):
         stats.verified += 10
         stats.accepted += accepted

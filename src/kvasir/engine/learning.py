@@ -139,8 +139,8 @@ class Learning:
         self._means: list[float] = []  # accepted tokens a draft: recent, long
         self._resting: bool | None = None
         self._start = ""  # the folder that the trainer starts from; "": random weights
-        self._untrained = is_new(drafter)  # random weights, and no version accepted yet
-        if not self._untrained:
+        self._gaining = is_new(drafter)  # whether the trainer's candidates gain
+        if not self._gaining:
             self._export(self._folder / "start", self._versions.kept)
             self._start = str(self._folder / "start")
         self._ring = TraceRing.create(self._folder, ring_bytes)
@@ -206,6 +206,7 @@ class Learning:
             elif isinstance(message, messages.Report):
                 self._stats.kl_by_depth, self._stats.busy_share = message.kl_by_depth, message.busy_share
                 self._stats.learned_tokens, self._stats.steps = message.traced, message.steps
+                self._gaining = message.gaining
         if self._trainer.ended and not self._stats.ended:
             self._end(self._trainer.ended)
         if self._staging is not None and self._staging[1].done():
@@ -297,7 +298,7 @@ class Learning:
                 old + weight * (mean - old) for old, weight in zip(self._means or [mean, mean], (RECENT, LONG))
             ]
         fell = bool(self._means) and self._means[0] < FALLEN * self._means[1]
-        self.tracer.all = self._untrained or not controller.pays or fell
+        self.tracer.all = self._gaining or not controller.pays or fell
         if self._device == "same":
             decodes = [span for span in plan.spans if span.length == 1 or span.commit == "walk"]
             context = sum(span.start for span in decodes)
@@ -317,7 +318,6 @@ class Learning:
             self._refuse(version, why)
             return
         self._versions.accept()
-        self._untrained = False
         self._drafter.version = self._versions.serving
         self._stats.accepted += 1
         self._rollbacks = 0

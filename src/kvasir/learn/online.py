@@ -129,6 +129,7 @@ class Online:
                 traced=learner.traced,
                 busy_share=self._pace.busy_share,
                 steps=learner.steps,
+                gaining=not learner.settled,
             )
         )
 
