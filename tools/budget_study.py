@@ -68,7 +68,7 @@ class Oracle(Priced):
 
 
 def arms_of(bases: list[float]) -> dict[str, tuple[int, Callable[[], Lengths] | None]]:
-    """By name: the most drafts of a sequence and step, and what budgets them."""
+    """Return, by name, the most drafts of a sequence and step, and the rule that budgets them."""
     found: dict[str, tuple[int, Callable[[], Lengths] | None]] = {f"uniform {n}": (n, None) for n in (1, 2, 4, MOST)}
     found["classes"] = (MOST, Lengths)
     for base in bases:
@@ -84,7 +84,7 @@ class Study(Rollouts):
     def measure(
         self, speculation: SpeculationConfig, budgets: Lengths | None, plain: list[list[list[int]]], bases: list[float]
     ) -> tuple[dict[str, Any], list[list[list[int]]]]:
-        """What was counted in each round, and the outputs. ``plain``: those without drafts, empty in that arm."""
+        """Return the counts of each round, and the outputs. ``plain``: those without drafts, empty in that arm."""
         engine = self.llm.engine
         engine.draft_with(speculation)
         if budgets is not None:

@@ -43,7 +43,7 @@ OUTPUT_TOKENS = 128
 
 @dataclass(frozen=True)
 class Arm:
-    """What is trained: a kind with options, of ``package``. ``rows``: the model's rows for a token of a text, by which
+    """An arm of training: a kind with options, of ``package``. ``rows``: the model's rows for a token of a text, by which
     its batches are smaller."""
 
     spec: str

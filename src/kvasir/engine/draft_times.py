@@ -35,7 +35,7 @@ SURE = 4
 HICCUP, HICCUPS, OF_A_SIZE, GOOD, FORGIVEN = 0.1, 6, 4, 8, 60.0
 # A step's time counts up to so many times the present one.
 CLIP = 1.25
-# What a drafted step in a captured graph that was never run is expected to cost at most, relative to the next smaller
+# A drafted step in a captured graph that was never run is expected to cost at most so many times the next smaller
 # size. Without this bound, a linear model that is off by a few per cent keeps a size from ever being measured.
 UNTRIED = 1.02
 

@@ -76,8 +76,7 @@ def head_to_learn(kind: str, base: Base, folder: str) -> Head:
 
 class Learner:
     """A head that learns. ``scratch``: whether its weights are random, so that its rate must not fall before some have
-    gained. ``layers``: the tapped layers of traces;
-    the head reads those of its shape.
+    gained. ``layers``: the tapped layers of traces; the head reads those of its shape.
 
     `slices` does a bounded piece of work each time it is asked, of about ``slice_rows`` rows. ``candidate`` is set to
     (weights by name, tokens a forward before and after) when one has passed the gate; nothing new is proposed until
