@@ -43,8 +43,8 @@ OUTPUT_TOKENS = 128
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm of training: a kind with options, of ``package``. ``rows``: the model's rows for a token of a text, by which
-    its batches are smaller."""
+    """An arm of training: a kind with options, of ``package``. ``rows``: the model's rows for a token of a text,
+    by which its batches are smaller."""
 
     spec: str
     package: str
