@@ -11,6 +11,7 @@ from kvasir.engine.eager_steps import EagerSteps
 from kvasir.engine.graphs import DecodeGraphs
 from tests.engine.driver import Driver, use_ways
 from tests.engine.stepwise import Stepwise
+from tests.engine.test_draft_graphs import FORMS, FromTheDevice
 from tests.engine.test_mixed_steps import forced
 from tests.engine.test_states import Scripted, alone, answers, engine, first, fleet, folder  # noqa: F401 (fixtures)
 from tests.speculation.helpers import install
@@ -18,9 +19,12 @@ from tests.speculation.helpers import install
 SPANS = 8  # most drafts of a sequence in a step
 
 
-def static(folder: str, drafts: int = 0, **options) -> tuple[Driver, list[int]]:  # noqa: F811
-    """An engine whose decodes go over static buffers, and a list that gets the rows of each such step."""
+def static(folder: str, drafts: int = 0, wider: bool = False, **options) -> tuple[Driver, list[int]]:  # noqa: F811
+    """An engine whose decodes go over static buffers, and a list that gets the rows of each such step. ``wider``: its
+    backend computes the rows of a draft together where it can, as those of a GPU do."""
     driver, ran = engine(folder, **options), []
+    parts = driver.engine.runner.parts
+    parts.backend = FromTheDevice(parts.backend) if wider else parts.backend
     use_ways(driver.engine.runner, call_through, drafts)
     graphs = driver.engine.runner.way(DecodeGraphs)
     real = graphs._compute
@@ -49,19 +53,21 @@ def test_tokens_in_a_crowd(folder, alone, how):  # noqa: F811
     assert len(ran) > 8 and answers(driver) == answers(driver, "again") == first(alone)
 
 
-def drafted(folder: str, alone: dict, right: int) -> dict:  # noqa: F811
+def drafted(folder: str, alone: dict, right: int, wider: bool) -> dict:  # noqa: F811
     options = dict(max_num_batched_tokens=60, drafter="ngram", draft_control="fixed")
-    driver, ran = static(folder, SPANS, **options)
+    driver, ran = static(folder, SPANS, wider, **options)
     install(driver, Scripted(alone, right))
     driver.run(fleet(driver), preempt_every=7)
     driver.close()
+    assert not wider or {most for most, _ in driver.engine.runner.parts.backend.seen} >= {FORMS[1]}
     assert ran and driver.engine.stats().drafted_tokens
     return answers(driver)
 
 
+@pytest.mark.parametrize("wider", [False, True])
 @pytest.mark.parametrize("right", [0, 1, 99])
-def test_drafts_leave_no_trace(folder, alone, right):  # noqa: F811
-    assert drafted(folder, alone, right) == first(alone)
+def test_drafts_leave_no_trace(folder, alone, right, wider):  # noqa: F811
+    assert drafted(folder, alone, right, wider) == first(alone)
 
 
 def test_the_comparison_sees_a_page_that_was_not_sent(folder, alone, monkeypatch):  # noqa: F811

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvasir.engine.graph_buckets import DECODES, ROW_BY_ROW
 from kvasir.engine.graphs import DecodeGraphs
 from tests import checkpoints
 from tests.engine.test_mixed_steps import forced
@@ -57,4 +58,19 @@ def test_same_tokens_of_steps_with_prompts_in_pieces(folder, eager):
     ran = forced(driver)
     driver.run(fleet(driver), gap=2, preempt_every=4)
     assert answers(driver) == first(eager) and ran, "nothing was captured"
+    driver.close()
+
+
+def test_drafts_outside_exact_mode_are_computed_together(folder):
+    """Exact mode runs drafts row by row. Outside it, bits may differ from eager steps, but no step may fail."""
+    driver = engine(folder, drafter="ngram", draft_control="fixed", batch_invariant=False, **OPTIONS)
+    for request in fleet(driver):
+        driver.run([request])
+    install(driver, Scripted(answers(driver), 99))
+    for tag in ("b", "c", "d"):
+        driver.run(fleet(driver, tag))
+        answers(driver, tag)
+    assert driver.engine.stats().drafted_tokens
+    forms = {key.form for key in driver.engine.runner.way(DecodeGraphs)._ready}
+    assert forms - {DECODES, ROW_BY_ROW}, "no wider form was captured"
     driver.close()

@@ -175,7 +175,9 @@ class RecurrentMixer:
         """Results of x, or of ``norm``(x): [T, E] -> [T, E]. ``residual_TE`` is added, and its memory may be used for
         the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; None: all. No use is made of
         ``angles``."""
-        assert batch.ancestors is None, "drafts of a model with recurrent layers are chains"
+        # A captured step of short spans gives the rows of chains ancestors, too.
+        chains = batch.ancestors is None or batch.together is not None
+        assert chains, "drafts of a model with recurrent layers are chains"
         rows_TX, gate_T = self.project(x_TE, norm)
         out_T = backend.run_recurrence(self, rows_TX, cache, batch)
         if wanted_M is not None:
