@@ -46,7 +46,7 @@ from tools.kernels.frame import (
 )
 
 SHAPES = {"Qwen 3.5 9B": WIDE["9B"], "Kimi Linear": WIDE["Kimi Linear"]}
-WALKS = ((32, 4), (32, 2), (16, 4), (16, 2), (16, 1), (8, 1), (64, 4), (64, 8))  # values and warps of a step's program
+WALKS = ((32, 4), (64, 4), (64, 2), (32, 2), (16, 4), (16, 2), (16, 1), (8, 1))  # values and warps of a step's program
 CARRIES = ((32, 1), (32, 2), (32, 3), (64, 1), (64, 2), (128, 1))
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PROBES = {"heads of 8": GatedDeltaSpec(1, 2, 8, 8, NormSpec()), "heads of 16": GatedDeltaSpec(1, 2, 16, 16, NormSpec())}
@@ -137,12 +137,14 @@ def step_arms(report: Report, name: str, spec: Any, count: int, bandwidth: float
             us = found / layers * 1e6
             share = {"us": round(us, 2), "limit_us": round(limit * 1e6, 2), "of_limit": round(limit * 1e6 / us, 3)}
             report.add(f"step {count}", {"shape": name, "who": who}, share)
+            report.save()
     for values, warps in WALKS:
         with mock.patch.multiple(gated_delta, VALUES=values, WARPS=warps):
             found = tried((name, count, values, warps), lambda: graph_seconds(ours, 5))
         if found is not None:
             chosen = {"shape": name, "values": values, "warps": warps}
             report.add(f"walk {count}", chosen, {"us": round(found / layers * 1e6, 2)})
+            report.save()
 
 
 def scan_arms(report: Report, name: str, spec: Any, scans: dict[str, Any], bandwidth: float) -> None:
