@@ -3,6 +3,9 @@
 vLLM's server cannot run without uvloop. Where uvloop is not installed, this module puts the standard library's event
 loop in its place and says so; the server's figures are then a little worse than they could be. vLLM's engine process
 imports this module again and finds the replacement, too.
+
+With ``--data-parallel-size`` the server is what ``vllm serve`` makes of it: an API server for each engine, which share
+one port.
 """
 
 from __future__ import annotations
@@ -24,7 +27,22 @@ if importlib.util.find_spec("uvloop") is None:
     stand_in.run = asyncio.run  # type: ignore[attr-defined]
     sys.modules["uvloop"] = stand_in
 
+
+def serve_parallel() -> None:
+    """Do what ``vllm serve`` does with the flags of this process."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    options = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    validate_parsed_serve_args(options)
+    ServeSubcommand.cmd(options)
+
+
 if __name__ == "__main__":
     if (changed := turn_off({})) and "--additional-config" not in sys.argv:
         sys.argv += ["--additional-config", json.dumps(changed["additional_config"])]
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    if "--data-parallel-size" in sys.argv:
+        serve_parallel()
+    else:
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
