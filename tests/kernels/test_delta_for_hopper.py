@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.kernels.gated_chunks import BLOCK, CHUNK, STAGES
+from kvasir.kernels.gated_chunks import BLOCK, CHUNK, EXPONENT, PART, STAGES
 from tests.kernels.test_compiled_for_hopper import compiled, compiler_ends
 
 __all__ = ["compiler_ends"]  # a fixture of every module that compiles
@@ -15,12 +15,12 @@ HEADS = {
     True: {"H": 32, "K": 32, "D": 128, "V": 128, "C": 12288, "X": 16416, "STRENGTH": 16384, "DECAY": 12288, "N": 128},
 }
 SIZES = {"TAPS": 4, "AHEAD": 16, "CHUNK": CHUNK, "BLOCK": BLOCK, "BD": 128, "PRECISION": "tf32", "EACH": True,
-         "PDL": True}  # fmt: skip
+         "PDL": True, "EXPONENT": EXPONENT, "PART": PART}  # fmt: skip
 KERNELS = {
     "_walk": ({"num_warps": 4}, "H K D V X C STRENGTH DECAY TAPS AHEAD BD EACH PDL", {"BV": 32, "LONG": False}),
     "_convolve": ({"num_warps": 8}, "K D V X C TAPS CHUNK", {"BW": 128, "APART": True}),
     "_gates": ({"num_warps": 4}, "H N X STRENGTH DECAY CHUNK", {"BY_HEAD": True}),
-    "_compare": ({"num_warps": 4, "num_stages": 1}, "H K D C CHUNK BLOCK BD PRECISION", {}),
+    "_compare": ({"num_warps": 4, "num_stages": 1}, "H K D C CHUNK BLOCK BD PRECISION EXPONENT PART", {}),
     "_solve": ({"num_warps": 4, "num_stages": 1}, "H K D V C CHUNK BLOCK BD PRECISION", {"BV": 128}),
     "_carry": ({"num_warps": 4, "num_stages": STAGES}, "H K D V C CHUNK BD PRECISION", {"BV": 32}),
 }

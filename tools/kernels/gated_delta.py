@@ -47,6 +47,7 @@ from tools.kernels.frame import (
 
 SHAPES = {"Qwen 3.5 9B": WIDE["9B"], "Kimi Linear": WIDE["Kimi Linear"]}
 WALKS = ((32, 4), (64, 4), (64, 2), (32, 2), (16, 4), (16, 2), (16, 1), (8, 1))  # values and warps of a step's program
+COMPARES = ((64, 2), (64, 4), (64, 8), (32, 2), (32, 4), (128, 8))  # channels at once and warps for a block
 CARRIES = ((32, 1), (32, 2), (32, 3), (64, 1), (64, 2), (128, 1))
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PROBES = {"heads of 8": GatedDeltaSpec(1, 2, 8, 8, NormSpec()), "heads of 16": GatedDeltaSpec(1, 2, 16, 16, NormSpec())}
@@ -175,6 +176,11 @@ def scan_arms(report: Report, name: str, spec: Any, scans: dict[str, Any], bandw
             config = {"shape": name, "values": values, "stages": stages}
             if found is not None:
                 report.add("carry 2 x 8192", config, {"us": round(found * 1e6, 1)})
+    for part, warps in COMPARES if world.weights.channelwise else ():
+        with mock.patch.multiple(gated_chunks, PART=part, WARPS=warps):
+            found = tried((name, part, warps), lambda: timed(partial(run, gated_chunks.scan), 5))
+        if found is not None:
+            report.add("compare 2 x 8192", {"shape": name, "part": part, "warps": warps}, {"us": round(found * 1e6, 1)})
     if len(results) == 2:
         report.ratios[f"{name}: fla-core's scan / ours"] = round(results["fla-core"] / results["ours"], 3)
 

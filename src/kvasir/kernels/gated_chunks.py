@@ -10,9 +10,9 @@ A chunk ends at an absolute multiple of ``CHUNK``, so a prompt that is cut there
 the position of a state and the start of its span are computed again, from the look-ahead slots. A place in a chunk that
 has no row changes nothing: its key and its write strength are zero.
 
-With a decay for each channel of a key (Kimi Delta Attention), two rows of one block of ``BLOCK`` are multiplied channel
-by channel. Rows of different blocks meet in products over the decays since the later block's begin, so that no factor
-is above one and none overflows.
+With a decay for each channel of a key (Kimi Delta Attention), rows of different blocks meet in products over the
+decays since the later block's begin, so that no factor is above one and none overflows. Within a block the decays
+since its middle are the factors; where one could overflow, rows are multiplied channel by channel.
 
 ``gathered`` brings the same chunks to where a scan of another package reads them.
 
@@ -38,6 +38,8 @@ from kvasir.types import StepBatch
 CHUNK = 64  # rows
 BLOCK = 16  # rows that are solved one after the other; the blocks of a chunk are joined by products
 VALUES = 32  # most values of a program that carries a state
+EXPONENT = 40.0  # a decay is made of two factors if they are within e^-40 and e^40: then their product is finite
+PART, WARPS = 64, 4  # with a decay for each channel: channels whose factors are multiplied at once, warps for a block
 STAGES = 3  # loads of chunks on their way while one is computed, with a model of 16 bits
 
 
@@ -176,46 +178,88 @@ def _gates(rows_ptr, decay_ptr, bias_ptr, ahead_ptr, base_ptr, table_ptr, contex
 
 
 @jit
+def _by_factors(q_at, k_at, totals, middle, strength, row, D: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+                BD: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of keys with keys, and of queries with keys, of the rows of one block, [BLOCK, BLOCK]. Decays are made
+    of two factors around the row ``middle``. Some channels at a time: their operands fill the registers."""
+    alike, within = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
+    for at in range(0, BD, PART):
+        d = at + tl.arange(0, PART)[None, :]
+        mask, rows = d < D, row[:, None] * C + d
+        since = tl.load(totals + row[:, None] * D + d, mask=mask, other=0.0)
+        since -= tl.load(totals + middle * D + d, mask=mask, other=0.0)
+        key = tl.load(k_at + rows, mask=mask, other=0.0).to(tl.float32)
+        query = tl.load(q_at + rows, mask=mask, other=0.0).to(tl.float32) * tl.exp(since)
+        peer = tl.trans(key * tl.exp(-since))
+        alike = tl.dot(key * tl.exp(since), peer, alike, input_precision=PRECISION)
+        within = tl.dot(query, peer, within, input_precision=PRECISION)
+    return alike * strength, within
+
+
+@jit
+def _by_channel(q_at, k_at, totals, total, strength, row, block, d, D: tl.constexpr, C: tl.constexpr,
+                BLOCK: tl.constexpr):
+    """Compute what ``_by_factors`` does, whatever the decays: rows are compared channel by channel, one after the
+    other."""
+    alike, within = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
+    column, mask, rows = tl.arange(0, BLOCK), (d < D)[None, :], row[:, None] * C + d[None, :]
+    query = tl.load(q_at + rows, mask=mask, other=0.0).to(tl.float32)
+    own = tl.load(k_at + rows, mask=mask, other=0.0).to(tl.float32) * strength
+    for i in range(0, BLOCK):
+        peer = block * BLOCK + i
+        later = row >= peer
+        key = tl.load(k_at + peer * C + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        between = total - tl.load(totals + peer * D + d[None, :], mask=mask, other=0.0)
+        key = key * tl.exp(tl.where(later[:, None], between, 0.0))
+        here = (column[None, :] == i) & later[:, None]
+        alike = tl.where(here, tl.sum(own * key, 1)[:, None], alike)
+        within = tl.where(here, tl.sum(query * key, 1)[:, None], within)
+    return alike, within
+
+
+@jit
 def _compare(mixed_ptr, total_ptr, strength_ptr, system_ptr, within_ptr,
              H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
-             BLOCK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, CHANNELWISE: tl.constexpr):
+             BLOCK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, CHANNELWISE: tl.constexpr,
+             EXPONENT: tl.constexpr, PART: tl.constexpr):
     """One block of rows of one head with all rows of their chunk up to them. ``within``: the share of each row in their
     results. ``system``: its share in what they write; within their block, the inverse of 1 + that. It is solved for
     one row after the other in fp32."""
     chunk, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row, column, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK), tl.arange(0, BD)
     in_d, key_head, first = (d < D)[None, :], head // (H // K), (chunk * H + head) * CHUNK
-    q_at = mixed_ptr + chunk * CHUNK * C + key_head * D + d[None, :]
-    k_at = q_at + K * D
-    q = tl.load(q_at + row[:, None] * C, mask=in_d, other=0.0)
-    k = tl.load(k_at + row[:, None] * C, mask=in_d, other=0.0)
+    queries = mixed_ptr + chunk * CHUNK * C + key_head * D
+    keys = queries + K * D
+    q_at, k_at = queries + d[None, :], keys + d[None, :]
     strength = tl.load(strength_ptr + first + row)[:, None]
     target = (first + row)[:, None] * CHUNK + column[None, :]
     earlier = column[:, None] > column[None, :]
+    equal = earlier | (column[:, None] == column[None, :])
     if CHANNELWISE:
-        totals = total_ptr + first * D + d[None, :]
-        total = tl.load(totals + row[:, None] * D, mask=in_d, other=0.0)
-        q, k = q.to(tl.float32), k.to(tl.float32) * strength
-        alike, within = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
-        for i in range(0, BLOCK):
-            peer = block * BLOCK + i
-            later = row >= peer
-            key = tl.load(k_at + peer * C, mask=in_d, other=0.0).to(tl.float32)
-            since = total - tl.load(totals + peer * D, mask=in_d, other=0.0)
-            key = key * tl.exp(tl.where(later[:, None], since, 0.0))
-            here = (column[None, :] == i) & later[:, None]
-            alike = tl.where(here, tl.sum(k * key, 1)[:, None], alike)
-            within = tl.where(here, tl.sum(q * key, 1)[:, None], within)
-        edge = tl.load(totals + tl.maximum(block * BLOCK - 1, 0) * D, mask=in_d, other=0.0)
-        grown = tl.exp(tl.minimum(total - edge, 0.0))
-        k, q = k * grown, q * grown
-        for i in range(0, block):
-            peers = i * BLOCK + column
-            key = tl.load(k_at + peers[:, None] * C, mask=in_d, other=0.0).to(tl.float32)
-            key = tl.trans(key * tl.exp(edge - tl.load(totals + peers[:, None] * D, mask=in_d, other=0.0)))
-            tl.store(system_ptr + target + i * BLOCK, tl.dot(k, key, input_precision=PRECISION))
-            tl.store(within_ptr + target + i * BLOCK, tl.dot(q, key, input_precision=PRECISION))
+        totals = total_ptr + first * D
+        middle = block * BLOCK + BLOCK // 2
+        total = tl.load(totals + row[:, None] * D + d[None, :], mask=in_d, other=0.0)
+        since = tl.abs(total - tl.load(totals + middle * D + d[None, :], mask=in_d, other=0.0))
+        if tl.max(tl.max(since, 1), 0) < EXPONENT:
+            alike, within = _by_factors(queries, keys, totals, middle, strength, row, D, C, BLOCK, BD, PART, PRECISION)
+            within = tl.where(equal, within, 0.0)
+        else:
+            alike, within = _by_channel(queries, keys, totals, total, strength, row, block, d, D, C, BLOCK)
+        if block:
+            edge = tl.load(totals + (block * BLOCK - 1) * D + d[None, :], mask=in_d, other=0.0)
+            grown = tl.exp(tl.minimum(total - edge, 0.0))
+            q = tl.load(q_at + row[:, None] * C, mask=in_d, other=0.0).to(tl.float32) * grown
+            k = tl.load(k_at + row[:, None] * C, mask=in_d, other=0.0).to(tl.float32) * strength * grown
+            for i in range(0, block):
+                peers = (i * BLOCK + column)[:, None]
+                key = tl.load(k_at + peers * C, mask=in_d, other=0.0).to(tl.float32)
+                key *= tl.exp(edge - tl.load(totals + peers * D + d[None, :], mask=in_d, other=0.0))
+                key = tl.trans(key)
+                tl.store(system_ptr + target + i * BLOCK, tl.dot(k, key, input_precision=PRECISION))
+                tl.store(within_ptr + target + i * BLOCK, tl.dot(q, key, input_precision=PRECISION))
     else:
+        q = tl.load(q_at + row[:, None] * C, mask=in_d, other=0.0)
+        k = tl.load(k_at + row[:, None] * C, mask=in_d, other=0.0)
         total = tl.load(total_ptr + first + row)[:, None]
         for i in range(0, block):
             key = tl.trans(tl.load(k_at + (i * BLOCK + column)[:, None] * C, mask=in_d, other=0.0))
@@ -223,7 +267,7 @@ def _compare(mixed_ptr, total_ptr, strength_ptr, system_ptr, within_ptr,
             alike = tl.dot(k, key, input_precision=PRECISION) * between * strength
             tl.store(system_ptr + target + i * BLOCK, alike)
             tl.store(within_ptr + target + i * BLOCK, tl.dot(q, key, input_precision=PRECISION) * between)
-        key, equal = tl.trans(k), earlier | (column[:, None] == column[None, :])
+        key = tl.trans(k)
         between = total - tl.load(total_ptr + first + block * BLOCK + column)[None, :]
         between = tl.where(equal, tl.exp(tl.where(equal, between, 0.0)), 0.0)
         alike = tl.dot(k, key, input_precision=PRECISION) * between * strength
@@ -360,7 +404,7 @@ def scan(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch
     system = empty(num, heads, CHUNK, CHUNK, dtype=torch.float32)
     _compare[(num, heads, CHUNK // BLOCK)](
         mixed, total, strength, system, within, heads, keys, key_dim, channels, CHUNK, BLOCK, block_d, precision,
-        channelwise, num_warps=4 if channelwise else 2, num_stages=1)
+        channelwise, EXPONENT, min(PART, block_d), num_warps=WARPS if channelwise else 2, num_stages=1)
     query, key = (empty(num, heads, CHUNK, key_dim) for _ in range(2)) if channelwise else (mixed, mixed)
     _solve[(num, heads)](
         mixed, total, strength, system, seen, given, query, key, heads, keys, key_dim, value_dim, channels, CHUNK,

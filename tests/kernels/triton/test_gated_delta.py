@@ -4,12 +4,14 @@ planes of the pages."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvasir.kernels import gated_chunks
 from kvasir.kernels.gated_delta import CHUNK, Weights, chunk_scan, step
 from kvasir.layers.recurrence_backend import RecurrenceBackend
 from kvasir.layers.spec import LOOK_AHEAD
@@ -62,6 +64,34 @@ def test_states_in_bfloat16(device):
 @pytest.mark.parametrize("name", SPECS)
 def test_the_scan_against_the_recurrence(name, device):
     compare(SPECS[name], torch.float32, device, near=1e-4, kernel=by_scan, lengths=LONG)
+
+
+def strong(world: World, *given, **more) -> torch.Tensor:
+    """The scan, or with ``by`` another kernel, with decays whose factors may overflow within 16 rows."""
+    kernel = more.pop("by", by_scan)
+    usual = world.weights
+    world.weights = replace(usual, log_decay_H=usual.log_decay_H + 3)
+    try:
+        return kernel(world, *given, **more)
+    finally:
+        world.weights = usual
+
+
+@pytest.mark.parametrize("exponent", [0.0, gated_chunks.EXPONENT], ids=["by channel", "by factors"])
+@pytest.mark.parametrize("name", ["channels", "odd channels"])
+def test_rows_of_a_block_meet_by_channel_or_by_factors(name, exponent, device, monkeypatch):
+    monkeypatch.setattr(gated_chunks, "EXPONENT", exponent)
+    compare(SPECS[name], torch.float32, device, near=1e-4, kernel=by_scan, lengths=LONG)
+    worlds = [World(SPECS[name], torch.float32, device, lengths=LONG) for _ in range(2)]
+    got, want = worlds[0].run(strong), worlds[1].run(partial(strong, by=by_reference))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_factors_that_overflow_are_seen(device, monkeypatch):
+    monkeypatch.setattr(gated_chunks, "EXPONENT", 1e9)
+    worlds = [World(SPECS["channels"], torch.float32, device, lengths=LONG) for _ in range(2)]
+    got, want = worlds[0].run(strong), worlds[1].run(partial(strong, by=by_reference))
+    assert not torch.allclose(got, want, atol=1e-4, rtol=1e-4)
 
 
 def stand_in(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens):
