@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels import activation, fused_qkv, gemv, hopper_gemv, norm
+from kvasir.kernels import activation, fused_qkv, gemv, hopper_gemv, norm, shared_expert
 from kvasir.kernels.activation import ACTIVATIONS
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
@@ -152,9 +152,25 @@ def check_hopper_gemv(case: hopper_gemv.Case, dtype: torch.dtype, device: str) -
     return hold(case, got, plain, want)
 
 
+def check_shared_expert(case: shared_expert.Case, dtype: torch.dtype, device: str) -> float:
+    draw = Draw(case.rows + case.width, dtype, device)
+    x = draw(case.rows, case.width + 8)[:, : case.width]
+    gate, shared, residual = draw(case.width, scale=0.2), draw(case.rows, case.width), draw(case.rows, case.width)
+    scale = (draw(case.width), 1e-5) if case.norm else None
+    old = residual if case.residual else None
+    want64 = x.double() if scale is None else norm64(x, *scale)
+    want = shared.double() * (want64 @ gate.double()).sigmoid()[:, None] + (0 if old is None else old.double())
+    plain = shared_expert.add_shared_reference(x, gate, shared, old, scale)
+    kept = residual.clone()
+    got = shared_expert.add_shared_triton(x, gate, shared.clone(), old, scale)
+    assert torch.equal(residual, kept), "other experts may still read what the residual is"
+    return hold(case, got, plain, want)
+
+
 CHECKS = {
     "norm": (norm.grid, check_norm),
     "activation": (activation.grid, check_activation),
     "fused_qkv": (fused_qkv.grid, check_fused_qkv),
     "gemv": (gemv.grid, check_gemv),
+    "shared_expert": (shared_expert.grid, check_shared_expert),
 }

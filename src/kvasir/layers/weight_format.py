@@ -221,6 +221,11 @@ class Weight:
         return sum(plane.nbytes for plane in self.planes.values())
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is one plain matrix, so that ``tensor`` is all of it."""
+        return self.planes.keys() == {MATRIX}
+
+    @property
     def tensor(self) -> torch.Tensor:
         """The matrix [..., N, K] of a plain weight."""
         return self.planes[MATRIX]

@@ -70,6 +70,10 @@ MODELS = {
         replace(LAYER, ffn=replace(EXPERTS.ffn, scoring="sigmoid", correction=True, weight_scale=2.0, shared_size=24)),
         replace(GEMMA, ffn=replace(EXPERTS.ffn, groups=2, shared_size=24, shared_gate=True, bias=True)),
     ),
+    "softmax, shared": (
+        replace(EXPERTS, ffn=replace(EXPERTS.ffn, shared_size=24)),
+        replace(EXPERTS, ffn=replace(EXPERTS.ffn, shared_size=24, shared_gate=True)),
+    ),
     "shared cache": (LAYER, LAYER, replace(LAYER, cache_of=1)),
     "norms after": (
         replace(LAYER, norms="post"),
@@ -147,7 +151,9 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
         ),
     )
     parts = [part for block in model.blocks for part in (block.mixer.qkv, block.mixer.o, *vars(block.ffn).values())]
-    products = [p for p in parts if isinstance(p, linear.Linear) and p.widths.keys() != {"router"}]
+    products = [
+        p for p in parts if isinstance(p, linear.Linear) and p.widths.keys() & {"router", "shared_gate"} == set()
+    ]
     for weight in (model.head, *(product.weight for product in products)):
         weight.streams, weight.planes = True, {"weight": weight.tensor.contiguous()}
         weight.forget()

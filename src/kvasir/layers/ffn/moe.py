@@ -17,6 +17,7 @@ from kvasir.kernels.activation import ACTIVATIONS, gated, sigmoid
 from kvasir.kernels.moe import Experts, moe_row_triton, moe_triton
 from kvasir.kernels.moe_rounding import round_reference
 from kvasir.kernels.moe_routing import choose_reference, choose_sigmoid_triton
+from kvasir.kernels.shared_expert import add_shared
 from kvasir.layers.ffn.dense import FFN as Dense
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
@@ -101,8 +102,10 @@ class FFN:
         result. Experts have no variants: adapters of them are refused when they are read. ``routed``: what ``route``
         returned for other rows than x; None: x is routed."""
         spec, kernels = self.spec, use_triton(x_TE)
-        alone = x_TE.shape[0] == 1 and self.shared is None and routed is None
+        alone = x_TE.shape[0] == 1 and routed is None
         if kernels and alone and not self.exact and self.softmax:
+            if self.shared is not None:
+                residual_TE = self._shared(x_TE, residual_TE, norm)
             return moe_row_triton(
                 x_TE,
                 self.router.weight.tensor,
@@ -161,12 +164,21 @@ class FFN:
         weights_TK, ids_TK = self.route(x_TE)
         return weights_TK, ids_TK.int()
 
-    def _shared(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None) -> torch.Tensor:
-        """The expert that every row uses, and the residual if there is one: [T, E]."""
-        if self.shared_gate is None:
-            return self.shared.forward(x_TE, residual_TE=residual_TE)
-        out_TE = self.shared.forward(x_TE) * sigmoid(self.shared_gate(x_TE), self.exact)
-        return out_TE if residual_TE is None else residual_TE.add_(out_TE)
+    def _shared(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None, norm: RMSNorm | None = None
+    ) -> torch.Tensor:
+        """The sum of the residual, if there is one, and what the expert that every row uses makes of x, or of
+        ``norm``(x): [T, E]. The residual's memory may be used for the result, except where x is the residual: other
+        experts read it."""
+        if self.shared_gate is None and residual_TE is not x_TE:
+            return self.shared.forward(x_TE, norm, residual_TE)
+        out_TE = self.shared.forward(x_TE, norm)
+        if self.shared_gate is not None:
+            gate = self.shared_gate.weight
+            if use_triton(x_TE) and not self.exact and gate.is_matrix:
+                return add_shared(x_TE, gate.tensor[0], out_TE, residual_TE, None if norm is None else norm.parameters)
+            out_TE *= sigmoid(self.shared_gate(x_TE, norm), self.exact)
+        return out_TE if residual_TE is None else out_TE.add_(residual_TE)
 
     def _forward_plain(self, x_TE: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         """One expert after the other, in plain torch. The host reads back how many rows each expert has."""
