@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels import activation, fused_qkv, gemv, hopper_gemv, norm, shared_expert
+from kvasir.kernels import activation, fused_qkv, gated_norm, gemv, hopper_gemv, norm, shared_expert
 from kvasir.kernels.activation import ACTIVATIONS
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
@@ -167,10 +167,22 @@ def check_shared_expert(case: shared_expert.Case, dtype: torch.dtype, device: st
     return hold(case, got, plain, want)
 
 
+def check_gated_norm(case: gated_norm.Case, dtype: torch.dtype, device: str) -> float:
+    draw = Draw(case.rows + case.heads, dtype, device)
+    x = draw(case.rows, case.heads, case.width, scale=2.0, dtype=torch.float32)
+    gate = draw(case.rows, case.heads * case.width + 8)[:, 4:-4]
+    weight = draw(case.width)
+    got = gated_norm.gated_norm_triton(x, gate, weight, 1e-5, case.silu)
+    plain = gated_norm.gated_norm_reference(x, gate, weight, 1e-5, case.silu)
+    factor = gate.double().sigmoid() * (gate.double() if case.silu else 1.0)
+    return hold(case, got, plain, norm64(x, weight, 1e-5).flatten(1) * factor)
+
+
 CHECKS = {
     "norm": (norm.grid, check_norm),
     "activation": (activation.grid, check_activation),
     "fused_qkv": (fused_qkv.grid, check_fused_qkv),
     "gemv": (gemv.grid, check_gemv),
+    "gated_norm": (gated_norm.grid, check_gated_norm),
     "shared_expert": (shared_expert.grid, check_shared_expert),
 }

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from kvasir.kernels import gated_chunks
-from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import Weights, step
+from kvasir.kernels.gated_norm import gated_norm
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
@@ -47,15 +47,13 @@ class Mixer(RecurrentMixer):
         )
 
     def project(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if norm is not None:  # two products read it
-            x_TE = norm(x_TE)
-        mixed_TC, z_TN = self.mixed(x_TE).split((self.spec.mixed, self.spec.values), -1)
-        return torch.cat((mixed_TC, self.gates(x_TE)), -1), z_TN
+        if norm is not None and (len(x_TE) > 1 or self.exact):  # two products read it; those of one row apply it
+            x_TE, norm = norm(x_TE), None
+        mixed_TC, z_TN = self.mixed(x_TE, norm).split((self.spec.mixed, self.spec.values), -1)
+        return torch.cat((mixed_TC, self.gates(x_TE, norm)), -1), z_TN
 
     def finish(self, out_T: torch.Tensor, gate_T: torch.Tensor) -> torch.Tensor:
-        gate = gate_T.float()
-        normed = self.norm(out_T).flatten(1) * (gate * sigmoid(gate, self.exact))
-        return normed.to(gate_T.dtype)
+        return gated_norm(out_T, gate_T, *self.norm.parameters, silu=True, exact=self.exact, fused=self.norm.fused)
 
     def run(
         self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_THV: torch.Tensor | None = None

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from kvasir.kernels import gated_chunks
-from kvasir.kernels.activation import sigmoid
 from kvasir.kernels.gated_delta import Weights, step
+from kvasir.kernels.gated_norm import gated_norm
 from kvasir.kv.state import StateCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
@@ -58,8 +58,7 @@ class Mixer(RecurrentMixer):
 
     def finish(self, out_T: torch.Tensor, gate_T: torch.Tensor) -> torch.Tensor:
         gate_TN = self.gate(gate_T.contiguous())
-        normed_TN = self.norm(out_T).flatten(1) * sigmoid(gate_TN.float(), self.exact)
-        return normed_TN.to(gate_TN.dtype)
+        return gated_norm(out_T, gate_TN, *self.norm.parameters, silu=False, exact=self.exact, fused=self.norm.fused)
 
     def run(
         self, rows_TX: torch.Tensor, cache: StateCache, batch: StepBatch, out_T: torch.Tensor | None = None
