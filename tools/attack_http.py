@@ -5,11 +5,11 @@
 The simulation of this is ``tools/simulate_attack.py``; here everything runs, over HTTP. Forty honest keys send requests
 of 64 prompt tokens and 32 output tokens at random times, together at a quarter of the rate that the server completes
 when 16 are open. Each attacker has a key of its own and keeps 4 requests of 3,000 output tokens open, without
-streaming, so that the client costs little. Every arm is a server of its own: as it is by default (``fcfs``), with a
-fair share between keys (``fair``), with one that takes running places sooner, and with a fair share and
-``--max-output-tokens 128``.
+streaming, so that the client costs little. Every arm is a server of its own: as it is by default (``fcfs``), with
+``--max-output-tokens 128`` for every key and nothing else, with a fair share between keys (``fair``), with one that
+takes running places sooner, and with a fair share and ``--max-output-tokens 128``.
 
-An honest token counts as served if it arrives before the attack ends. About 8 minutes on two cores.
+An honest token counts as served if it arrives before the attack ends. About 10 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SHARE, HONEST_KEYS, PROMPT, OUTPUT = 0.25, 40, 64, 32
 OPEN, LONG = 4, 3000
 SETTINGS: dict[str, list[str]] = {
     "fcfs": [],
+    "a cap": ["--max-output-tokens", "128"],
     "fair": ["--scheduling-policy", "fair"],
     "fair:displace=512": ["--scheduling-policy", "fair:displace=512"],
     "fair and a cap": ["--scheduling-policy", "fair", "--max-output-tokens", "128"],

@@ -118,6 +118,16 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
         check(so_far)
 
 
+def test_an_arm_with_a_drafter_tells_how_much_was_drafted(data):
+    """So that an arm that never drafted is seen; arms without a drafter say nothing of drafts."""
+    arms = {"off": {}, "same": {"drafter": "draft_model:model=nano", "draft_control": "fixed"}}
+    settings = {"num_threads": 1, "device": "cpu"}
+    table = {"model": "nano", "repeats": 1, "settings": settings, "arms": arms, "traces": {"one": LOAD}}
+    off, same = (entry["metrics"] for entry in replay.measure(parse("c", table), data)["arms"])
+    assert same["one.draft_tokens"]["median"] >= same["one.accepted_draft_tokens"]["median"] > 0
+    assert not any("draft" in key for key in off)
+
+
 def test_a_load_that_the_peers_first_life_did_not_reach(data):
     table = {"shape": "small", "peer": {"name": "vllm", "repeats": [1, 1]}, "traces": {n: LOAD for n in ("one", "two")}}
     case, whole = parse("c", table), replay.Measured({f"{n}.output_tok_s": [8.0] for n in ("one", "two")})

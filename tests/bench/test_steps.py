@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,6 +81,52 @@ def test_a_step_counts_with_its_least_time(engine, monkeypatch):
     monkeypatch.setattr(steps, "_round", lambda engine, run: left.pop(0))
     found, walls = steps.denoised(engine, RUNS[0])
     assert [step.seconds for step in found] == [0.25, 0.25] and walls == [0.75, 0.75, 2.0]
+
+
+class Cold:
+    """A worker on a clock of its own whose first round of each run compiles for 50 s; the others take 1 ms a
+    prompt token. It is also the module ``time`` of the code under test."""
+
+    def __init__(self) -> None:
+        self.now, self.seen = 0.0, set()
+        self.clock = SimpleNamespace(model=StepTimeModel(ROOFLINE))
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def idle(self) -> bool:
+        return False
+
+    def compute(self, engine, run: Batch) -> list[Timed]:
+        self.now += (run not in self.seen) * 50.0 + run.batch * run.prompt / 1000
+        self.seen.add(run)
+        return [Timed(StepShape(run.prompt, 1.0, 0, 1), False, 0.1), Timed(StepShape(1, 0.0, run.prompt, 1), True, 0.1)]
+
+
+@pytest.mark.parametrize("warms", [True, False], ids=["warm", "cold"])
+def test_compiling_takes_no_time_from_the_fit(monkeypatch, caplog, warms):
+    """Four runs of a few seconds each are measured however long each size takes to compile. Control: without the
+    untimed round, compiling uses up the limit and runs are left out."""
+    worker = Cold()
+    monkeypatch.setattr(steps, "time", worker)
+    monkeypatch.setattr(steps, "_round", worker.compute)
+    if not warms:
+        monkeypatch.setattr(steps, "warm", lambda engine, run: None)
+    runs = [Batch(f"p{n}", 1, n, 2) for n in (100, 200, 300, 400)]
+    metrics = steps.measure(worker, runs, [])
+    assert (metrics["fit_runs"] == len(runs)) == warms
+    if warms:
+        assert metrics["fit_s"] == pytest.approx(3 * 1.0) and metrics["warm_s"] == pytest.approx(4 * 50 + 1.0)
+    assert ("had no time" in caplog.text) != warms
+
+
+def test_the_limit_of_the_fit_still_leaves_out_long_runs(monkeypatch):
+    """A run that would take longer than the limit is neither measured nor warmed up."""
+    worker = Cold()
+    monkeypatch.setattr(steps, "time", worker)
+    monkeypatch.setattr(steps, "_round", worker.compute)
+    runs = [Batch("short", 1, 1000, 2), Batch("long", 1, int(1000 * steps.FIT_SECONDS / steps.ROUNDS), 2)]
+    assert steps.measure(worker, runs, [])["fit_runs"] == 1 and worker.seen == {runs[0]}
 
 
 def test_the_idealised_runtime_is_f_of_the_prompt_and_a_slope():

@@ -113,9 +113,12 @@ def test_the_gradient_is_that_of_the_rewarded_log_probabilities(nano):
     assert (told - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def parity(folder, tokenizer, dtype: str, device: str) -> float:
-    """The largest distance in nats a token between the engine's scores of judgements and the trainer's."""
-    net, task = export.load(folder, device), load_task(TASK)
+def parity(folder, tokenizer, dtype: str, device: str, trained=None) -> float:
+    """The largest distance in nats a token between the engine's scores of judgements and the trainer's.
+
+    ``trained``: the folder that the trainer's weights are read from, if it is another one.
+    """
+    net, task = export.load(trained or folder, device), load_task(TASK)
     problems = task.problems("test", 1, 3)
     form = FormTask("judge_pair", task)
     cases = [Case(form, form.case(p, [p.solution, "Answer: 3"])) for p in problems]
@@ -143,6 +146,11 @@ def test_a_trained_judge_is_a_model_that_the_engine_scores_as_the_trainer_does(t
     assert json.loads((folder / "reward.json").read_text()) == json.loads(json.dumps(record))
     assert record["after"][TASK]["right"] >= 0 and record["history"][0]["step"] == 1
     assert parity(folder, tokenizer, "float32", "cpu") < 2e-3
+    other = export.load(folder)
+    with torch.no_grad():
+        other.model.norm.weight[0] += 20.0
+    export.export(other, tokenizer, tmp_path / "other")
+    assert parity(folder, tokenizer, "float32", "cpu", tmp_path / "other") > 2e-3, "one weight shows"
 
 
 def test_training_ends_after_its_minutes_with_fewer_steps(tokenizer):

@@ -162,6 +162,10 @@ def test_the_engine_scores_as_the_trainer_does_and_searches_take_the_folder(tmp_
     async def main() -> None:
         async with opened([writer, reward]):
             await compare(reward, replies, scores(net, replies), 2e-3)
+            with torch.no_grad():  # the control: one weight of the head
+                net.score_E[0] += 1.0
+            with pytest.raises(AssertionError):
+                await compare(reward, replies, scores(net, replies), 2e-3)
             problems = [Problem(f"p{i}", p.messages) for i, p in enumerate(replies.problems[:2])]
             for spec in ("beam:N=4,width=2,steps=2", "best_of_n:n=2,by=prm"):
                 solution = await solve(load_strategy(f"{spec},prm=prm"), problems, [writer, reward], name=spec)

@@ -62,7 +62,7 @@ def test_the_engine_guesses_what_training_does(ensemble, tmp_path, monkeypatch):
     d.run(requests(d, 0.0, allowed_token_ids=None), preempt_every=4)
     assert not d.engine._drafting._failures and outputs(d) == plain(0.0, allowed_token_ids=None)
     head, _ = heads.read("ppd", tmp_path)
-    model, num = export.load(resolve("nano")), 0
+    model, num, missed = export.load(resolve("nano")), 0, 0
     assert any(first for _, _, first in heard) == (ensemble == 1)
     for tokens, rows, _ in heard[::7] + [entry for entry in heard if entry[2]][:1]:
         count = len(rows) // ensemble
@@ -70,16 +70,20 @@ def test_the_engine_guesses_what_training_does(ensemble, tmp_path, monkeypatch):
         batch = Batch(ids, torch.tensor([ids.shape[1]]), torch.tensor([len(tokens) - 1]), None)
         for c in range(ensemble):  # members do not see each other
             own = head.weight[c : c + 1]
-            states = prompt_rows.unroll(model, own, batch, prompt_rows.read(model, ids)[1])
-            for x, row in zip(states, rows[c * count : (c + 1) * count]):
+            other = own + torch.eye(1, own.shape[-1])  # the control: one weight of each prompt token
+            text = prompt_rows.read(model, ids)[1]
+            states, spoilt = (prompt_rows.unroll(model, weight, batch, text) for weight in (own, other))
+            for x, y, row in zip(states, spoilt, rows[c * count : (c + 1) * count]):
                 logits = torch.nn.functional.linear(x[0, len(tokens) - 2], model.model.embed_tokens.weight)
                 chances = logits.softmax(-1)
                 chosen = torch.tensor([token for token, _ in row])
                 found = torch.tensor([chance for _, chance in row])
                 torch.testing.assert_close(found, chances[chosen], rtol=2e-3, atol=2e-3)
                 torch.testing.assert_close(found, chances.topk(len(row)).values, rtol=2e-3, atol=2e-3)
+                wrong = torch.nn.functional.linear(y[0, len(tokens) - 2], model.model.embed_tokens.weight).softmax(-1)
+                missed += not torch.allclose(found, wrong[chosen], rtol=2e-3, atol=2e-3)
         num += count
-    assert num > 12
+    assert num > 12 and missed > num // 4
     d.close()
 
 

@@ -6,7 +6,8 @@ completes requests that all wait at once. All capacities, ours included, are mea
 them. The result is written after every load.
 
 Our arms also report the relative error of predicted step times by kind of step: the mean over about the last 50 timed
-steps of each load.
+steps of each load. Arms with a drafter report how many tokens were drafted and accepted during a load, its warm-up
+included: without drafts a comparison with an arm that has no drafter says nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvasir.bench.compare import keeper, kept
 from kvasir.bench.load import Load
 from kvasir.bench.provenance import peer_version
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
-from kvasir.bench.servers import SHARED, flags_of, serving
+from kvasir.bench.servers import SHARED, Server, flags_of, serving
 from kvasir.bench.startup import random_checkpoint
 from kvasir.bench.worker import check_peer
 from kvasir.bench.workloads import shape_folder
@@ -184,11 +185,14 @@ def measure(
                             continue
                     rate = load.share * (capacity or found[peer.name]) if load.share else load.rate
                     calls = load.calls(recorded[n], rate)
+                    counted = _drafts(running) if options.get("drafter") and server == "kvasir" else {}
                     for metrics in windows(
                         running.url, calls, min(count, load.windows or count), first=1 + number * count
                     ):
                         for key, value in metrics.items():
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
+                    for key, value in _drafts(running).items() if counted else ():
+                        arm_so_far.values.setdefault(f"{n}.{key}", []).append(value - counted[key])
                     for kind, error in running.gauges("step_time_relative_error").items() if server == "kvasir" else ():
                         arm_so_far.values.setdefault(f"{n}.step_time_error_{kind}", []).append(error)
                     keep(_result(case, loads, measured, site))
@@ -204,6 +208,11 @@ def measure(
             if state.told_to_end:
                 break
     return _result(case, loads, measured, site)
+
+
+def _drafts(server: Server) -> dict[str, float]:
+    """Draft tokens that one of our servers has verified so far, and how many of them it accepted."""
+    return {key: server.gauges(f"{key}_total").get("", 0.0) for key in ("draft_tokens", "accepted_draft_tokens")}
 
 
 def windows(

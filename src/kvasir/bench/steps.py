@@ -33,7 +33,8 @@ from kvasir.types import Plan, Request, SamplingParams, Sequence
 if TYPE_CHECKING:
     from kvasir.engine.engine import Engine
 
-# Seconds that the runs of the fit may take together. A run that would probably take longer is left out.
+# Seconds that the measured rounds of the fit may take together, without warming up. A run that would probably take
+# longer is left out.
 FIT_SECONDS = 120.0
 # Times that each run is measured.
 ROUNDS = 3
@@ -127,22 +128,30 @@ def held_out(longest: int, capacity: int, most: int) -> list[Batch]:
 
 def measure(engine: Engine, runs: list[Batch], checked: list[Batch]) -> dict[str, Any]:
     """Metrics of the fit over ``runs`` and of the predictions of ``checked``. Seconds are milliseconds there."""
-    began, steps, alone = time.perf_counter(), [], {}
+    steps, alone = [], {}
+    spent, warming = 0.0, 0.0  # seconds of measured rounds, and of the untimed rounds before them
     rate, done = 0.0, 0  # tokens a second of the fastest run
     for run in runs:
-        started, tokens = time.perf_counter(), ROUNDS * run.batch * (run.prompt + run.output)
-        if rate and started - began + tokens / rate > FIT_SECONDS:
+        tokens = ROUNDS * run.batch * (run.prompt + run.output)
+        if rate and spent + tokens / rate > FIT_SECONDS:
             continue
+        started = time.perf_counter()
+        warm(engine, run)
+        began = time.perf_counter()
         measured, _ = denoised(engine, run)
-        rate, done = max(rate, tokens / (time.perf_counter() - started)), done + 1
+        seconds = time.perf_counter() - began
+        warming, spent = warming + began - started, spent + seconds
+        rate, done = max(rate, tokens / seconds), done + 1
         steps += measured
         if run.batch == 1:
             alone[run] = measured
     if done < len(runs):
         log.warning("%d of %d runs had no time within the fit's %.0f s", len(runs) - done, len(runs), FIT_SECONDS)
+    began = time.perf_counter()
     model = fit(engine.clock.model.roofline, steps)
     metrics: dict[str, Any] = {
-        "fit_s": round(time.perf_counter() - began, 1),
+        "warm_s": round(warming, 1),
+        "fit_s": round(spent + time.perf_counter() - began, 1),
         "fit_runs": done,
         "fit_steps": len(steps),
     }
@@ -221,17 +230,31 @@ class Idealised:
         return {str(n): round(1e3 * self.prompts[n], 3) for n in sorted(self.prompts)}
 
 
+def warm(engine: Engine, run: Batch) -> None:
+    """Compute ``run`` once, so that kernels are compiled and graphs captured for its sizes before it is timed.
+
+    Only runs that are measured are warmed, so this takes about a third of the time of the fit, and what compiling adds.
+    """
+    _round(engine, run)
+    _settle(engine)
+
+
+def _settle(engine: Engine) -> None:
+    """Capture the graphs that the last round missed."""
+    while engine.idle():
+        pass
+
+
 def denoised(engine: Engine, run: Batch) -> tuple[list[Timed], list[float]]:
     """Each step of ``run`` with its least time in ``ROUNDS`` rounds, and the seconds of each round.
 
-    The first round also warms up. Prompts that wait long may be planned earlier, so rounds can differ: those count
-    whose steps are the fastest round's.
+    A first round that compiles or captures is slow, which the least time leaves out. Prompts that wait long may be
+    planned earlier, so rounds can differ: those count whose steps are the fastest round's.
     """
     rounds = []
     for _ in range(ROUNDS):
         rounds.append(_round(engine, run))
-        while engine.idle():  # graphs that the round has missed are captured now
-            pass
+        _settle(engine)
     walls = [sum(step.seconds for step in steps) for steps in rounds]
     best = _kinds(rounds[walls.index(min(walls))])
     alike = [steps for steps in rounds if _kinds(steps) == best]

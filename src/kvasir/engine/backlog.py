@@ -69,11 +69,12 @@ class Backlog:
             return False
         return parent.num_computed < seq.num_prompt - 1
 
-    def age(self, oldest: Sequence, skipped: list[Sequence], admitted: list[Sequence]) -> None:
+    def age(self, skipped: list[Sequence], admitted: list[Sequence]) -> None:
         """Count the step for the sequences that it passed over: those in ``skipped``, which did not fit, and the oldest
-        in the queue, wherever the policy ranks it."""
+        that the step left in the queue, wherever the policy ranks it."""
         latest = max((seq.request.arrival for seq in admitted), default=-math.inf)
-        if oldest not in skipped and oldest in self.waiting and oldest.request.arrival <= latest:
+        oldest = next(iter(self.waiting), None)
+        if oldest is not None and oldest not in skipped and oldest.request.arrival <= latest:
             skipped.append(oldest)
         for seq in skipped:
             seq.num_skipped += 1

@@ -373,7 +373,6 @@ class Scheduler:
         """Fill the step from the queue. Requests that do not fit are looked past, LOOK_AHEAD of them."""
         if not len(self.backlog.waiting) or step.left <= 0:
             return
-        oldest = next(iter(self.backlog.waiting))
         passed: list[Sequence] = []  # did not fit
         admitted: list[Sequence] = []
         skipped: list[Sequence] = []  # did not fit, and a later one was admitted
@@ -411,7 +410,7 @@ class Scheduler:
             self._start(step, seq, hit, source, promised, rows)
             admitted.append(seq)
             computing.add(seq, step.spans[seq].length)
-        self.backlog.age(oldest, skipped, admitted)
+        self.backlog.age(skipped, admitted)
 
     def _promised(self) -> list[int]:
         """Per group, the pages that prompts being computed will still take."""

@@ -1,0 +1,64 @@
+"""``tools/attack_http.py``: its arms differ in their flags alone, and a limit of output tokens alone is one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+
+import pytest
+
+from kvasir.bench.client import served_model
+from kvasir.bench.servers import serving
+from tests.bench.test_result import check
+from tools import attack_http as tool
+
+
+def test_every_arm_has_every_number_of_attackers(tmp_path, monkeypatch):
+    """The whole run without servers: the result is one that can be stored, and arms differ in their flags alone."""
+    started: list[list[str]] = []
+
+    class Server:
+        url = "http://127.0.0.1:1"
+
+        def wait(self, path: str) -> float:
+            return 0.0
+
+    @contextlib.contextmanager
+    def fake(name, model, flags):
+        started.append(flags)
+        yield Server()
+
+    async def window(server, model, attackers, rate, seconds):
+        return {"honest_requests": 1, "attacks_answered": attackers}
+
+    async def nothing(*args):
+        return [], []
+
+    for name, value in {"serving": fake, "window": window, "replay": nothing}.items():
+        monkeypatch.setattr(tool, name, value)
+    monkeypatch.setattr(tool, "served_model", lambda url, key: "base")
+    monkeypatch.setattr(tool, "capacity", lambda server, model: 40.0)
+    monkeypatch.setattr(sys, "argv", ["attack_http.py", str(tmp_path / "r.json"), "--attackers", "0,2"])
+    tool.main()
+    found = json.loads((tmp_path / "r.json").read_text())
+    check(found)
+    assert [arm["name"] for arm in found["arms"]] == [
+        f"{n} attackers, {name}" for name in tool.SETTINGS for n in (0, 2)
+    ]
+    shared = started[0]
+    assert shared.count("--api-key") == len(tool.keys(2)) and len(set(map(tuple, started))) == len(tool.SETTINGS)
+    assert all(flags == [*shared, *own] for flags, own in zip(started, tool.SETTINGS.values()))
+    assert tool.SETTINGS["a cap"] == [f for f in tool.SETTINGS["fair and a cap"] if f not in tool.SETTINGS["fair"]]
+
+
+@pytest.mark.parametrize("arm, answered", [("a cap", True), ("fcfs", False)])
+def test_a_cap_ends_the_answers_of_attackers(arm, answered):
+    """With the limit alone attacks end early and the attacker asks again; without it hardly one ends in time."""
+    keys = [part for key in tool.keys(1) for part in ("--api-key", key)]
+    with serving("kvasir", "nano", ["--device", "cpu", "--num-threads", "1", *keys, *tool.SETTINGS[arm]]) as server:
+        server.wait("/health")
+        found = asyncio.run(tool.window(server, served_model(server.url, "honest0"), 1, 4.0, 2.0))
+    assert found["honest_failed"] == 0
+    assert (found["attacks_answered"] > 4) == answered
