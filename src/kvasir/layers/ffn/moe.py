@@ -170,7 +170,8 @@ class FFN:
         """The sum of the residual, if there is one, and what the expert that every row uses makes of x, or of
         ``norm``(x): [T, E]. The residual's memory may be used for the result, except where x is the residual: other
         experts read it."""
-        if self.shared_gate is None and residual_TE is not x_TE:
+        apart = residual_TE is None or residual_TE.data_ptr() != x_TE.data_ptr()
+        if self.shared_gate is None and apart:
             return self.shared.forward(x_TE, norm, residual_TE)
         out_TE = self.shared.forward(x_TE, norm)
         if self.shared_gate is not None:
