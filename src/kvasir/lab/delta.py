@@ -133,7 +133,7 @@ class DeltaNet(nn.Module):
     def __init__(self, s: Sizes) -> None:
         super().__init__()
         self.shape = s
-        # The dtype in which whole rows run through the kernels of `delta_chunks`; None: never. See `fused.why_no_chunks`.
+        # The dtype in which rows without a cache run through `delta_chunks`; None: they do not. `fused` tries that.
         self.chunked: torch.dtype | None = None
         self.keys, self.values = s.key_heads * s.state_dim, s.value_heads * s.state_dim
         self.in_proj_qkv = nn.Linear(s.dim, 2 * self.keys + self.values, bias=False)

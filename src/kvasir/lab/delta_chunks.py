@@ -7,8 +7,8 @@ kernels' forward again, which needs nothing of theirs but the public function.
 Facts about the package (github.com/fla-org/flash-linear-attention, MIT, read at 0.6.0): ``chunk_gated_delta_rule``
 takes q, k [1, R, G, D], v [1, R, H, V], natural logarithms of decays and beta [1, R, H], with ``cu_seqlens`` for
 sequences one after the other; heads of values share those of keys in order. Without ``cu_seqlens`` each row of
-[B, T, ...] is a sequence. It is an autograd function. Indices of chunks are kept for the tensor object that held the bounds. On Hopper
-with Triton from 3.4.0 to 3.7.0 one kernel of the backward is refused, because it computes wrong numbers there;
+[B, T, ...] is a sequence. It is an autograd function. It keeps indices of chunks for the object that held the bounds.
+On Hopper with Triton 3.4.0 to 3.7.0 it refuses one kernel of the backward, whose numbers are wrong there;
 `kvasir.lab.delta_products` takes its place.
 
 Shape suffixes: B rows, T tokens, R rows of tokens, G heads of keys, H heads of values, D key dim, V value dim.
