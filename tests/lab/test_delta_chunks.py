@@ -20,22 +20,18 @@ PACKED = torch.tensor([[0] * 40 + [1] * 3 + [2] * 67 + [3] * 40, [0] * 64 + [1] 
 
 
 def rule(q, k, v, g, beta, scale, cu_seqlens):
-    """Token by token. Documents follow one after the other in a row, or are the rows."""
+    """Token by token; documents follow one after the other in one row."""
     repeats, dtype = v.shape[2] // q.shape[2], v.dtype
     q, k, v = (x.float() for x in (q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2), v))
-    ends = [v.shape[1]] if cu_seqlens is None else cu_seqlens[1:].tolist()
-    rows = []
-    for b in range(v.shape[0]):
-        state, out = torch.zeros(v.shape[2], q.shape[3], v.shape[3]), []
-        for t in range(v.shape[1]):
-            if t in ends:
-                state = torch.zeros_like(state)
-            state = state * g[b, t].exp()[:, None, None]
-            new = (v[b, t] - torch.einsum("hd,hdv->hv", k[b, t], state)) * beta[b, t][:, None]
-            state = state + k[b, t][:, :, None] * new[:, None]
-            out.append(scale * torch.einsum("hd,hdv->hv", q[b, t], state))
-        rows.append(torch.stack(out))
-    return torch.stack(rows).to(dtype)
+    ends, out = cu_seqlens.tolist(), []
+    for t in range(v.shape[1]):
+        if t in ends:
+            state = torch.zeros(v.shape[2], q.shape[3], v.shape[3])
+        state = state * g[0, t].exp()[:, None, None]
+        new = (v[0, t] - torch.einsum("hd,hdv->hv", k[0, t], state)) * beta[0, t][:, None]
+        state = state + k[0, t][:, :, None] * new[:, None]
+        out.append(scale * torch.einsum("hd,hdv->hv", q[0, t], state))
+    return torch.stack(out)[None].to(dtype)
 
 
 class StandIn(torch.autograd.Function):
@@ -66,7 +62,7 @@ def stand_in(q, k, v, g, beta, scale=None, cu_seqlens=None):
 
 
 def without_documents(q, k, v, g, beta, scale=None, cu_seqlens=None):
-    return stand_in(q, k, v, g, beta, scale)
+    return stand_in(q, k, v, g, beta, scale, cu_seqlens[[0, -1]])
 
 
 class WithoutDecay(StandIn):
@@ -217,41 +213,42 @@ def test_the_kernels_are_tried_before_a_run(package, monkeypatch, capsys):
         assert {model.model.layers[i].linear_attn.chunked for i in SHAPE.recurrent} == {dtype}
 
 
-@pytest.mark.parametrize("packed, swapped", [(True, False), (False, True)])
-def test_products_are_gradients_of_a_chunk(packed, swapped):
+@pytest.mark.parametrize("swapped", [True, False])
+def test_products_are_gradients_of_a_chunk(swapped):
     """What takes the place of a kernel of the package's backward, against autograd of the rule's formula."""
-    rows, length, heads, groups, dim = (1, 150, 4, 2, 8) if packed else (2, 70, 4, 2, 8)
-    starts = [0, 40, 43, 150] if packed else [0, 70, 140]
-    pieces = [(a, min(a + 64, e)) for s, e in zip(starts, starts[1:]) for a in range(s, e, 64)]
-    index = torch.tensor(
-        [(n, (a - s) // 64) for n, (s, e) in enumerate(zip(starts, starts[1:])) for a in range(s, e, 64)]
-    )
-    q, k = (drawn(rows, length, groups, dim, seed=s).requires_grad_() for s in (1, 2))
-    x, do, dv = (drawn(rows, length, heads, dim, seed=s) for s in (3, 4, 5))
-    w = drawn(rows, length, heads, dim, seed=6).requires_grad_()
-    h, dh = (drawn(1 if packed else 2, len(pieces) // rows, heads, dim, dim, seed=s) for s in (7, 8))
-    flat = torch.zeros(rows * length, heads)
+    length, heads, groups, dim, starts = 150, 4, 2, 8, [0, 40, 43, 150]
+    places = [
+        (n, a, min(a + 64, e), (a - s) // 64)
+        for n, (s, e) in enumerate(zip(starts, starts[1:]))
+        for a in range(s, e, 64)
+    ]
+    index, pieces = torch.tensor([(n, i) for n, _, _, i in places]), [(a, e) for _, a, e, _ in places]
+    q, k = (drawn(1, length, groups, dim, seed=s).requires_grad_() for s in (1, 2))
+    x, do, dv = (drawn(1, length, heads, dim, seed=s) for s in (3, 4, 5))
+    w = drawn(1, length, heads, dim, seed=6).requires_grad_()
+    h, dh = (drawn(1, len(pieces), heads, dim, dim, seed=s) for s in (7, 8))
+    decays = torch.zeros(1, length, heads)
     for a, e in pieces:
-        flat[a:e] = -drawn(e - a, heads, seed=9).abs().cumsum(0) * 0.1
-    natural = flat.view(rows, length, heads).requires_grad_()
+        decays[0, a:e] = -drawn(e - a, heads, seed=9).abs().cumsum(0) * 0.1
+    decays.requires_grad_()
     loss = 0.0
     for n, (a, e) in enumerate(pieces):
-        qn, kn = (z.flatten(0, 1)[a:e].repeat_interleave(heads // groups, 1).transpose(0, 1) for z in (q, k))
-        xn, don, dvn, wn = (z.flatten(0, 1)[a:e].transpose(0, 1) for z in (x, do, dv, w))
-        g, state = natural.flatten(0, 1)[a:e].T, h.flatten(0, 1)[n]
+        qn, kn = (z[0, a:e].repeat_interleave(heads // groups, 1).transpose(0, 1) for z in (q, k))
+        xn, don, dvn, wn = (z[0, a:e].transpose(0, 1) for z in (x, do, dv, w))
+        g, state = decays[0, a:e].T, h[0, n]
         seen = torch.ones(e - a, e - a, dtype=torch.bool).tril()
         between = (g[:, :, None] - g[:, None, :]).masked_fill(~seen, float("-inf")).exp()
         out = 0.5 * (g.exp()[..., None] * (qn @ state) + ((qn @ kn.mT) * between) @ xn)
         after = g[:, -1:, None].exp() * state + ((g[:, -1:] - g).exp()[..., None] * kn).mT @ xn
-        loss = loss + (out * don).sum() + (after * dh.flatten(0, 1)[n]).sum() - ((wn @ state) * dvn).sum()
-    wanted = torch.autograd.grad(loss, (q, k, w, natural))
-    bounds = {"cu_seqlens": torch.tensor(starts), "chunk_indices": index} if packed else {}
+        loss = loss + (out * don).sum() + (after * dh[0, n]).sum() - ((wn @ state) * dvn).sum()
+    wanted = torch.autograd.grad(loss, (q, k, w, decays))
     if swapped:
         h, dh = h.mT.contiguous(), dh.mT.contiguous()
     with torch.no_grad():
         found = delta_products.chunk_products(
-            q=q, k=k, v=x, do=do, h=h, dh=dh, w=w, g=natural / torch.tensor(2.0).log(), dv=dv, scale=0.5,
-            state_v_first=swapped, **bounds,
+            q=q, k=k, v=x, do=do, h=h, dh=dh, w=w, g=decays / torch.tensor(2.0).log(), dv=dv, scale=0.5,
+            cu_seqlens=torch.tensor(starts),
+            chunk_indices=index, state_v_first=swapped,
         )  # fmt: skip
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

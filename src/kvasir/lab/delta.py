@@ -75,6 +75,7 @@ def scan(
     keys, grown = k * beta[..., None], torch.where(from_state, total.exp()[..., None], 0.0)
     system = (keys @ k.mT) * between
     both = torch.cat((v * beta[..., None], keys * grown), -1)
+    # Not by powers of the system, though they are products: where keys are alike, powers are huge and cancel in fp32.
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     written, reads = solved.split((value_dim, k.shape[-1]), -1)  # what a chunk writes is written - reads @ state
     last = total[..., -1:]

@@ -6,10 +6,9 @@ kernels' forward again, which needs nothing of theirs but the public function.
 
 Facts about the package (github.com/fla-org/flash-linear-attention, MIT, read at 0.6.0): ``chunk_gated_delta_rule``
 takes q, k [1, R, G, D], v [1, R, H, V], natural logarithms of decays and beta [1, R, H], with ``cu_seqlens`` for
-sequences one after the other; heads of values share those of keys in order. Without ``cu_seqlens`` each row of
-[B, T, ...] is a sequence. It is an autograd function. It keeps indices of chunks for the object that held the bounds.
-On Hopper with Triton 3.4.0 to 3.7.0 it refuses one kernel of the backward, whose numbers are wrong there;
-`kvasir.lab.delta_products` takes its place.
+sequences one after the other; heads of values share those of keys in order. It is an autograd function. It keeps
+indices of chunks for the object that held the bounds. On Hopper with Triton 3.4.0 to 3.7.0 it refuses one kernel of the
+backward, whose numbers are wrong there; `kvasir.lab.delta_products` takes its place.
 
 Shape suffixes: B rows, T tokens, R rows of tokens, G heads of keys, H heads of values, D key dim, V value dim.
 """
@@ -38,7 +37,7 @@ def kernels() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 def bounds(documents: torch.Tensor) -> torch.Tensor:
-    """Where the documents [B, T] begin in the flattened rows, and where the last one ends: int64 [documents + 1].
+    """Places in the flattened rows where the documents [B, T] begin, and the end of the last: int64 [documents + 1].
 
     A row begins a document. The same tensor gives the same bounds object until it is written to.
     """
@@ -58,11 +57,18 @@ def bounds(documents: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _given(inputs, documents) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The kernels' inputs, flattened where ``documents`` are given, and their bounds."""
+@functools.lru_cache(maxsize=8)
+def bounds_of_rows(rows: int, length: int, device: torch.device) -> torch.Tensor:
+    """The bounds of documents that are rows: int64 [rows + 1]."""
+    return torch.arange(rows + 1, device=device) * length
+
+
+def _given(inputs, documents) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The kernels' inputs, which are flattened, and the bounds of documents in them."""
+    flat = [x.detach().flatten(0, 1).unsqueeze(0) for x in inputs]
     if documents is None:
-        return [x.detach() for x in inputs], {}
-    return [x.detach().flatten(0, 1).unsqueeze(0) for x in inputs], {"cu_seqlens": bounds(documents)}
+        return flat, bounds_of_rows(*inputs[0].shape[:2], inputs[0].device)
+    return flat, bounds(documents)
 
 
 @torch.library.custom_op(
@@ -76,9 +82,9 @@ def delta_rule(q, k, v, decay, beta, documents=None):
     q, k [B, T, G, D], normed and q scaled; v [B, T, H, V]; decay (its natural logarithm) and beta [B, T, H] fp32;
     documents [B, T], or None where each row is one.
     """
-    inputs, options = _given((q, k, v, decay, beta), documents)
+    inputs, ends = _given((q, k, v, decay, beta), documents)
     with torch.no_grad():
-        return kernels()(*inputs, scale=1.0, **options)[0].view(v.shape)
+        return kernels()(*inputs, scale=1.0, cu_seqlens=ends)[0].view(v.shape)
 
 
 @torch.library.custom_op(
@@ -89,10 +95,10 @@ def delta_rule(q, k, v, decay, beta, documents=None):
 )
 def delta_rule_backward(grad, q, k, v, decay, beta, documents=None):
     """Gradients of q, k, v, decay and beta, in their dtypes."""
-    inputs, options = _given((q, k, v, decay, beta), documents)
+    inputs, ends = _given((q, k, v, decay, beta), documents)
     # Plain operations record no gradient inside an operator; the package's autograd function does.
     with torch.enable_grad():
-        out = kernels()(*(x.requires_grad_() for x in inputs), scale=1.0, **options)[0]
+        out = kernels()(*(x.requires_grad_() for x in inputs), scale=1.0, cu_seqlens=ends)[0]
     found = torch.autograd.grad(out, inputs, grad.view(out.shape))
     return tuple(x.contiguous().view(given.shape) for x, given in zip(found, (q, k, v, decay, beta)))
 

@@ -8,8 +8,8 @@ D_ij = exp(g_i - g_j) for j <= i:
 
 It gets the gradients of o, x and h' and returns those of q, k, w and g. The package's g are logarithms to base 2.
 
-Shape suffixes: B rows, T tokens, R = B * T, N chunks, L tokens of a chunk, G heads of keys, H heads of values, D key
-dim, V value dim.
+Shape suffixes: R rows of tokens, N chunks, L tokens of a chunk, G heads of keys, H heads of values, D key dim, V value
+dim.
 """
 
 from __future__ import annotations
@@ -30,29 +30,21 @@ def chunk_products(
     g: torch.Tensor,
     dv: torch.Tensor,
     scale: float,
-    g_gamma: None = None,
-    state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor,
+    chunk_indices: torch.Tensor,
     chunk_size: int = 64,
-    chunk_indices: torch.Tensor | None = None,
+    state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k [B, T, G, D], w [B, T, H, D] and g [B, T, H] fp32; names of arguments are the package's.
+    """Gradients of q, k [1, R, G, D], w [1, R, H, D] and g [1, R, H] fp32; names of arguments are the package's.
 
-    v, do, dv [B, T, H, V]: x, and gradients of o and x. h, dh [B, N, H, D, V]: the state before each chunk, and the
+    v, do, dv [1, R, H, V]: x, and gradients of o and x. h, dh [1, N, H, D, V]: the state before each chunk, and the
     gradient of that after it. ``cu_seqlens`` [documents + 1] and ``chunk_indices`` [N, 2]: document and number of each
-    chunk; None: every row is a document.
+    chunk.
     """
-    assert g_gamma is None and w is not None and g is not None and dv is not None, "only the delta rule asks for these"
-    rows, length, heads = v.shape[:3]
+    count, heads = v.shape[1:3]
     device, dtype = q.device, q.dtype
-    if cu_seqlens is None or chunk_indices is None:
-        first = (
-            torch.arange(rows, device=device)[:, None] * length + torch.arange(0, length, chunk_size, device=device)
-        ).flatten()
-        end = (torch.arange(rows, device=device)[:, None] + 1).expand(-1, -(-length // chunk_size)).flatten() * length
-    else:
-        document, number = chunk_indices.long().unbind(1)
-        first, end = cu_seqlens.long()[document] + number * chunk_size, cu_seqlens.long()[document + 1]
+    document, number = chunk_indices.long().unbind(1)
+    first, end = cu_seqlens.long()[document] + number * chunk_size, cu_seqlens.long()[document + 1]
     place_NL = first[:, None] + torch.arange(chunk_size, device=device)
     inside_NL = place_NL < end[:, None]
     # Places after a document's end repeat its last token, so that decays stay finite; their x and do are zero.
@@ -61,10 +53,10 @@ def chunk_products(
     outside_NHL1 = ~inside_NL[:, None, :, None]
 
     def chunks(x: torch.Tensor) -> torch.Tensor:
-        """[B, T, heads, ...] -> [N, H, L, ...]; heads of keys are repeated."""
-        return x.flatten(0, 1)[place_NL[:, None], of_head // (heads // x.shape[2])]
+        """[1, R, heads, ...] -> [N, H, L, ...]; heads of keys are repeated."""
+        return x[0][place_NL[:, None], of_head // (heads // x.shape[2])]
 
-    h, dh = (x.flatten(0, 1).to(dtype) for x in (h, dh))
+    h, dh = (x[0].to(dtype) for x in (h, dh))
     if state_v_first:
         h, dh = h.mT, dh.mT
     q_NHLD, k_NHLD, g_NHL = chunks(q), chunks(k), chunks(g)
@@ -87,15 +79,14 @@ def chunk_products(
     dg_NHL = dg_NHL.scatter_add(-1, final_N1[:, None].expand(-1, heads, -1), whole_NH[..., None])
 
     # Every token is in one chunk: read its results from there.
-    count = rows * length
     back = torch.empty(count + 1, dtype=torch.long, device=device)
     slots = torch.arange(place_NL.numel(), device=device)
     back[place_NL.masked_fill(~inside_NL, count).flatten()] = slots
     chunk, offset = back[:count] // chunk_size, back[:count] % chunk_size
 
     def tokens(x: torch.Tensor) -> torch.Tensor:
-        """[N, H, L, ...] -> [B, T, H, ...]"""
-        return x[chunk, :, offset].view(rows, length, heads, *x.shape[3:])
+        """[N, H, L, ...] -> [1, R, H, ...]"""
+        return x[chunk, :, offset][None]
 
     dq, dk = (tokens(x) for x in (dq_NHLD, dk_NHLD))
     if (groups := q.shape[2]) != heads:
@@ -116,5 +107,9 @@ def register_if_needed(*, always: bool = False) -> None:
     class Products(backends.BaseBackend):
         backend_type = "kvasir"
         chunk_bwd_dqkwg = staticmethod(chunk_products)
+
+        def chunk_bwd_dqkwg_verifier(self, **given):
+            needed = ("w", "g", "dv", "cu_seqlens", "chunk_indices")
+            return all(given.get(name) is not None for name in needed), "only the delta rule of packed documents"
 
     backends.register("common")(Products)
