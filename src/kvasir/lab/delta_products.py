@@ -86,7 +86,7 @@ def chunk_products(
 
     def tokens(x: torch.Tensor) -> torch.Tensor:
         """[N, H, L, ...] -> [1, R, H, ...]"""
-        return x[chunk, :, offset][None]
+        return x[chunk, :, offset].contiguous()[None]  # the package's kernels count on that
 
     dq, dk = (tokens(x) for x in (dq_NHLD, dk_NHLD))
     if (groups := q.shape[2]) != heads:
