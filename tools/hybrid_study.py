@@ -1,6 +1,7 @@
 """Compare a hybrid of the lab with `base` on all tasks, and measure what states in bf16 change.
 
     python tools/hybrid_study.py OUT.json --hybrid FOLDER [--base base] [--only needle --only drift] [--minutes 9]
+    python tools/hybrid_study.py OUT.json --speed
 
 Parts are *needle* (five depths at each of four lengths), *tasks*, *harder*, *prose*, *bf16-needle* and *bf16-tasks*
 (the hybrid alone, with ``--state-dtype bfloat16``), and *drift*. Every part is measured through the engine with
@@ -10,12 +11,16 @@ not measured again, and one that would begin after ``--minutes`` is left to the 
 *Drift*: held-out prose is read token by token in plain torch, once with states in fp32 and once with states rounded to
 bf16 after every token, as a decode step would store them. ``kl`` is the mean divergence of the two distributions in
 nats, ``same`` the share of equal likeliest tokens, and ``loss`` the mean negative log-probability, by position.
+
+*Speed* needs no trained hybrid: it times steps of ``--recipe`` on this machine, with recurrent layers by fla-core's
+kernels and by plain products, and lists the five kernels that take longest in each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -56,6 +61,8 @@ PARTS = (*EVALUATED, *ALONE)
 PAGES = 65536
 # Texts of the drift, their tokens, and the tokens that a row of its table covers.
 TEXTS, LENGTH, SPAN = 16, 2048, 256
+# Batches of the speed, and most ready documents of a source for them: all would take longer to make than to train.
+BATCHES, POOL = 3, 50
 
 
 def evaluate(model: str, part: str, problems: int | None, device: str | None) -> dict[str, Any]:
@@ -117,10 +124,99 @@ def drift(folder: str, device: str, texts: int, length: int) -> dict[str, Any]:
     return found
 
 
+def step_times(trainer: Any, batches: list[Any], steps: int) -> dict[str, Any]:
+    """Times of training steps that take ``batches`` in turn: tokens a second, ms, and ms of the longest kernels."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = trainer.device.type == "cuda"
+
+    def wait() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    begin = wait()
+    trainer.first_step(batches[0], print)
+    first = wait() - begin
+    for batch in batches:
+        trainer.step(batch)
+    tokens, begin = trainer.tokens, wait()
+    for number in range(steps):
+        trainer.step(batches[number % len(batches)])
+    spent = wait() - begin
+    found = {
+        "tokens_per_s": round((trainer.tokens - tokens) / spent),
+        "step_ms": round(spent / steps * 1e3, 2),
+        "first_step_s": round(first, 2),
+    }
+    if cuda:
+        found["peak_GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        trainer.step(batches[0])
+        wait()
+    by_kernel = {
+        f"{e.key[:60]} x{e.count}": (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e3
+        for e in profiler.key_averages()
+    }
+    longest = sorted(by_kernel.items(), key=lambda item: -item[1])[:5]
+    found["kernels_ms"] = round(sum(by_kernel.values()), 2)
+    found["longest_ms"] = {name: round(ms, 2) for name, ms in longest}
+    return found
+
+
+def speed(out: Path, recipe_name: str, device: str, steps: int) -> None:
+    """Write OUT.json with an arm for each way to compute recurrent layers that works here."""
+    import torch
+
+    from kvasir.lab.fused import why_no_chunks, why_not
+    from kvasir.lab.model import PLAIN, compiled
+    from kvasir.lab.tokenizer import shipped_tokenizer
+    from kvasir.lab.training.recipe import find
+    from kvasir.lab.training.trainer import Trainer
+
+    cuda, began = device.startswith("cuda"), time.monotonic()
+    recipe = find(recipe_name)
+    recipe = recipe.replace(pool=min(recipe.pool or POOL, POOL))
+    workers = max(1, (os.cpu_count() or 4) - 2) if cuda else 0
+    trainer = Trainer(recipe, shipped_tokenizer(), device, workers=workers)
+    batches = [trainer.mixture.batch(number) for number in range(BATCHES)]
+    print(f"data ready after {time.monotonic() - began:.0f} s", flush=True)
+    dtype, arms = torch.bfloat16 if cuda else torch.float32, []
+    fused = cuda and why_not(recipe.shape, device) is None
+    for name in ("fla", "plain"):
+        reason = why_no_chunks(recipe.shape, device, dtype) if name == "fla" else None
+        if reason is not None:
+            print(f"{name}: {reason}", flush=True)
+            continue
+        print(f"{name}: tried after {time.monotonic() - began:.0f} s", flush=True)
+        torch.compiler.reset()
+        trainer.compute = compiled(fused=fused) if cuda else PLAIN
+        trainer.model.train_by_chunks(dtype if name == "fla" else None)
+        metrics = step_times(trainer, batches, steps)
+        shared = {"recipe": recipe.name, "tokens_of_a_step": recipe.tokens_per_step, "steps": steps, "fused": fused}
+        arms.append(arm(name, {"recurrence": name} | ({} if arms else shared), metrics))
+        out.write_text(as_json(result("hybrid-speed", arms)))
+        rate = metrics["tokens_per_s"]
+        print(
+            f"{name}: {rate:,} tokens/s; 10 minutes are {600e3 / metrics['step_ms']:,.0f} steps of "
+            f"{rate * 600 / 1e6:,.0f}M tokens in all; the first step took {metrics['first_step_s']} s",
+            *(f"  {ms:9.2f} ms  {kernel}" for kernel, ms in metrics["longest_ms"].items()),
+            f"  {metrics['kernels_ms']:9.2f} ms  all kernels of one step",
+            sep="\n",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--hybrid", required=True, help="folder of a trained hybrid")
+    parser.add_argument("--hybrid", help="folder of a trained hybrid")
+    parser.add_argument("--speed", action="store_true", help="time training steps, and nothing else")
+    parser.add_argument("--recipe", default="base-hybrid", help="of the speed")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of the speed")
     parser.add_argument("--base", default="base", help="model to compare with")
     parser.add_argument("--only", action="append", choices=PARTS, help="measure these parts only")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no part after so many minutes")
@@ -129,6 +225,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a text of the drift")
     parser.add_argument("--device", help="cuda or cpu; default: the GPU when there is one")
     options = parser.parse_args()
+    if options.speed:
+        import torch
+
+        speed(
+            options.out,
+            options.recipe,
+            options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            options.steps,
+        )
+        return
+    if options.hybrid is None:
+        parser.error("give --hybrid FOLDER, or --speed")
     began = time.monotonic()
     done = {a["name"]: a for a in json.loads(options.out.read_text())["arms"]} if options.out.exists() else {}
     for part in options.only or PARTS:

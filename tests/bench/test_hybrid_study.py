@@ -1,4 +1,5 @@
-"""The study of hybrids: a part is measured once, the file is whole after each, and states in bf16 drift."""
+"""The study of hybrids: a part is measured once, the file is whole after each, states in bf16 drift, and steps of both
+ways to train are timed."""
 
 from __future__ import annotations
 
@@ -6,9 +7,14 @@ import json
 import sys
 
 import pytest
+import torch
 
-from kvasir.lab import export
+from kvasir.lab import delta_chunks, export, fused
 from kvasir.lab import tokenizer as lab_tokenizer
+from kvasir.lab.training.data import Rows
+from kvasir.lab.training.recipe import EASY, RECIPES, SMOKE_HYBRID
+from tests.bench.test_result import check
+from tests.lab.test_delta_chunks import stand_in
 from tests.lab.test_hybrid import lively
 from tools import hybrid_study
 
@@ -53,3 +59,44 @@ def test_states_in_bf16_drift(folder):
     found = hybrid_study.drift(str(folder), "cpu", texts=2, length=128)
     row = found["to 127"]
     assert 1e-7 < row["kl"] < 0.1 and 0.8 < row["same"] <= 1 and row["loss"] != row["loss_bf16"]
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("there", [True, False])
+def test_the_speed_of_both_ways(monkeypatch, tmp_path, capsys, there):
+    out, chunked = tmp_path / "speed.json", []
+    rows = (Rows(2, 64, {EASY: 1.0}), Rows(1, 64, {EASY: 1.0}))
+    tiny = SMOKE_HYBRID.replace(name="tiny", rows=rows, phases=(), own=None, validate=rows, pool=9)
+    monkeypatch.setitem(RECIPES, "tiny", tiny)
+
+    def counted(*given, **options):
+        chunked.append(1)
+        return stand_in(*given, **options)
+
+    def reason(shape, device, dtype):
+        return None if there else "fla-core is not installed"
+
+    monkeypatch.setattr(delta_chunks, "kernels", lambda: counted)
+    monkeypatch.setattr(fused, "why_no_chunks", reason)
+    monkeypatch.setattr(hybrid_study, "BATCHES", 1)
+    study(monkeypatch, out, "--speed", "--recipe", "tiny", "--device", "cpu", "--steps", 1)
+    found, said = json.loads(out.read_text()), capsys.readouterr().out
+    check(found)
+    assert [a["name"] for a in found["arms"]] == (["fla", "plain"] if there else ["plain"])
+    # Forward and backward of one layer and two parts of a batch, in four steps.
+    assert len(chunked) == (16 if there else 0)
+    assert all(a["metrics"]["tokens_per_s"] > 0 and len(a["metrics"]["longest_ms"]) == 5 for a in found["arms"])
+    assert "10 minutes are" in said and there is ("fla: fla-core is not installed" not in said)
+
+
+def test_a_hybrid_or_the_speed_is_asked_for(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit):
+        study(monkeypatch, tmp_path / "out.json")

@@ -37,6 +37,8 @@ PARTS = {
     "test_quantized.py": 8,
     "test_sample.py": 3,
 }
+# Files of packages that are seldom installed: `make test-all` alone runs them.
+SLOW = {"test_lab_chunks.py"}
 
 
 def runs():
@@ -46,7 +48,9 @@ def runs():
         parts = PARTS.get(file, 1)
         for part in range(parts):
             name = file if parts == 1 else f"{file}-{part}"
-            found.append(pytest.param(file, f"{part}/{parts}", id=name, marks=[pytest.mark.slow] * (part > 0)))
+            found.append(
+                pytest.param(file, f"{part}/{parts}", id=name, marks=[pytest.mark.slow] * (part > 0 or file in SLOW))
+            )
     return found
 
 

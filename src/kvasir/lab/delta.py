@@ -2,7 +2,7 @@
 
 ``scan`` computes the rule of `kvasir.kernels.gated_delta.recurrence` for whole packed rows. All chunks are prepared at
 once. What is left to do in order is one product a chunk, because the state after a chunk is linear in the state before
-it: S <- M S + N. States do not cross documents.
+it: S <- M S + N. States do not cross documents. In training on a GPU `kvasir.lab.delta_chunks` may take its place.
 
 Shape suffixes: B rows, T tokens, H heads of values, D key dim, V value dim, C mixed row (queries, keys, values), J
 taps, N chunks, L tokens of a chunk.
@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from kvasir.lab.delta_chunks import delta_rule
 
 CHUNK = 64  # Tokens of a chunk.
 AT_ONCE = 1 << 17  # Tokens that are mixed at once where no gradient is wanted: a token takes some 25 kB of memory.
@@ -73,6 +75,7 @@ def scan(
     keys, grown = k * beta[..., None], torch.where(from_state, total.exp()[..., None], 0.0)
     system = (keys @ k.mT) * between
     both = torch.cat((v * beta[..., None], keys * grown), -1)
+    # Not by powers of the system, though they are products: where keys are alike, powers are huge and cancel in fp32.
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     written, reads = solved.split((value_dim, k.shape[-1]), -1)  # what a chunk writes is written - reads @ state
     last = total[..., -1:]
@@ -131,6 +134,8 @@ class DeltaNet(nn.Module):
     def __init__(self, s: Sizes) -> None:
         super().__init__()
         self.shape = s
+        # The dtype in which rows without a cache run through `delta_chunks`; None: they do not. `fused` tries that.
+        self.chunked: torch.dtype | None = None
         self.keys, self.values = s.key_heads * s.state_dim, s.value_heads * s.state_dim
         self.in_proj_qkv = nn.Linear(s.dim, 2 * self.keys + self.values, bias=False)
         self.in_proj_z = nn.Linear(s.dim, self.values, bias=False)
@@ -164,6 +169,7 @@ class DeltaNet(nn.Module):
         mixed, gate = self.in_proj_qkv(x), self.in_proj_z(x)
         b, a = self.in_proj_b(x), self.in_proj_a(x)
         with torch.autocast(x.device.type, enabled=False):
+            given = documents
             if documents is None:
                 documents = torch.zeros(rows, length, dtype=torch.int16, device=x.device)
             if cache is None:
@@ -174,10 +180,13 @@ class DeltaNet(nn.Module):
             around = torch.cat((documents[:, :1].expand(-1, s.taps - 1), documents), 1)
             q, k, v = self._inputs(convolve(mixed.float(), tail.float(), self.conv1d.weight[:, 0].float(), around))
             decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-            if length == 1 and cache is not None:
-                out, after = self._step(q, k, v, decay, b.float().sigmoid(), state)
+            beta = b.float().sigmoid()
+            if cache is None and mixed.dtype == self.chunked:
+                out = delta_rule(*(z.to(mixed.dtype) for z in (q, k, v)), decay, beta, given).float()
+            elif length == 1 and cache is not None:
+                out, after = self._step(*self._repeated(q, k), v, decay, beta, state)
             else:
-                out, after = scan_some(q, k, v, decay, b.float().sigmoid(), documents, state)
+                out, after = scan_some(*self._repeated(q, k), v, decay, beta, documents, state)
             if cache is not None:
                 last = torch.where((around == documents[:, -1:])[..., None], torch.cat((tail, mixed), 1), 0.0)
                 cache[0].copy_(after)
@@ -186,13 +195,16 @@ class DeltaNet(nn.Module):
         return self.out_proj(out.to(x.dtype))
 
     def _inputs(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [B, T, H, D]; heads of keys are repeated."""
+        """Queries and keys [B, T, heads of keys, D], and values [B, T, H, V]."""
         s = self.shape
         q, k, v = mixed.split((self.keys, self.keys, self.values), -1)
         q, k = (x.unflatten(-1, (s.key_heads, s.state_dim)) for x in (q, k))
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
-        q, k = (x.repeat_interleave(s.value_heads // s.key_heads, 2) for x in (q * s.state_dim**-0.5, k))
-        return q, k, v.unflatten(-1, (s.value_heads, s.state_dim))
+        return q * s.state_dim**-0.5, k, v.unflatten(-1, (s.value_heads, s.state_dim))
+
+    def _repeated(self, *found: torch.Tensor) -> list[torch.Tensor]:
+        """Queries or keys [B, T, H, D], with a head for every head of values."""
+        return [x.repeat_interleave(self.shape.value_heads // self.shape.key_heads, 2) for x in found]
 
     def _step(self, q, k, v, decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
         """One token: the rule itself."""

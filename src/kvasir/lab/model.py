@@ -251,6 +251,11 @@ class Model(nn.Module):
             x = layer(x, rope, documents if layer.recurs else mask, cache[i] if cache else None, at)
         return self.logits(x[:, -1:] if last else x)
 
+    def train_by_chunks(self, dtype: torch.dtype | None) -> None:
+        """Compute recurrent layers by `delta_chunks` where they run in ``dtype`` and without a cache; None: never."""
+        for index in self.shape.recurrent:
+            self.model.layers[index].linear_attn.chunked = dtype
+
     def rope(self, length: int, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [1, 1, length, D] of the positions from ``at`` on."""
         cos, sin = (t[at : at + length][None, None] for t in self._rope)

@@ -22,8 +22,8 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.fused import why_not
-from kvasir.lab.model import PLAIN, Compute, compiled
+from kvasir.lab.fused import why_no_chunks, why_not
+from kvasir.lab.model import PLAIN, Compute, Model, compiled
 from kvasir.lab.training.finish import finish
 from kvasir.lab.training.loop import run
 from kvasir.lab.training.recipe import Recipe, find
@@ -140,6 +140,16 @@ def _compute(options: argparse.Namespace, recipe: Recipe) -> Compute:
     return compiled(fused=options.attention == "fused")
 
 
+def _choose_recurrence(model: Model, device: str) -> None:
+    """Compute recurrent layers by fla-core's chunks on a GPU where they work, and say so."""
+    if not model.shape.recurrent or not device.startswith("cuda"):
+        return
+    reason = why_no_chunks(model.shape, device)
+    if reason is None:
+        model.train_by_chunks(torch.bfloat16)
+    print("recurrence: " + ("fla-core" if reason is None else f"plain (slower): {reason}"), flush=True)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Raises ConfigError for anything that cannot work, before any training."""
     options = arguments(argv)
@@ -171,6 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         flush=True,
     )
     trainer.compute = _compute(options, recipe)
+    _choose_recurrence(trainer.model, options.device)
     if options.also is not None:
         trainer.others = [export.load(options.also, trainer.device)]
     if options.continue_from is not None:
