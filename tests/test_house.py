@@ -339,7 +339,7 @@ def test_no_machine_paths_in_the_tree():
 
 
 # Most MiB of each part of the tree; together they are the limit of 45 MiB, with one to spare.
-BUDGETS = {"assets": 26, "results": 5, "text": 2, "pictures": 2, "code": 9}
+BUDGETS = {"assets": 26, "results": 4, "text": 2, "pictures": 2, "code": 10}
 
 
 def part_of(name: str) -> str:
