@@ -1,9 +1,14 @@
 """Train adapters by several methods at equal parameters, and measure them mixed in one batch.
 
     python -m tools.adapter_study OUT.json [--model base --steps 300 --problems 300]
+    python -m tools.adapter_study OUT.json --merged [--device cpu --steps 60 --rows 2 --problems 20]
 
 Each of METHODS is trained on each of TASKS, exported to plain LoRA, and served by one engine: every problem of every
 adapter, and of the model alone, is in one call. Tasks are those that the model was not, or little, trained on.
+
+``--merged`` trains one LoRA and merges it. The merged checkpoint, and the model alone as the control, then read the
+greedy replies that the adapter wrote at run time: where each would write another token, and how far log-probabilities
+are apart.
 """
 
 from __future__ import annotations
@@ -69,6 +74,50 @@ def measure(folder: Path, model: str, names: dict[str, tuple[str, str]], options
     return arms
 
 
+def compare(folder: Path, model: str, name: str, options: argparse.Namespace) -> list[dict]:
+    """Merge the adapter, and compare it with itself at run time. The control is the model without the adapter."""
+    source, spec = checkpoint.resolve(model), f"merge_lora:adapter={folder / name}"
+    convert(load_converter(spec), spec, source, folder / "merged")
+    tokenizer = lab_tokenizer.load(source)
+    problems = load_task(TASKS[0]).problems("test", options.seed, options.problems)
+    prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in problems]
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_NEW)
+    settings = {"device": options.device} if options.device else {}
+
+    def read(llm: LLM, written: list[list[int]], adapter: LoRARequest | None = None) -> list[list]:
+        """The entry of each token of the replies, given the prompt and the reply so far."""
+        whole = [{"prompt_token_ids": prompt + reply} for prompt, reply in zip(prompts, written)]
+        done = llm.generate(whole, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), lora_request=adapter)
+        rows = [output.prompt_logprobs[len(prompt) :] for output, prompt in zip(done, prompts)]
+        return [[row[token] for row, token in zip(*pair, strict=True)] for pair in zip(rows, written, strict=True)]
+
+    def write(llm: LLM, adapter: LoRARequest | None = None) -> list[list[int]]:
+        done = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, lora_request=adapter)
+        return [list(output.outputs[0].token_ids) for output in done]
+
+    adapter = LoRARequest(name, 1, str(folder / name))
+    with LLM(model, enable_lora=True, max_loras=1, max_lora_rank=options.rank, **settings) as llm:
+        written = write(llm, adapter)
+        entries = {"adapter": read(llm, written, adapter), "without": read(llm, written)}
+        replies = {"without": write(llm)}
+    with LLM(str(folder / "merged"), **settings) as llm:
+        replies["merged"], entries["merged"] = write(llm), read(llm, written)
+    arms, wanted = [], [entry for reply in entries["adapter"] for entry in reply]
+    for name in ("merged", "without"):
+        read_ = [entry for reply in entries[name] for entry in reply]
+        apart = [abs(a.logprob - b.logprob) for a, b in zip(read_, wanted, strict=True)]
+        metrics = {
+            "replies": len(written),
+            "equal_replies": sum(a == b for a, b in zip(replies[name], written, strict=True)),
+            "tokens": len(wanted),
+            "equal_tokens": sum(entry.rank == 1 for entry in read_),
+            "largest_logprob_difference": max(apart),
+            "mean_logprob_difference": sum(apart) / len(apart),
+        }
+        arms.append(arm(name, {"model": model, "task": TASKS[0], "rank": options.rank}, metrics))
+    return arms
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
@@ -79,9 +128,16 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=300)
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--merged", action="store_true", help="compare one adapter with its merged checkpoint")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         folder, names, records = Path(home), {}, {}
+        if options.merged:
+            name, record = make(folder, options.model, "lora", TASKS[0], options)
+            arms = compare(folder, options.model, name, options)
+            arms[0]["config"]["plan"] = record["plan"]
+            finish(result(f"merged-{options.model}", arms), options.output)
+            return 0
         for task in TASKS:
             for method in METHODS:
                 name, records[f"{method} on {task}"] = make(folder, options.model, method, task, options)

@@ -58,7 +58,10 @@ class Size:
 SIZES = {
     "1b": Size(2048, 16, 8192, 32, 8),
     "8b": Size(4096, 32, 14336, 32, 8),
-}  # the layers of Llama 3.2 1B and of Llama 3 8B
+    # The layers of Llama 3.2 1B and of Llama 3 8B stand above. This is `base` in matrices whose inputs are multiples of
+    # 256, as q4_k and q6_k need them.
+    "256": Size(512, 8, 1280, 4, 2),
+}
 
 
 def wider_config(config: dict[str, Any], size: Size) -> dict[str, Any]:
