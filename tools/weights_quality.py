@@ -68,7 +68,7 @@ def main() -> None:
     folder = checkpoint.resolve(options.model)
 
     def save(arms: list[dict]) -> None:
-        options.output.write_text(as_json(result(f"weights-{options.model}", arms)))
+        options.output.write_text(as_json(result(f"weights-{Path(options.model).name}", arms)))
 
     study = Weights(folder, read_tokenizer(folder), no_twin, options.device, options.n, options.seconds)
     given = tuple(options.tasks), tuple(options.seeds)
