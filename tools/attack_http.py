@@ -100,7 +100,7 @@ async def window(server: Server, model: str, attackers: int, rate: float, second
     return {
         "honest_requests": len(replies),
         "honest_failed": sum(reply.status != 200 for reply in replies),
-        "honest_served_share": round(served / (OUTPUT * len(early)), 4),
+        "honest_served_share": round(served / (OUTPUT * len(early)), 4) if early else None,
         "honest_ttft_ms_p50": round(1e3 * percentile(waits, 0.5), 1),
         "honest_ttft_ms_p99": round(1e3 * percentile(waits, 0.99), 1),
         "attacks_answered": answered,

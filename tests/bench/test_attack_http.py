@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sys
+import urllib.request
 
 import pytest
 
@@ -53,12 +53,17 @@ def test_every_arm_has_every_number_of_attackers(tmp_path, monkeypatch):
     assert tool.SETTINGS["a cap"] == [f for f in tool.SETTINGS["fair and a cap"] if f not in tool.SETTINGS["fair"]]
 
 
-@pytest.mark.parametrize("arm, answered", [("a cap", True), ("fcfs", False)])
-def test_a_cap_ends_the_answers_of_attackers(arm, answered):
-    """With the limit alone attacks end early and the attacker asks again; without it hardly one ends in time."""
+@pytest.mark.parametrize("arm, tokens", [("a cap", 128), ("fcfs", 300)])
+def test_a_cap_ends_the_answers_of_attackers(arm, tokens):
+    """With the limit alone an attacker's answer ends at it; without it, where the attacker wants."""
     keys = [part for key in tool.keys(1) for part in ("--api-key", key)]
     with serving("kvasir", "nano", ["--device", "cpu", "--num-threads", "1", *keys, *tool.SETTINGS[arm]]) as server:
         server.wait("/health")
-        found = asyncio.run(tool.window(server, served_model(server.url, "honest0"), 1, 4.0, 2.0))
-    assert found["honest_failed"] == 0
-    assert (found["attacks_answered"] > 4) == answered
+        asked = {"model": served_model(server.url, "honest0"), "prompt": [300], "max_tokens": 300, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json", "Authorization": "Bearer attacker0"},
+        )
+        with urllib.request.urlopen(request) as reply:
+            assert json.load(reply)["usage"]["completion_tokens"] == tokens
