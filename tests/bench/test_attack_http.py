@@ -55,7 +55,7 @@ def test_every_arm_has_every_number_of_attackers(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arm, tokens", [("a cap", 128), ("fcfs", 300)])
 def test_a_cap_ends_the_answers_of_attackers(arm, tokens):
-    """With the limit alone an attacker's answer ends at it; without it, where the attacker wants."""
+    """An attacker's answer ends at the limit where there is one, else where the attacker wants."""
     keys = [part for key in tool.keys(1) for part in ("--api-key", key)]
     with serving("kvasir", "nano", ["--device", "cpu", "--num-threads", "1", *keys, *tool.SETTINGS[arm]]) as server:
         server.wait("/health")

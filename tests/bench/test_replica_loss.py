@@ -1,4 +1,4 @@
-"""What `tools.replica_loss` says of a window: when the rate and first tokens are back, and what failed."""
+"""`tools.replica_loss` says when the rate and first tokens are back after a kill, and what failed."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_the_kernels_are_tried_before_a_run(package, monkeypatch, capsys):
 
 @pytest.mark.parametrize("swapped", [True, False])
 def test_products_are_gradients_of_a_chunk(swapped):
-    """What takes the place of a kernel of the package's backward, against autograd of the rule's formula."""
+    """Compare the products that replace a kernel of the package's backward with autograd of the rule's formula."""
     length, heads, groups, dim, starts = 150, 4, 2, 8, [0, 40, 43, 150]
     places = [
         (n, a, min(a + 64, e), (a - s) // 64)

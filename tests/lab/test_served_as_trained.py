@@ -1,4 +1,4 @@
-"""What a trainer computes is what the engine serves from the folder that it writes, to 2e-3.
+"""Every trainer computes what the engine serves from the folder that it writes, to 2e-3.
 
 Each test has a control: after one weight was changed, or with the weights from before, the rows must differ. Trainers
 with such a test of their own: adapters (`test_adapters`), experts (`test_experts`), hybrids (`test_hybrid`), healing
@@ -65,7 +65,7 @@ def spoilt(kind: Kind, weight: str) -> Kind:
 
 @torch.enable_grad()
 def run_of(target: Target, texts, spec: str, package: str) -> Kind:  # noqa: F811
-    """What four steps of training leave, rounded as it is written."""
+    """Train for four steps and round the result as it is written."""
     run = Trainer(target, texts, Plan(spec, package, steps=4, lr=4e-3))
     stream = run.stream()
     for _ in range(4):
@@ -210,7 +210,7 @@ def test_heads_draft_with_the_trained_chances(spec, target, texts, tokenizer, tm
 
 
 @torch.no_grad()
-def test_a_converted_model_drafts_with_the_trained_chances(target, texts, tokenizer, tmp_path, monkeypatch):  # noqa: F811
+def test_a_converted_model_drafts_with_trained_chances(target, texts, tokenizer, tmp_path, monkeypatch):  # noqa: F811
     """The mask rows of a model trained as a whole are those of its loss."""
     kind = run_of(target, texts, "idlm", MODELS)
     kind.write(tmp_path, tokenizer)

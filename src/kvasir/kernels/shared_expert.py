@@ -29,8 +29,8 @@ def add_shared_reference(x_TE: torch.Tensor, gate_E: torch.Tensor, shared_TE: to
                          residual_TE: torch.Tensor | None, norm: Norm | None = None) -> torch.Tensor:
     """The sum, [T, E] in x's dtype, rounded once. ``gate_E``: the gate's matrix. ``residual_TE`` None: nothing is
     added."""
-    x_TE32 = x_TE.float() if norm is None else rms_norm_reference(x_TE.float(), norm[0].float(), norm[1])
-    y_TE = shared_TE.float() * (x_TE32 @ gate_E.float()).sigmoid().unsqueeze(1)
+    wide_TE = x_TE.float() if norm is None else rms_norm_reference(x_TE.float(), norm[0].float(), norm[1])
+    y_TE = shared_TE.float() * (wide_TE @ gate_E.float()).sigmoid().unsqueeze(1)
     return (y_TE if residual_TE is None else residual_TE.float() + y_TE).to(x_TE.dtype)
 
 
