@@ -47,8 +47,10 @@ def test_parameters_reach_the_body():
 
 def test_metrics(monkeypatch):
     """A server that takes 2 ms a token, or 1 ms under a schema, and three tokens a forward."""
-    server = SimpleNamespace(name="kvasir", url="http://x", gauges=lambda name: {"": counts[name]})
-    counts = dict.fromkeys(("generation_tokens_total", "forwards_total", "forced_tokens_total"), 0.0)
+    server = SimpleNamespace(
+        name="kvasir", url="http://x", counters=lambda names: {name: counts[name] for name in names}
+    )
+    counts = dict.fromkeys(constrained.COUNTERS, 0.0)
 
     async def replay(url, model, calls, api_key=None):
         replies = []
@@ -56,9 +58,9 @@ def test_metrics(monkeypatch):
             step = 0.001 if call.extra else 0.002
             times = array("d", [0.05 + step * i for i in range(call.output)])
             replies.append(Reply(0.0, 0.0, 200, times, call.output, 0, times[-1]))
-            counts["generation_tokens_total"] += call.output
-            counts["forwards_total"] += call.output / (3 if call.extra else 1)
-            counts["forced_tokens_total"] += call.output / 2 if call.extra else 0
+            counts["generation_tokens"] += call.output
+            counts["forwards"] += call.output / (3 if call.extra else 1)
+            counts["forced_tokens"] += call.output / 2 if call.extra else 0
         return replies, []
 
     monkeypatch.setattr(client, "replay", replay)

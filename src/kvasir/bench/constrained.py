@@ -141,7 +141,7 @@ class Loads:
     def counters(self) -> dict[str, float]:
         if self.server.name != "kvasir":
             return {}
-        return {name: self.server.gauges(f"{name}_total").get("", 0.0) for name in COUNTERS}
+        return self.server.counters(COUNTERS)
 
     def _token_ms(self, batch: int, kind: str) -> tuple[float, dict[str, float]]:
         """Median milliseconds per token after the first, and what our server counted."""

@@ -212,7 +212,7 @@ def measure(
 
 def _drafts(server: Server) -> dict[str, float]:
     """Draft tokens that one of our servers has verified so far, and how many of them it accepted."""
-    return {key: server.gauges(f"{key}_total").get("", 0.0) for key in ("draft_tokens", "accepted_draft_tokens")}
+    return server.counters(("draft_tokens", "accepted_draft_tokens"))
 
 
 def windows(

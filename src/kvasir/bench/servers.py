@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,6 +39,8 @@ SHARED = (
 # Settings that are off by default; they have no flag --no-NAME.
 OFF = {f.name for section in fields(EngineConfig) for f in fields(section.default_factory) if f.default is False}
 LIVE, READY = "/health/live", "/health/ready"
+# Seconds in which a server that does nothing has reported its counters several times.
+REST = 1.0
 
 
 @dataclass(slots=True)
@@ -71,12 +73,31 @@ class Server:
 
     def gauges(self, name: str) -> dict[str, float]:
         """Values of one of our gauges on /metrics, by its only label ("" without a label); empty without a value."""
+        return _values(self._metrics(), name)
+
+    def counters(self, names: Iterable[str]) -> dict[str, float]:
+        """Totals of our counters by name, all of one moment, once they rest. A counter without a value is 0.
+
+        The engine reports its counters four times a second, so a server that has just answered may still show old
+        ones. For that reason they are read until they have not changed for ``REST`` seconds, at most ten times.
+        """
+        found: dict[str, float] = {}
+        for _ in range(10):
+            text = self._metrics()
+            before, found = found, {name: _values(text, f"{name}_total").get("", 0.0) for name in names}
+            if found == before:
+                break
+            time.sleep(REST)
+        return found
+
+    def _metrics(self) -> str:
         with urllib.request.urlopen(f"{self.url}/metrics") as reply:
-            text = reply.read().decode()
-        return {
-            label: float(value)
-            for label, value in re.findall(rf'^kvasir:{name}(?:\{{\w+="([^"]+)"\}})? (\S+)$', text, re.MULTILINE)
-        }
+            return reply.read().decode()
+
+
+def _values(text: str, name: str) -> dict[str, float]:
+    found = re.findall(rf'^kvasir:{name}(?:\{{\w+="([^"]+)"\}})? (\S+)$', text, re.MULTILINE)
+    return {label: float(value) for label, value in found}
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:
