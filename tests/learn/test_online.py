@@ -16,6 +16,7 @@ from kvasir.errors import ConfigError
 from kvasir.learn import messages
 from kvasir.learn.learner import MOST_SCALED
 from kvasir.learn.messages import CARD, WEIGHTS, Order
+from kvasir.learn.pace import LEAST_ROWS
 from kvasir.learn.online import Online
 from kvasir.learn.ring import TraceRing
 from kvasir.models.checkpoint import resolve
@@ -184,7 +185,7 @@ def test_on_the_engines_own_device_it_keeps_its_share(tmp_path, base, monkeypatc
         return now[0]
 
     online = Online(tmp_path, engine, sleep=sleep, clock=clock)
-    assert online.learner.slice_rows == OPTIONS["rows"]
+    assert online.learner.slice_rows == min(LEAST_ROWS, OPTIONS["rows"])
     fill(ring, base)
     turns = sum(online.turn() for _ in range(12))
     assert len(slept) == turns > 3 and slept == pytest.approx([0.003] * turns), "1 ms of work, 3 ms of rest"

@@ -184,8 +184,8 @@ class Replay:
 def learn(learner: Learner, steps: int) -> None:
     """Take up to ``steps`` optimizer steps, as far as there are traces."""
     wanted = learner.steps + steps
-    for worked in learner.slices():
-        if not worked or learner.steps >= wanted:
+    for rows in learner.slices():
+        if rows is None or learner.steps >= wanted:
             return
 
 
@@ -204,7 +204,7 @@ def run_arm(replay: Replay, start: Head, lam: float | None, steps: int, recipe: 
             continue
         learner.add(trace)
         wanted = learner.steps + steps
-        while learner.steps < wanted and next(slices):
+        while learner.steps < wanted and next(slices) is not None:
             pass
         if learner.candidate is not None:
             served.load_state_dict(learner.candidate[0])
