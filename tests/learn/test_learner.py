@@ -262,7 +262,9 @@ def test_kinds_that_cannot_learn_are_refused_with_those_that_can(base):
         head_to_learn("ppd", base, "")
 
 
-@pytest.mark.parametrize("launch, row, least, most", [(0.0, 1e-4, 32, 50), (0.02, 1e-5, 300, 500), (0.02, 1e-3, 32, 32)])
+@pytest.mark.parametrize(
+    "launch, row, least, most", [(0.0, 1e-4, 32, 50), (0.02, 1e-5, 300, 500), (0.02, 1e-3, 32, 32)]
+)
 def test_the_pace_keeps_share_and_slices(launch, row, least, most):
     """The rows of a slice take 5 ms or less, whatever it takes to launch it: that time has no fewer with fewer rows."""
     now = [0.0]

@@ -16,8 +16,8 @@ from kvasir.errors import ConfigError
 from kvasir.learn import messages
 from kvasir.learn.learner import MOST_SCALED
 from kvasir.learn.messages import CARD, WEIGHTS, Order
-from kvasir.learn.pace import LEAST_ROWS
 from kvasir.learn.online import Online
+from kvasir.learn.pace import LEAST_ROWS
 from kvasir.learn.ring import TraceRing
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads

@@ -329,6 +329,7 @@ def run(
     oracle = run_oracle(replay, others, start, steps, learning)
     arms = [arm(ORACLE, setting, metrics_of(replay.stream, tasks, oracle, oracle))]
     outcome = result(f"drift-{kind}-{Path(model).name or 'embedded'}", arms)
+    save(outcome, output, commit)
     for name, lam in ARMS.items():
         counts = run_arm(replay, start, lam, steps, recipe)
         outcome["arms"].append(arm(name, setting, metrics_of(replay.stream, tasks, counts, oracle)))

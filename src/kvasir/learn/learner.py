@@ -78,9 +78,9 @@ class Learner:
     """A head that learns. ``scratch``: whether its weights are random, so that its rate must not fall before some have
     gained. ``layers``: the tapped layers of traces; the head reads those of its shape.
 
-    `slices` does a bounded piece of work each time it is asked, of about ``slice_rows`` rows to learn from. ``candidate`` is set to
-    (weights by name, tokens a forward before and after) when one has passed the gate; nothing new is proposed until
-    `accepted` or `rolled_back` was called.
+    `slices` does a bounded piece of work each time it is asked, of about ``slice_rows`` rows where it learns.
+    ``candidate`` is set to (weights by name, tokens a forward before and after) when one has passed the gate; nothing
+    new is proposed until `accepted` or `rolled_back` was called.
     """
 
     def __init__(self, head: Head, base: Base, recipe: Recipe, *, scratch: bool, layers: tuple[int, ...] = ()) -> None:

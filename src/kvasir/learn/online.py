@@ -87,9 +87,7 @@ class Online:
             torch.cuda.synchronize(self._device)
         seconds = self._clock() - begun
         if rows:
-            self.learner.slice_rows = self._pace.rows(
-                rows, self.learner.slice_rows, self.learner.recipe.rows, seconds
-            )
+            self.learner.slice_rows = self._pace.rows(rows, self.learner.slice_rows, self.learner.recipe.rows, seconds)
         if self.learner.candidate is not None and self._sent < 0:
             self._send_candidate()
         if rest := self._pace.rest(seconds):
