@@ -13,7 +13,6 @@ from kvasir.cluster.placement import Place
 from kvasir.cluster.remote import RemoteChild
 from kvasir.config import Settings
 
-
 PLACE = {"KVASIR_PLACE": "here"}  # in the environment of each engine process
 
 
