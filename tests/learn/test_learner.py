@@ -15,7 +15,7 @@ from kvasir.errors import ConfigError
 from kvasir.learn import learner as module
 from kvasir.learn.branch_loss import branch_loss
 from kvasir.learn.learner import MOST_FAILED, MOST_SCALED, WIDTH, Learner, Recipe, head_to_learn, tokens_and_forwards
-from kvasir.learn.pace import LEAST_ROWS, SLICE_SECONDS, Pace
+from kvasir.learn.pace import LEAST_ROWS, LONGEST, SLICE_SECONDS, Pace
 from kvasir.learn.packed import pack
 from kvasir.learn.pieces import USES, Pieces, cut
 from kvasir.learn.trace import PLAIN, REJECTED
@@ -279,6 +279,12 @@ def test_the_pace_keeps_share_and_slices(launch, row, least, most):
     assert pace.busy_share == pytest.approx(0.1, rel=0.1)
     alone = Pace(1.0, lambda: now[0])
     assert alone.rest(3.0) == 0 and alone.rows(64, 64, 1024, 3.0) == 1024
+
+
+def test_a_slice_that_loads_kernels_is_no_reason_to_sleep_for_a_minute():
+    pace = Pace(0.1, lambda: 0.0)
+    assert pace.rest(0.1) == pytest.approx(0.9) and pace.rest(7.0) == pytest.approx(9 * LONGEST)
+    assert pace.rows(LEAST_ROWS, LEAST_ROWS, 1024, 7.0) > LEAST_ROWS, "and none for small slices"
 
 
 def test_slices_grow_again_where_others_made_all_of_them_longer():

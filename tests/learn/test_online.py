@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -173,8 +174,8 @@ def test_on_the_engines_own_device_it_keeps_its_share(tmp_path, base, monkeypatc
     """The device is stood in for: time passes as the slices say."""
     order_for(base, device="same", share=0.25).write(tmp_path)
     ring, engine, now, slept = TraceRing.create(tmp_path, 16 << 20), FakeEngine(), [0.0], []
-    real = torch.device
-    monkeypatch.setattr("kvasir.learn.online.torch.device", lambda name: real("cpu"))
+    stand_in = SimpleNamespace(float32=torch.float32, device=lambda name: torch.device("cpu"))
+    monkeypatch.setattr("kvasir.learn.online.torch", stand_in)
 
     def sleep(seconds):
         slept.append(seconds)

@@ -3,7 +3,7 @@
 A slice takes time to launch, however few rows it has: some thousand short operations, between which the device works
 for others. What its rows add is kept below `SLICE_SECONDS`. If all of a slice had to be as short, slices would shrink
 to their fewest rows and launch as much for each of them, so that a share of the time would teach many times less. The
-rest that follows a slice counts all of it.
+rest that follows a slice counts all of it, up to `LONGEST`: the first slices load and compile kernels for seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 SLICE_SECONDS = 0.005  # most time that a slice's rows may take: a decode step of another process waits so long
 LEAST_ROWS = 32
 MARGIN = 0.9  # part of that time which is aimed at
+LONGEST = 0.2  # seconds of a slice that are followed by a rest
 SLOWER, FASTER = 0.5, 1.8  # factors by which the rows of a slice change at most
 SHOWN_SECONDS = 10.0  # time over which the shown share is a mean
 
@@ -49,7 +50,7 @@ class Pace:
         """Seconds to rest after ``seconds`` of work."""
         self._fade()
         self._busy += seconds
-        return 0.0 if self.share >= 1 else seconds * (1 / self.share - 1)
+        return 0.0 if self.share >= 1 else min(seconds, LONGEST) * (1 / self.share - 1)
 
     @property
     def busy_share(self) -> float:
