@@ -5,8 +5,9 @@
 
 LIST.toml has tables ``[[PART]]`` with ``name``, ``seconds`` and ``command``, a shell command in which OUT stands for
 the folder. ``gpu`` (default: all) names the GPUs that the command sees, and ``after`` a file that must be there before
-it starts (OUT and environment variables stand for their values). Several parts run at the same time. Commands of ``together`` start at
-once and measure no time: they share a GPU. Commands of every other part run in their order, one at a time.
+it starts (OUT and environment variables stand for their values). Several parts run at the same time. Commands of
+``together`` start at once and measure no time: they share a GPU. Commands of every other part run in their order, one
+at a time.
 
 Each command has its own process group and is ended after its seconds, or when --seconds of the whole run are over, so
 it must write what it has as it goes. What a command prints lies in OUT/NAME.log, and what became of it in
