@@ -1,13 +1,17 @@
-"""Run many studies on one GPU in the fewest minutes: those of quality side by side, those of time one by one.
+"""Run a list of studies in the fewest minutes: in lanes, each of which may have a GPU of its own.
 
     python -m tools.side_by_side LIST.toml OUT --part together [--only ssa,reward] [--seconds 570]
-    python -m tools.side_by_side LIST.toml OUT --part alone [--only sonic]
+    python -m tools.side_by_side LIST.toml OUT --part first second
 
-LIST.toml has tables ``[[together]]`` and ``[[alone]]`` with ``name``, ``seconds`` and ``command``, a shell command in
-which OUT stands for the folder. Commands of ``together`` start at once, each in its own process group, and measure no
-time: they share the GPU. Commands of ``alone`` run in their order. Each is ended after its seconds, or when --seconds
-of the whole part are over, so it must write what it has as it goes. What a command prints lies in OUT/NAME.log, and
-what became of it in OUT/PART.status.json. Exit status 1 when a command failed by itself.
+LIST.toml has tables ``[[PART]]`` with ``name``, ``seconds`` and ``command``, a shell command in which OUT stands for
+the folder. ``gpu`` (default: all) names the GPUs that the command sees, and ``after`` a file that must be there before
+it starts (OUT and environment variables stand for their values). Several parts run at the same time. Commands of
+``together`` start at once and measure no time: they share a GPU. Commands of every other part run in their order, one
+at a time.
+
+Each command has its own process group and is ended after its seconds, or when --seconds of the whole run are over, so
+it must write what it has as it goes. What a command prints lies in OUT/NAME.log, and what became of it in
+OUT/PART.status.json. Exit status 1 when a command failed by itself.
 """
 
 from __future__ import annotations
@@ -27,18 +31,20 @@ from pathlib import Path
 from kvasir.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("together", "alone")
+AT_ONCE = "together"  # The part whose commands all start at once.
 GRACE = 15.0  # Seconds between asking a command to end and ending it.
-LEAST = 20.0  # A command of the part alone does not begin with fewer seconds left.
+LEAST = 20.0  # A command does not begin with fewer seconds left.
 
 
 @dataclass(frozen=True)
 class Study:
-    """A command of the list. ``seconds``: the most that it may take."""
+    """A command of the list. ``seconds``: the most that it may take. ``gpu`` and ``after``: see above."""
 
     name: str
     seconds: float
     command: str
+    gpu: str = ""
+    after: str = ""
 
 
 class Running:
@@ -55,7 +61,8 @@ class Running:
                 study.command.replace("OUT", str(out)),
                 shell=True,
                 cwd=ROOT,
-                env={"OMP_NUM_THREADS": "2", **os.environ, "PATH": tools, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                env={"OMP_NUM_THREADS": "2", **os.environ, "PATH": tools, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+                | ({"CUDA_VISIBLE_DEVICES": study.gpu} if study.gpu else {}),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -86,53 +93,78 @@ class Running:
         return {"how": how, "seconds": round(self.took, 1), "status": self.process.returncode} | vars(self.study)
 
 
-def read(file: Path, part: str, only: str) -> list[Study]:
-    """The studies of a part. Raises ConfigError for a name that the part does not have."""
-    studies = [Study(**entry) for entry in tomllib.loads(file.read_text()).get(part, ())]
-    names = [study.name for study in studies]
+class Lane:
+    """The studies of one part. ``at_once``: all start together. ``end``: when the run ends, by time.monotonic()."""
+
+    def __init__(self, part: str, studies: list[Study], out: Path, end: float) -> None:
+        self.part, self.out, self.end, self.at_once = part, out, end, part == AT_ONCE
+        self.waiting, self.running = list(studies), list[Running]()
+        self.told: list[dict[str, object]] = []
+
+    def advance(self) -> bool:
+        """Note what has ended and start what may start. Return whether nothing is left."""
+        for one in [one for one in self.running if one.done()]:
+            self.running.remove(one)
+            self._tell(one.told())
+        for study in list(self.waiting):
+            left = self.end - time.monotonic()
+            if self.running and not self.at_once:
+                break
+            if left < LEAST:
+                self.waiting.remove(study)
+                self._tell({"how": "no time left"} | vars(study))
+            elif not study.after or Path(os.path.expandvars(study.after.replace("OUT", str(self.out)))).exists():
+                self.waiting.remove(study)
+                self.running.append(Running(study, self.out, left))
+            elif not self.at_once:
+                break
+        return not self.waiting and not self.running
+
+    def kill(self) -> None:
+        for one in self.running:
+            one.signal(signal.SIGKILL)
+
+    def _tell(self, what: dict[str, object]) -> None:
+        self.told.append(what)
+        print(f"{what['name']}: {what['how']} after {what.get('seconds', 0)} s", flush=True)
+        (self.out / f"{self.part}.status.json").write_text(json.dumps(self.told, indent=1) + "\n")
+
+
+def read(file: Path, parts: list[str], only: str) -> dict[str, list[Study]]:
+    """The studies by part. Raises ConfigError for a part, or for a name, that the list does not have."""
+    table = tomllib.loads(file.read_text())
+    if unknown := set(parts) - set(table):
+        raise ConfigError(f"--part {', '.join(sorted(unknown))}: {file.name} has {', '.join(table)}")
+    studies = {part: [Study(**entry) for entry in table[part]] for part in parts}
+    names = [study.name for part in studies.values() for study in part]
     wanted = only.split(",") if only else names
     if unknown := set(wanted) - set(names):
-        raise ConfigError(f"--only {', '.join(sorted(unknown))}: {file.name} has {', '.join(names)} in {part}")
-    return [study for study in studies if study.name in wanted]
-
-
-def together(studies: list[Study], out: Path, seconds: float) -> list[Running]:
-    """Run all studies at once and wait for them."""
-    started: list[Running] = []
-    try:
-        started += [Running(study, out, seconds) for study in studies]
-        while not all([one.done() for one in started]):  # a list, so that each is looked at
-            time.sleep(0.2)
-    finally:
-        for one in started:
-            one.signal(signal.SIGKILL)
-    return started
+        raise ConfigError(
+            f"--only {', '.join(sorted(unknown))}: {file.name} has {', '.join(names)} in {', '.join(parts)}"
+        )
+    return {part: [study for study in those if study.name in wanted] for part, those in studies.items()}
 
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("list", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--part", nargs="+", required=True, help="parts of the list, which run at the same time")
     parser.add_argument("--only", default="", help="names, with commas")
-    parser.add_argument("--seconds", type=float, default=570.0, help="of the whole part")
+    parser.add_argument("--seconds", type=float, default=570.0, help="of the whole run")
     options = parser.parse_args(given)
     studies, end = read(options.list, options.part, options.only), time.monotonic() + options.seconds
     out = options.output.resolve()
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the studies, too
-    found: list[dict[str, object]] = []
-    for batch in [studies] if options.part == PARTS[0] else [[study] for study in studies]:
-        left = end - time.monotonic()
-        if left < LEAST:
-            found += [{"how": "no time left"} | vars(study) for study in batch]
-            continue
-        for one in together(batch, out, left):
-            found.append(one.told())
-            print(f"{one.study.name}: {found[-1]['how']} after {one.took:.0f} s", flush=True)
-        (out / f"{options.part}.status.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / f"{options.part}.status.json").write_text(json.dumps(found, indent=1) + "\n")
-    return int(any(told["how"] == "failed" for told in found))
+    lanes = [Lane(part, those, out, end) for part, those in studies.items()]
+    try:
+        while not all([lane.advance() for lane in lanes]):  # a list, so that each is looked at
+            time.sleep(0.2)
+    finally:
+        for lane in lanes:
+            lane.kill()
+    return int(any(told["how"] == "failed" for lane in lanes for told in lane.told))
 
 
 if __name__ == "__main__":

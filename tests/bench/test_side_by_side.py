@@ -11,7 +11,8 @@ import pytest
 from kvasir.errors import ConfigError
 from tools import side_by_side
 
-LIST = Path(side_by_side.__file__).parent / "audit_gpu.toml"
+AUDIT = Path(side_by_side.__file__).parent / "audit_gpu.toml"
+LISTS = sorted(AUDIT.parent.glob("*_gpu.toml"))
 STUDIES = """
 [[together]]
 name = "short"
@@ -44,16 +45,65 @@ def test_studies_end_by_their_time_and_keep_what_they_wrote(tmp_path):
     assert (out / "first.log").read_text() == "told\n"
     assert side_by_side.main([str(file), str(out), "--part", "alone", "--seconds", "0"]) == 0
     assert [one["how"] for one in json.loads((out / "alone.status.json").read_text())] == ["no time left"]
+    with pytest.raises(ConfigError, match="--part third: .* has together, alone"):
+        side_by_side.main([str(file), str(out), "--part", "third"])
     with pytest.raises(ConfigError, match="--only second: .* has first in alone"):
         side_by_side.main([str(file), str(out), "--part", "alone", "--only", "second"])
 
 
-def test_every_study_of_the_list_ends_within_ten_minutes():
-    told = tomllib.loads(LIST.read_text())
-    assert set(told) == set(side_by_side.PARTS)
-    for part in side_by_side.PARTS:
-        studies = side_by_side.read(LIST, part, "")
-        assert len({study.name for study in studies}) == len(studies)
-        assert all(study.seconds <= 570 for study in studies)
+LANES = """
+[[one]]
+name = "waits"
+seconds = 20
+after = "OUT/ready"
+command = "echo $CUDA_VISIBLE_DEVICES > OUT/waits.txt"
+[[one]]
+name = "next"
+seconds = 20
+command = "cat OUT/waits.txt"
+[[two]]
+name = "makes"
+gpu = "1"
+seconds = 20
+command = "test ! -e OUT/waits.txt && echo $CUDA_VISIBLE_DEVICES > OUT/ready"
+[[never]]
+name = "forever"
+seconds = 20
+after = "OUT/nothing"
+command = "true"
+"""
+
+
+def test_lanes_run_at_the_same_time_with_gpus_of_their_own(tmp_path, monkeypatch):
+    """The first lane waits for a file of the second, and so it would never end if lanes ran one after the other."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    file, out = tmp_path / "list.toml", tmp_path / "out"
+    file.write_text(LANES)
+    assert side_by_side.main([str(file), str(out), "--part", "one", "two"]) == 0
+    assert (out / "ready").read_text() == "1\n"
+    assert (out / "next.log").read_text() == "0,1\n"
+    told = json.loads((out / "one.status.json").read_text())
+    assert [one["how"] for one in told] == ["done", "done"]
+
+
+def test_a_file_that_never_comes_does_not_hold_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(side_by_side, "LEAST", 0.1)
+    file, out = tmp_path / "list.toml", tmp_path / "out"
+    file.write_text(LANES)
+    assert side_by_side.main([str(file), str(out), "--part", "never", "--seconds", "0.5"]) == 0
+    assert json.loads((out / "never.status.json").read_text())[0]["how"] == "no time left"
+
+
+@pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
+def test_every_study_of_a_list_ends_within_ten_minutes(file):
+    told = tomllib.loads(file.read_text())
+    for part, studies in side_by_side.read(file, list(told), "").items():
+        assert len({study.name for study in studies}) == len(studies), part
+        assert all(study.seconds <= 900 for study in studies)
         writes = [study for study in studies if not study.name.startswith("tests-")]
         assert all("OUT/" in study.command or "OUT " in study.command for study in writes)
+
+
+def test_the_list_of_the_audit_fits_ten_minutes():
+    parts = side_by_side.read(AUDIT, ["together", "alone"], "")
+    assert all(study.seconds <= 570 for studies in parts.values() for study in studies)
