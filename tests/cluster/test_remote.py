@@ -53,6 +53,27 @@ def test_a_front_that_does_not_raise_the_epoch_is_caught(monkeypatch):
         run(body())
 
 
+def test_requests_of_a_host_that_hangs_go_on_elsewhere():
+    """Its keeper does not answer: that tells little of the requests. Those of an engine that hangs under a keeper which
+    answers are suspects, and wait for it."""
+
+    async def body():
+        async with remote_cluster(2, watchdog=2.0, startup_timeout=60.0) as (it, hosts):
+            readers = [Reader(it, request(i, n=1 + i % 3, max_tokens=150)) for i in range(8)]
+            await until(lambda: all(r.events for r in readers) and all(held(it)))
+            keeper = hosts[1].keeper
+            child = keeper.child
+            hosts[1].down, keeper.child, keeper._front = True, None, None
+            for reader in readers:
+                (await reader.task).check()
+            assert not it.replicas[1].connected and it.replicas[1].why_down and it.health().ready
+            hosts[1].down, keeper.child = False, child
+            await until(lambda: it.replicas[1].connected)
+            assert it.num_quarantined == 0 and keeper.child is child
+
+    run(body())
+
+
 def test_requests_that_were_cancelled_before_a_cut_end():
     async def body():
         async with remote_cluster(1) as (it, hosts):
