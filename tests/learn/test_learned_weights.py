@@ -1,11 +1,12 @@
 """What becomes of learned weights: `eagle`, which keeps keys of its own, changes versions under load, and the last
-accepted ones lie in ``--learn-out`` as a drafter's folder."""
+accepted ones lie in ``--learn-out`` as a drafter's folder; and where the trainer runs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from kvasir.engine.learning import device_of
 from kvasir.speculation import heads
 from tests.learn.helpers import candidate, learner, offer, staged, weights_of
 from tests.speculation.helpers import outputs, plain, requests
@@ -54,3 +55,21 @@ def test_the_last_accepted_weights_lie_in_the_folder_that_was_named(monkeypatch,
     assert [path.name for path in out.parent.iterdir()] == ["learned"], "no half-written folders stay"
     assert heads.check_target(out, "medusa", target, heads.facts_of(d.engine.runner.model))
     d.close()
+
+
+@pytest.mark.parametrize(
+    "wanted, count, own, device",
+    [
+        ("auto", 2, 0, "cuda:1"),
+        ("auto", 2, 1, "cuda:0"),
+        ("auto", 1, 0, "same"),
+        ("cuda:0", 2, 0, "same"),
+        ("cuda:1", 2, 0, "cuda:1"),
+        ("same", 2, 0, "same"),
+        ("cpu", 2, 0, "cpu"),
+    ],
+)
+def test_the_trainer_takes_a_second_gpu_or_shares_the_first(wanted, count, own, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: own)
+    assert device_of(wanted, torch.device("cuda")) == device_of(wanted, torch.device("cuda", own)) == device
