@@ -153,9 +153,10 @@ def test_drafts_leave_no_trace(folder, alone, right, tree):
 # ------------------------------------------------------------------------------------------------------ steps that fail
 
 
-def failing(driver: Driver, monkeypatch, every: int = 4) -> list[int]:
-    """Let every fourth step with company fail in the third recurrent layer. Returns a list that gets the failures."""
-    mixer, calls, failed = driver.engine.runner.model.blocks[2].mixer, count(), []
+def failing(driver: Driver, monkeypatch, every: int = 4, layer: int = 2) -> list[int]:
+    """Let every fourth step with company fail in a recurrent layer, by default the third one. Returns a list that gets
+    the failures."""
+    mixer, calls, failed = driver.engine.runner.model.blocks[layer].mixer, count(), []
     real = mixer.forward
 
     def forward(x_TE, angles, cache, backend, batch, *rest, **more):
@@ -172,6 +173,19 @@ def failing(driver: Driver, monkeypatch, every: int = 4) -> list[int]:
 def test_a_failed_step_changes_nothing(folder, alone, overlap, monkeypatch):
     driver = engine(folder, overlap=overlap, max_num_batched_tokens=40)
     failed = failing(driver, monkeypatch)
+    driver.run(fleet(driver), preempt_every=6)
+    driver.close()
+    assert len(failed) > 2 and answers(driver) == first(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
+@pytest.mark.parametrize("overlap", [False, True], ids=["depth0", "depth1"])
+def test_a_step_that_fails_in_layer_5_changes_nothing(folder, alone, overlap, monkeypatch):
+    """Its first and third layers have moved on by then, and its second and fourth have written keys; experts."""
+    driver = engine(folder, overlap=overlap, max_num_batched_tokens=40)
+    assert driver.engine.runner.model.blocks[4].mixer in driver.engine.runner.parts.recurrent()
+    failed = failing(driver, monkeypatch, layer=4)
     driver.run(fleet(driver), preempt_every=6)
     driver.close()
     assert len(failed) > 2 and answers(driver) == first(alone)
