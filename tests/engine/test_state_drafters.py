@@ -30,8 +30,8 @@ DRAFTERS = (
     "suffix:min_match=1",
     "token_recycling",
     "draft_model:model=embedded",
-    "draft_model:model=embedded,tree=dyspec,max_depth=5",
-    "ngram:min_match=1+suffix",
+    pytest.param("draft_model:model=embedded,tree=dyspec,max_depth=5", marks=pytest.mark.slow),
+    pytest.param("ngram:min_match=1+suffix", marks=pytest.mark.slow),
     "replay:accept=0.7",
     *HEADS,
 )
@@ -57,10 +57,10 @@ def engine(folder: str, drafter: str = "", **options) -> Driver:
     return Driver(folder, drafter=drafter, draft_control="fixed", **{**given, **options})
 
 
-def requests(driver: Driver) -> list:
+def requests(driver: Driver, **params) -> list:
     """Every other request is confined to four tokens, so that its text repeats itself."""
     few = [{}, {"allowed_token_ids": [310, 311, 312, 313]}]
-    given = dict(temperature=0.7, max_tokens=OUTPUT, ignore_eos=True)
+    given = dict(temperature=0.7, max_tokens=OUTPUT, ignore_eos=True) | params
     return [driver.request(f"r{k}", p, seed=k, **given, **few[k % 2]) for k, p in enumerate(PROMPTS)]
 
 

@@ -18,7 +18,7 @@ from kvasir.kv.pool import KVPool
 from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
-from tests import checkpoints
+from tests import checkpoints, own_hybrids
 from tests.engine.driver import Driver
 from tests.speculation.helpers import install
 
@@ -28,10 +28,17 @@ SHARED = [1 + (7 * i) % (checkpoints.VOCAB - 1) for i in range(80)]
 PROMPTS = [SHARED[: length - 3] + [1 + k, 2 + 2 * k, 3] for k, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", pytest.param("kimi_linear", marks=pytest.mark.slow)])
+OTHERS = "kimi_linear", "siso", "m2rnn"  # the last two: Mamba-3 and M2RNN, folders of our own
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def folder(request, tmp_path_factory):
     """Three recurrent layers and one that attends."""
-    return str(checkpoints.write(tmp_path_factory.mktemp("model"), request.param))
+    path = tmp_path_factory.mktemp("model")
+    if request.param in own_hybrids.CONFIGS:
+        own_hybrids.write(path, request.param)
+        return str(path)
+    return str(checkpoints.write(path, request.param))
 
 
 def engine(folder: str, **options) -> Driver:
