@@ -139,10 +139,10 @@ class Learner:
         return ((self.signs(bits) < 0).long() == bits.cumsum(1) % 2).float().mean(0)
 
 
-def measured(name: str, seed: int) -> dict[str, float]:
+def measured(name: str, seed: int, steps: int) -> dict[str, float]:
     """Metrics of one run."""
     begin, learner = time.monotonic(), Learner(name, seed)
-    reached, right = learner.learn(STEPS[name]), learner.right()
+    reached, right = learner.learn(steps), learner.right()
     found = {f"right_{end}": round(right[end // 2 : end].mean().item(), 4) for end in (64, 128, 256)}
     return found | {"reached": reached, "seconds": round(time.monotonic() - begin, 1)}
 
@@ -152,13 +152,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", action="append", choices=tuple(STEPS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help=f"of every layer; default: {STEPS}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     arms = []
     for name in options.only or STEPS:
-        runs = [measured(name, seed) for seed in range(options.seeds)]
+        steps = options.steps or STEPS[name]
+        runs = [measured(name, seed, steps) for seed in range(options.seeds)]
         print(name, json.dumps(runs), flush=True)
-        config = {"steps": STEPS[name], "parameters": sum(p.numel() for p in Learner(name).parameters)}
+        config = {"steps": steps, "parameters": sum(p.numel() for p in Learner(name).parameters)}
         arms.append(arm(name, config, {key: spread([run[key] for run in runs]) for key in runs[0]}))
         options.out.write_text(as_json(result("parity", arms)))
 
