@@ -18,7 +18,7 @@ from kvasir.kv.pool import KVPool
 from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
-from tests import checkpoints
+from tests import checkpoints, own_hybrids
 from tests.engine.driver import Driver
 from tests.speculation.helpers import install
 
@@ -28,10 +28,17 @@ SHARED = [1 + (7 * i) % (checkpoints.VOCAB - 1) for i in range(80)]
 PROMPTS = [SHARED[: length - 3] + [1 + k, 2 + 2 * k, 3] for k, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", pytest.param("kimi_linear", marks=pytest.mark.slow)])
+OTHERS = "kimi_linear", "siso", "m2rnn"  # the last two: Mamba-3 and M2RNN, folders of our own
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def folder(request, tmp_path_factory):
     """Three recurrent layers and one that attends."""
-    return str(checkpoints.write(tmp_path_factory.mktemp("model"), request.param))
+    path = tmp_path_factory.mktemp("model")
+    if request.param in own_hybrids.CONFIGS:
+        own_hybrids.write(path, request.param)
+        return str(path)
+    return str(checkpoints.write(path, request.param))
 
 
 def engine(folder: str, **options) -> Driver:
@@ -153,9 +160,10 @@ def test_drafts_leave_no_trace(folder, alone, right, tree):
 # ------------------------------------------------------------------------------------------------------ steps that fail
 
 
-def failing(driver: Driver, monkeypatch, every: int = 4) -> list[int]:
-    """Let every fourth step with company fail in the third recurrent layer. Returns a list that gets the failures."""
-    mixer, calls, failed = driver.engine.runner.model.blocks[2].mixer, count(), []
+def failing(driver: Driver, monkeypatch, every: int = 4, layer: int = 2) -> list[int]:
+    """Let every fourth step with company fail in a recurrent layer, by default the third one. Returns a list that gets
+    the failures."""
+    mixer, calls, failed = driver.engine.runner.model.blocks[layer].mixer, count(), []
     real = mixer.forward
 
     def forward(x_TE, angles, cache, backend, batch, *rest, **more):
@@ -172,6 +180,19 @@ def failing(driver: Driver, monkeypatch, every: int = 4) -> list[int]:
 def test_a_failed_step_changes_nothing(folder, alone, overlap, monkeypatch):
     driver = engine(folder, overlap=overlap, max_num_batched_tokens=40)
     failed = failing(driver, monkeypatch)
+    driver.run(fleet(driver), preempt_every=6)
+    driver.close()
+    assert len(failed) > 2 and answers(driver) == first(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
+@pytest.mark.parametrize("overlap", [False, True], ids=["depth0", "depth1"])
+def test_a_step_that_fails_in_layer_5_changes_nothing(folder, alone, overlap, monkeypatch):
+    """Its first and third layers have moved on by then, and its second and fourth have written keys; experts."""
+    driver = engine(folder, overlap=overlap, max_num_batched_tokens=40)
+    assert driver.engine.runner.model.blocks[4].mixer in driver.engine.runner.parts.recurrent()
+    failed = failing(driver, monkeypatch, layer=4)
     driver.run(fleet(driver), preempt_every=6)
     driver.close()
     assert len(failed) > 2 and answers(driver) == first(alone)

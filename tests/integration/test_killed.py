@@ -17,8 +17,11 @@ from kvasir.client.admission import admit
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
 from kvasir.hooks.hook import Gate, Hook
+from kvasir.lab import export
+from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.types import Event, Grammar, ModelInfo, Request, SamplingParams
 from tests.hooks import write_hooks
+from tests.lab.test_hybrid import lively
 
 OUTPUT = 70
 SCHEMA = '{"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 30, "maxItems": 40}'
@@ -36,14 +39,14 @@ PARAMS = [
 ]
 
 
-def requests(info: ModelInfo) -> list[Request]:
+def requests(info: ModelInfo, params: list[dict]) -> list[Request]:
     def request(i: int, changes: dict) -> Request:
         params = SamplingParams(**{"max_tokens": OUTPUT, "ignore_eos": True, **changes})
         which = min(i, 8)
         prompt = [300 + (which * 31 + j * 7) % 900 for j in range(10 + 9 * which)]
         return admit(prompt, params, info, id=f"r{i}", arrival=time.monotonic(), encode=None)
 
-    return [request(i, changes) for i, changes in enumerate(PARAMS)]
+    return [request(i, changes) for i, changes in enumerate(params)]
 
 
 @dataclasses.dataclass
@@ -71,10 +74,10 @@ class Read:
             self.ends[event.branch] = event.finish_reason
 
 
-async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[Read]:
-    """Run all requests at once, and kill the engine process whenever the readers together have as many tokens as
-    ``kill_at`` says."""
-    reads, seen, kills = [Read() for _ in PARAMS], 0, list(kill_at)
+async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = (), params: list[dict] = PARAMS) -> list[Read]:
+    """Run a request for each of ``params`` at once, and kill the engine process whenever the readers together have as
+    many tokens as ``kill_at`` says."""
+    reads, seen, kills = [Read() for _ in params], 0, list(kill_at)
 
     async def read(request: Request, into: Read) -> None:
         nonlocal seen
@@ -85,7 +88,7 @@ async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[R
                 kills.pop(0)
                 os.kill(engine.replica.child.pid, signal.SIGKILL)
 
-    await asyncio.gather(*(read(r, into) for r, into in zip(requests(engine.info), reads)))
+    await asyncio.gather(*(read(r, into) for r, into in zip(requests(engine.info, params), reads)))
     assert not kills, "the streams ended before the last kill"
     return reads
 
@@ -125,6 +128,37 @@ def test_a_killed_engine_loses_nothing(tmp_path):
             )
             assert calm[8].tokens != calm[9].tokens, "a hook does matter"
             assert [len(p) for p in calm[3].logprobs.values()] == [OUTPUT] * 3 and len(calm[6].prompt) == 64
+        finally:
+            await engine.stop(0.0)
+
+    asyncio.run(run())
+
+
+def test_states_are_built_again(tmp_path):
+    """A hybrid, whose states die with the process: prompts in chunks, snapshots, branches, and drafts in flight."""
+    export.export(lively(), shipped_tokenizer(), tmp_path)
+    params = [PARAMS[i] for i in (0, 1, 3, 5)]
+
+    async def run() -> None:
+        options = dict(batch_invariant=True, num_threads=1, max_num_batched_tokens=24, max_model_len=200)
+        engine = AsyncEngine(
+            EngineConfig.of(
+                model=str(tmp_path),
+                cpu_cache_bytes=1 << 24,
+                page_slots=8,
+                state_interval=16,
+                drafter="suffix:min_match=1",
+                draft_control="fixed",
+                **options,
+            )
+        )
+        await engine.start()
+        try:
+            calm = await read_all(engine, params=params)
+            stormy = await read_all(engine, kill_at=(150,), params=params)
+            assert engine.num_restarts == 1
+            assert stormy == calm
+            assert calm[2].tokens[0] != calm[2].tokens[1], "the seeds do matter"
         finally:
             await engine.stop(0.0)
 

@@ -23,6 +23,7 @@ SPECS = {
     "three taps": GatedDeltaSpec(2, 2, 8, 8, NormSpec(), taps=3),
     "channels": KDASpec(2, 16, NormSpec()),
     "odd channels": KDASpec(1, 12, NormSpec(), taps=3),
+    "many channels": KDASpec(1, 40, NormSpec()),
 }
 WIDE = {
     "9B": GatedDeltaSpec(16, 32, 128, 128, NormSpec()),

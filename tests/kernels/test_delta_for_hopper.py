@@ -1,11 +1,15 @@
 """The code that the compiler makes of the delta rule's kernels, as in ``test_compiled_for_hopper``: at the heads of
-Qwen 3.5 9B, and at those of Kimi Linear with a decay for each channel."""
+Qwen 3.5 9B, and at those of Kimi Linear with a decay for each channel. Also of what ends a layer of such models: the
+gated norm, and the gate of the expert that every row uses."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvasir.kernels import gated_norm, shared_expert
+from kvasir.kernels._triton import next_power_of_2
 from kvasir.kernels.gated_chunks import BLOCK, CHUNK, EXPONENT, PART, STAGES
+from kvasir.kernels.norm import MAX_WIDTH
 from tests.kernels.test_compiled_for_hopper import compiled, compiler_ends
 
 __all__ = ["compiler_ends"]  # a fixture of every module that compiles
@@ -46,3 +50,31 @@ def test_nothing_is_spilled(kernel, channelwise):
     module = "gated_delta" if kernel == "_walk" else "gated_chunks"
     found = compiled(module, kernel, options, constants, TYPES)
     assert not found["spilled"] and found["shared"] <= 227 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, width", [(32, 128), (48, 128), (4, 512)])
+@pytest.mark.parametrize("silu", [False, True])
+def test_the_gated_norm_fits(heads, width, silu):
+    """As its launcher does it: whole heads of up to ``BLOCK`` numbers."""
+    constants = {"H": heads, "V": width, "HEADS": min(heads, gated_norm.BLOCK // width), "BV": width}
+    found = compiled(
+        "gated_norm",
+        "_gated_norm",
+        {"num_warps": 4},
+        constants | {"SILU": silu, "PDL": True},
+        {"x_ptr": "fp32", "gate_ptr": "bf16", "weight_ptr": "bf16", "y_ptr": "bf16"},
+    )
+    assert not found["spilled"] and found["shared"] <= 8 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [2048, 7168, MAX_WIDTH])
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_gate_of_a_shared_expert_fits(width, norm):
+    pointers = dict.fromkeys(("x_ptr", "scale_ptr", "gate_ptr", "shared_ptr", "residual_ptr", "y_ptr"), "bf16")
+    constants = {"E": width, "WIDE": next_power_of_2(width), "BLOCK": shared_expert.BLOCK, "RESIDUAL": True}
+    found = compiled(
+        "shared_expert", "_add_shared", {"num_warps": 8}, constants | {"NORM": norm, "PDL": True}, pointers
+    )
+    assert not found["spilled"] and found["shared"] <= 8 * 1024

@@ -73,9 +73,9 @@ def trained(kind: str, folder: Path, steps: int) -> Path:
     return folder
 
 
-def random_head(kind: str, folder: Path) -> Path:
-    """Return a head with random weights."""
-    target = load_target("nano", "cpu")[0]
+def random_head(kind: str, folder: Path, model: str = "nano") -> Path:
+    """Return a head with random weights for a model of the lab."""
+    target = load_target(model, "cpu")[0]
     trainer = Trainer(target, SHORT, Plan(kind, steps=1))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -91,6 +91,7 @@ class Case:
 def grid() -> Iterator[Case]:
     for rows in (0, 1, 5):
         yield Case(rows, 4, 32)
-    for heads, width in ((3, 12), (32, 128), (48, 128), (1, 7)):
+    # The last ones: a program with one head of eight, heads that do not fill a block, one head that is longer than it.
+    for heads, width in ((3, 12), (32, 128), (48, 128), (1, 7), (9, 128), (5, 200), (3, 1100)):
         for silu in (False, True):
             yield Case(2, heads, width, silu)

@@ -96,6 +96,8 @@ class Case:
 def grid() -> Iterator[Case]:
     for rows in (0, 1, 5):
         yield Case(rows, 96)
+    yield Case(3, 2049, norm=True)
+    yield Case(3, 1, residual=False)
     for width in (7, 1024, 2500):
         yield Case(2, width)
         yield Case(1, width, norm=True)

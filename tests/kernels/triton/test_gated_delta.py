@@ -78,9 +78,11 @@ def strong(world: World, *given, **more) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("exponent", [0.0, gated_chunks.EXPONENT], ids=["by channel", "by factors"])
-@pytest.mark.parametrize("name", ["channels", "odd channels"])
+@pytest.mark.parametrize("name", ["channels", "odd channels", "many channels"])
 def test_rows_of_a_block_meet_by_channel_or_by_factors(name, exponent, device, monkeypatch):
+    """Many channels are multiplied in parts, of which the last ones have few or none."""
     monkeypatch.setattr(gated_chunks, "EXPONENT", exponent)
+    monkeypatch.setattr(gated_chunks, "PART", 16)
     compare(SPECS[name], torch.float32, device, near=1e-4, kernel=by_scan, lengths=LONG)
     worlds = [World(SPECS[name], torch.float32, device, lengths=LONG) for _ in range(2)]
     got, want = worlds[0].run(strong), worlds[1].run(partial(strong, by=by_reference))
