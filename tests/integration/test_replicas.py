@@ -47,7 +47,7 @@ async def read_all(front: Front, kill_at: tuple[int, ...] = ()) -> list[Read]:
                 busiest = max((r for r in front.replicas if r.connected), key=front._num_held)
                 os.kill(busiest.child.pid, signal.SIGKILL)
 
-    await asyncio.gather(*(read(r, into) for r, into in zip(requests(front.info), reads)))
+    await asyncio.gather(*(read(r, into) for r, into in zip(requests(front.info, PARAMS), reads)))
     assert not kills, "the streams ended before the last kill"
     return reads
 
