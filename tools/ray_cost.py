@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,4 +58,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # `timeout` sends SIGTERM: the server must end with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

@@ -9,9 +9,10 @@ it starts (OUT and environment variables stand for their values). Several parts 
 ``together`` start at once and measure no time: they share a GPU. Commands of every other part run in their order, one
 at a time.
 
-Each command has its own process group and is ended after its seconds, or when --seconds of the whole run are over, so
-it must write what it has as it goes. What a command prints lies in OUT/NAME.log, and what became of it in
-OUT/PART.status.json. Exit status 1 when a command failed by itself.
+Each command has its own process group and is asked to end (SIGTERM) after its seconds, or when --seconds of the whole
+run are over, so it must write what it has as it goes. It may then end its servers; whatever is left of it and of the
+processes that it started is killed after `GRACE` seconds, since it would hold memory of the GPU. What a command prints
+lies in OUT/NAME.log, and what became of it in OUT/PART.status.json. Exit status 1 when a command failed by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvasir.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 AT_ONCE = "together"  # The part whose commands all start at once.
-GRACE = 15.0  # Seconds between asking a command to end and ending it.
+GRACE = 20.0  # Seconds between asking a command to end and ending it.
 LEAST = 20.0  # A command does not begin with fewer seconds left.
 
 
@@ -47,12 +48,24 @@ class Study:
     after: str = ""
 
 
+def processes() -> dict[int, tuple[int, int]]:
+    """Parent and start of every process that lives, by id; {} where the system does not tell."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            state, parent, *facts = file.read_text().rpartition(")")[2].split()
+            if state != "Z":
+                found[int(file.parent.name)] = int(parent), int(facts[17])
+    return found
+
+
 class Running:
-    """A study that was started, in its own process group, so that its engines end with it."""
+    """A study that was started, in its own process group. Its servers have groups of their own."""
 
     def __init__(self, study: Study, out: Path, seconds: float) -> None:
         self.study, self.began = study, time.monotonic()
         self.end, self.asked, self.took = self.began + min(study.seconds, seconds), 0.0, 0.0
+        self.family: dict[int, int] = {}  # ids and starts of what it has started, once it was asked to end
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
         # Commands that say python get the interpreter that runs this.
         tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
@@ -72,20 +85,37 @@ class Running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
+    def _left(self) -> list[int]:
+        """Processes of the family that still live. Those that have a parent in it join it."""
+        all_of_them = processes()
+        members = {self.process.pid, *self.family}
+        while more := {pid for pid, (parent, _) in all_of_them.items() if parent in members} - members:
+            members |= more
+            self.family |= {pid: all_of_them[pid][1] for pid in more}
+        return [pid for pid, start in self.family.items() if pid in all_of_them and all_of_them[pid][1] == start]
+
+    def kill(self) -> None:
+        """End the command and all that it has started, at once."""
+        left = self._left()
+        self.signal(signal.SIGKILL)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def done(self) -> bool:
         """Whether it has ended. Asks it to end when its time is over, and ends it when it does not."""
         now = time.monotonic()
-        if self.process.poll() is not None:
-            if not self.took:
-                self.took = now - self.began
-                self.signal(signal.SIGKILL)  # what it left running would hold memory of the GPU
-            return True
-        if now > self.end and not self.asked:
+        if now > self.end and not self.asked and self.process.poll() is None:
             self.asked = now
+            self._left()
             self.signal(signal.SIGTERM)
-        elif self.asked and now > self.asked + GRACE:
-            self.signal(signal.SIGKILL)
-        return False
+            return False
+        # The shell may end at once, and what it runs a little later.
+        over = self.process.poll() is not None and not (self.asked and self._left())
+        if over or self.asked and now > self.asked + GRACE:
+            self.kill()
+            self.took = self.took or now - self.began
+        return over
 
     def told(self) -> dict[str, object]:
         """Return how the study ended (``done``, ``cut off`` after its seconds, or ``failed``), and its seconds."""
@@ -122,7 +152,7 @@ class Lane:
 
     def kill(self) -> None:
         for one in self.running:
-            one.signal(signal.SIGKILL)
+            one.kill()
 
     def _tell(self, what: dict[str, object]) -> None:
         self.told.append(what)

@@ -30,10 +30,14 @@ def replayed(capsys, **options):
 def test_all_arms_give_the_same_tokens(capsys, monkeypatch):
     monkeypatch.setattr(drift, "ORACLE_STEPS", 1)
     monkeypatch.setattr(drift, "ROWS", 128)
+    saved = []
+    monkeypatch.setattr(drift, "save", lambda outcome, *_: saved.append([dict(a["metrics"]) for a in outcome["arms"]]))
     arms = replayed(capsys, tasks=["chain"], requests=10, steps=2, start_steps=4, rate=1e-2, every=4)
     assert set(arms) == {*drift.ARMS, drift.ORACLE}
     assert len({a["tokens"] for a in arms.values()}) == 1 and arms["static"]["swaps"] == 0
     assert all(0 < a["forwards"] <= a["tokens"] and a["chain_last_third"] >= 1 for a in arms.values())
+    assert [len(arms) for arms in saved] == [1, 2, 3, 4, 5], "a run that is cut keeps its arms"
+    assert ["chain_tokens_to_95" in arms[0] for arms in saved] == [False] * 4 + [True], "the oracle comes last"
 
 
 @pytest.mark.slow

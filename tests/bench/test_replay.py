@@ -105,15 +105,10 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
     assert len([e for e in asked if e["op"] == "serve"]) == 1 and len(sent) == 8 + 12 + 2 * (8 + 12)
     assert not {p[:16] for p in sent[28:40]} & {p[:16] for p in sent[48:]}, "other prompts in every window of a life"
 
-    assert [[a["name"] for a in s["arms"]] for s in steps] == [
-        ["vllm"],
-        ["vllm"],
-        ["kvasir", "vllm"],
-        ["kvasir", "vllm"],
-    ]
-    assert not any("half" in m for m in steps[0]["arms"][0]["metrics"]) and any(
-        "half" in m for m in steps[1]["arms"][0]["metrics"]
-    )
+    assert [[a["name"] for a in s["arms"]] for s in steps] == [["vllm"]] * 4 + [["kvasir", "vllm"]] * 4
+    capacity, first, _, second = (steps[i]["arms"][0]["metrics"] for i in range(4))
+    assert set(capacity) == {"start_s", "more.capacity_requests_s"}, "a run that is cut in its first window has it"
+    assert not any("half" in m for m in first) and any("half.ttft" in m for m in second)
     for so_far in steps:
         check(so_far)
 

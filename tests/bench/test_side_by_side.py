@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from pathlib import Path
 
@@ -92,6 +93,43 @@ def test_a_file_that_never_comes_does_not_hold_the_run(tmp_path, monkeypatch):
     file.write_text(LANES)
     assert side_by_side.main([str(file), str(out), "--part", "never", "--seconds", "0.5"]) == 0
     assert json.loads((out / "never.status.json").read_text())[0]["how"] == "no time left"
+
+
+SERVES = """
+import os, signal, subprocess, sys, time
+def leave(*_):
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[1] + "/pid", "w").write(str(server.pid))
+try:
+    time.sleep(600)
+finally:
+    time.sleep(float(sys.argv[2]))
+    server.kill()
+    open(sys.argv[1] + "/ended", "w").write("in order")
+"""
+
+
+@pytest.mark.parametrize("needs, in_order", [(0.5, True), (600, False)])
+def test_a_command_that_is_cut_ends_its_servers_or_they_are_ended(needs, in_order, tmp_path, monkeypatch):
+    """The server has a process group of its own, as those of the benchmarks have; the shell ends at once. Time is over
+    when the server runs."""
+    monkeypatch.setattr(side_by_side, "GRACE", 20.0 if in_order else 0.5)
+    file, out, script = tmp_path / "list.toml", tmp_path / "out", tmp_path / "serves.py"
+    script.write_text(SERVES)
+    command = f"""
+
+python {script} OUT {needs} \\
+  && true
+"""
+    real = time.monotonic
+    monkeypatch.setattr(side_by_side.time, "monotonic", lambda: real() + 1000 * (out / "pid").exists())
+    file.write_text(f'[[one]]\nname = "serves"\nseconds = 900\ncommand = """{command}"""\n')
+    side_by_side.main([str(file), str(out), "--part", "one", "--seconds", "900"])
+    assert (out / "ended").exists() == in_order
+    assert int((out / "pid").read_text()) not in side_by_side.processes()
+    assert json.loads((out / "one.status.json").read_text())[0]["how"] == "cut off"
 
 
 @pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)

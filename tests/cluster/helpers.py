@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 
 from kvasir.cluster.cluster_client import ClusterClient
 from kvasir.cluster.placement import Place
 from kvasir.config import Settings
+from tests.client.helpers import Reader, request, until
 
 
 @contextlib.asynccontextmanager
@@ -32,3 +35,35 @@ def held(it: ClusterClient) -> list[int]:
 
 def kill(it: ClusterClient, number: int, how: int = signal.SIGKILL) -> None:
     os.kill(it.replicas[number].child.pid, how)
+
+
+def emitted(it, number: int) -> int:
+    entry = it._journal.get(f"r{number}")
+    return 10**6 if entry is None else sum(map(len, entry.request.emitted))
+
+
+# States of a request's life: a request, and the condition under which it is in that state.
+STATES = {
+    "sent": (dict(), lambda it, i: True),
+    "accepted and blocked": (dict(faults="block@0.2"), lambda it, i: it._journal.get(f"r{i}").accepted),
+    "in its prompt": (dict(prompt=2000), lambda it, i: it._journal.get(f"r{i}").accepted),
+    "at its first token": (dict(max_tokens=60), lambda it, i: emitted(it, i) > 0),
+    "streaming": (dict(max_tokens=60), lambda it, i: emitted(it, i) > 25),
+    "streaming branches": (dict(max_tokens=60, n=3), lambda it, i: emitted(it, i) > 60),
+    "about to end": (dict(max_tokens=20), lambda it, i: emitted(it, i) > 18),
+}
+
+
+async def hurt_in_every_state(it: ClusterClient, hurt: Callable[[int], None]) -> None:
+    """Hurt the replica that holds a request in each state of the request's life. Its tokens must come, each once."""
+    for i, (name, (kind, reached)) in enumerate(STATES.items()):
+        reader = Reader(it, request(i, **kind))
+        await until(lambda i=i, reader=reader: it._journal.get(f"r{i}") is not None or reader.task.done())
+        await until(lambda i=i, reader=reader, reached=reached: reader.task.done() or reached(it, i))
+        entry = it._journal.get(f"r{i}")
+        if entry is not None and entry.holder is not None:
+            hurt(entry.holder)
+        (await asyncio.wait_for(reader.task, 60)).check()
+        await until(lambda: all(replica.connected for replica in it.replicas))
+        assert not it._journal, name
+    assert it.num_restarts >= 5 and it.num_quarantined == 0

@@ -13,12 +13,14 @@ from kvasir.cluster.placement import Place
 from kvasir.cluster.remote import RemoteChild
 from kvasir.config import Settings
 
+PLACE = {"KVASIR_PLACE": "here"}  # in the environment of each engine process
+
 
 class Host:
     """A keeper of a fake core and the connections to it. ``down``: it cannot be reached."""
 
     def __init__(self, core: str) -> None:
-        self.keeper = Keeper(f"tests.engine.fake_core:{core}")
+        self.keeper = Keeper(f"tests.engine.fake_core:{core}", PLACE)
         self.connections: list[asyncio.StreamWriter] = []
         self.served: list[asyncio.Task] = []
         self.down = False

@@ -9,6 +9,7 @@ import pytest
 
 from kvasir.bench import churn
 from kvasir.client.journal import Entry
+from kvasir.cluster import placement
 from kvasir.config import Settings
 
 pytest.importorskip("cryptography")
@@ -41,6 +42,34 @@ def test_a_front_that_does_not_raise_the_epoch_is_caught(monkeypatch):
     monkeypatch.setattr(Entry, "rewind", rewind)
     found = counts(1, 3.0, (0.1, 0.3))
     assert any(found[name] for name in BAD), found
+
+
+def test_real_engines_have_a_gpu_each(monkeypatch):
+    """Those behind keepers, too. On one GPU the second would find no memory."""
+    monkeypatch.delenv(placement.VISIBLE, raising=False)
+    monkeypatch.setattr(placement, "_count", lambda: 2)
+    seen = []
+
+    class Keeper(churn.Keeper):
+        def __init__(self, factory, environment):
+            seen.append(environment)
+            super().__init__(factory, environment)
+
+    class Caught(Exception):
+        pass
+
+    def client(settings, factory, placed):
+        raise Caught([place.environment for place in placed])
+
+    async def answers(settings, kinds):
+        return []
+
+    for name, stand_in in (("Keeper", Keeper), ("ClusterClient", client), ("answers", answers)):
+        monkeypatch.setattr(churn, name, stand_in)
+    with pytest.raises(Caught) as caught:
+        asyncio.run(churn.churn(Settings.of(model="nano", replicas=2), seconds=0.1, seed=0, simulated=False))
+    assert caught.value.args[0] == [{placement.VISIBLE: "0"}, {placement.VISIBLE: "1"}]
+    assert seen == [{placement.VISIBLE: "1"}]
 
 
 @pytest.mark.slow

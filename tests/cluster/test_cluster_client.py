@@ -12,7 +12,7 @@ import pytest
 from kvasir.client.journal import Entry
 from kvasir.errors import ConfigError, RequestError
 from tests.client.helpers import Reader, request, run, until
-from tests.cluster.helpers import cluster, held, kill
+from tests.cluster.helpers import cluster, held, hurt_in_every_state, kill
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -59,6 +59,17 @@ def test_a_stopped_replica_is_replaced():
             for reader in readers:
                 (await reader.task).check()
             assert it.num_restarts == 1 and it.num_quarantined == 0
+
+    run(body())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_death_in_any_state_loses_and_doubles_nothing(how):
+    """The replica that holds a request is killed or stopped in each state of the request's life."""
+
+    async def body():
+        async with cluster(2, watchdog=2.0, startup_timeout=20.0) as it:
+            await hurt_in_every_state(it, lambda holder: kill(it, holder, how))
 
     run(body())
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -45,7 +46,8 @@ def ray():
 async def ray_cluster(count: int = 2, **options):
     from kvasir.cluster.ray_hosts import RayHosts
 
-    settings = Settings.of(device="cpu", num_threads=1, watchdog=60.0, replicas=count, cluster="auto", **options)
+    given = {"device": "cpu", "num_threads": 1, "watchdog": 60.0, "replicas": count, "cluster": "auto"} | options
+    settings = Settings.of(**given)
     hosts = RayHosts("auto", "tests.engine.fake_core:SlowCore")
     it = ClusterClient(settings, hosts=hosts)
     await it.start()
@@ -74,6 +76,33 @@ def test_whatever_dies_under_ray_every_request_gets_its_tokens(ray):
             assert it.num_quarantined == 0
             state = await actor.status.remote()
             assert state["state"] == "ready" and state["version"] == version()
+
+    run(body())
+
+
+@pytest.mark.slow
+def test_a_stopped_actor_is_left_out_until_it_goes_on(ray):
+    """Its keeper hangs, so nobody can end the engine process, and Ray notices nothing."""
+
+    async def body():
+        async with ray_cluster(watchdog=3.0) as (it, hosts):
+            readers = [Reader(it, request(i, n=1 + i % 3, max_tokens=200)) for i in range(8)]
+            await until(lambda: all(r.events for r in readers) and all(held(it)))
+            engine = (await hosts._held[1][1].status.remote())["pid"]
+            actor = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(actor, signal.SIGSTOP)
+            try:
+                for reader in readers:
+                    (await reader.task).check()
+                assert it.health().ready and not it.replicas[1].connected
+                (await Reader(it, request(20)).task).check()
+            finally:
+                os.kill(actor, signal.SIGCONT)
+            await until(lambda: it.replicas[1].connected)
+            more = [Reader(it, request(30 + i, max_tokens=60)) for i in range(8)]
+            for reader in more:
+                (await reader.task).check()
+            assert it.num_quarantined == 0
 
     run(body())
 

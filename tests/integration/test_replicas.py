@@ -1,6 +1,7 @@
 """Two replicas of the model in the package, exact mode: the tokens of one engine, whichever replica served which part.
 
-The requests are those of ``test_killed``: greedy and seeded, n = 3, a grammar, penalties, log-probabilities.
+The requests are those of ``test_killed``: greedy and seeded, n = 3, a grammar, penalties, log-probabilities. Three
+replicas do the same with drafters and codecs.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ async def read_all(front: Front, kill_at: tuple[int, ...] = ()) -> list[Read]:
                 busiest = max((r for r in front.replicas if r.connected), key=front._num_held)
                 os.kill(busiest.child.pid, signal.SIGKILL)
 
-    await asyncio.gather(*(read(r, into) for r, into in zip(requests(front.info), reads)))
+    await asyncio.gather(*(read(r, into) for r, into in zip(requests(front.info, PARAMS), reads)))
     assert not kills, "the streams ended before the last kill"
     return reads
 
 
-def replicas(router: str = "round_robin", last: dict | None = None, **more) -> ClusterClient:
-    settings = Settings.of(**OPTIONS, **more, replicas=2, router=router)
+def replicas(router: str = "round_robin", last: dict | None = None, count: int = 2, **more) -> ClusterClient:
+    settings = Settings.of(**OPTIONS, **more, replicas=count, router=router)
     config = settings.engine_only()
-    return ClusterClient(settings, placed=[Place(config, {}), Place(config.replace(**(last or {})), {})])
+    placed = [Place(config, {})] * (count - 1)
+    return ClusterClient(settings, placed=[*placed, Place(config.replace(**(last or {})), {})])
 
 
 async def alone(**more) -> list[Read]:
@@ -84,6 +86,30 @@ def test_two_replicas_give_the_tokens_of_one_engine(tmp_path):
             for params, a, b, c in zip(PARAMS, expected, calm, stormy):
                 assert a == b, params
                 assert a == c, params
+        finally:
+            await front.stop(0.0)
+
+    asyncio.run(run())
+
+
+ALSO = [("draft_model:model=nano", "plain"), ("ngram", "fp8")]
+
+
+@pytest.mark.parametrize(
+    "drafter, codec", [("suffix", "int8"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ALSO)]
+)
+def test_three_replicas_draft_and_store_as_one_engine_does(drafter, codec, tmp_path):
+    """Requests go on in another replica with another drafter's state, and with pages of a codec that rounds."""
+    more = dict(hook=write_turn(tmp_path), drafter=drafter, draft_control="fixed", kv_codec=codec)
+
+    async def run() -> None:
+        expected = await alone(**more)
+        front = replicas(count=3, **more)
+        await front.start()
+        try:
+            assert await read_all(front, kill_at=(120, 500)) == expected
+            await asyncio.sleep(0.5)  # a heartbeat
+            assert front.num_restarts == 2 and front.stats().accepted_tokens > 0
         finally:
             await front.stop(0.0)
 

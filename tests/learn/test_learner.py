@@ -15,7 +15,7 @@ from kvasir.errors import ConfigError
 from kvasir.learn import learner as module
 from kvasir.learn.branch_loss import branch_loss
 from kvasir.learn.learner import MOST_FAILED, MOST_SCALED, WIDTH, Learner, Recipe, head_to_learn, tokens_and_forwards
-from kvasir.learn.pace import LEAST_ROWS, SLICE_SECONDS, Pace
+from kvasir.learn.pace import LEAST_ROWS, LONGEST, SLICE_SECONDS, Pace
 from kvasir.learn.packed import pack
 from kvasir.learn.pieces import USES, Pieces, cut
 from kvasir.learn.trace import PLAIN, REJECTED
@@ -262,16 +262,35 @@ def test_kinds_that_cannot_learn_are_refused_with_those_that_can(base):
         head_to_learn("ppd", base, "")
 
 
-def test_the_pace_keeps_share_and_slices():
+@pytest.mark.parametrize(
+    "launch, row, least, most", [(0.0, 1e-4, 32, 50), (0.02, 1e-5, 300, 500), (0.02, 1e-3, 32, 32)]
+)
+def test_the_pace_keeps_share_and_slices(launch, row, least, most):
+    """The rows of a slice take 5 ms or less, whatever it takes to launch it: that time has no fewer with fewer rows."""
     now = [0.0]
     pace = Pace(0.1, lambda: now[0])
-    rows = 128
-    for _ in range(400):  # a device that needs 0.1 ms a row
-        seconds = rows * 1e-4
+    rows = LEAST_ROWS
+    for _ in range(400):
+        seconds = launch + rows * row
         now[0] += seconds
         now[0] += pace.rest(seconds)
-        rows = pace.rows(rows, 1024, seconds)
-    assert rows >= LEAST_ROWS and rows * 1e-4 <= SLICE_SECONDS
+        rows = pace.rows(rows, rows, 1024, seconds)
+    assert least <= rows <= most and (rows * row <= SLICE_SECONDS or rows == LEAST_ROWS)
     assert pace.busy_share == pytest.approx(0.1, rel=0.1)
     alone = Pace(1.0, lambda: now[0])
-    assert alone.rest(3.0) == 0 and alone.rows(64, 1024, 3.0) == 1024
+    assert alone.rest(3.0) == 0 and alone.rows(64, 64, 1024, 3.0) == 1024
+
+
+def test_a_slice_that_loads_kernels_is_no_reason_to_sleep_for_a_minute():
+    pace = Pace(0.1, lambda: 0.0)
+    assert pace.rest(0.1) == pytest.approx(0.9) and pace.rest(7.0) == pytest.approx(9 * LONGEST)
+    assert pace.rows(LEAST_ROWS, LEAST_ROWS, 1024, 7.0) > LEAST_ROWS, "and none for small slices"
+
+
+def test_slices_grow_again_where_others_made_all_of_them_longer():
+    pace, rows = Pace(0.1, lambda: 0.0), LEAST_ROWS
+    for launch in (0.02, 0.04, 0.02):
+        for _ in range(100):
+            rows = pace.rows(rows, rows, 1024, launch + rows * 1e-5)
+        assert rows > 200
+    assert pace.rows(40, rows, 1024, 0.0204) == rows, "the end of a step says little"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import socket
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -157,6 +159,26 @@ def test_all_are_traced_where_drafts_do_not_pay_or_acceptance_falls(d, monkeypat
     assert learning.tracer.all, "they do not pay now"
     controller._fixed, learning.tracer.all = True, True
     stats.verified, stats.accepted = before
+
+
+def test_the_trainer_rests_on_the_engines_gpu_where_no_draft_could_pay(d, monkeypatch):
+    """It is told again and again: one that starts later, or again, has not heard the first time."""
+    learning, heard, pays = d.engine._learning, [], [False]
+    plan = SimpleNamespace(spans=[SimpleNamespace(length=1, start=100, commit="walk")])
+    monkeypatch.setattr(learning._trainer, "send", heard.append)
+    monkeypatch.setattr(learning, "_resting", None)
+    monkeypatch.setattr(learning._drafting.controller, "could_pay", lambda decodes, context: pays[0])
+    look = functools.partial(module.Learning._look, learning, plan)
+    look()
+    assert not heard, "a trainer of another device never rests"
+    monkeypatch.setattr(learning, "_device", "same")
+    look()
+    look()
+    assert [m.on for m in heard] == [True, True]
+    pays[0] = True
+    look()
+    look()
+    assert [m.on for m in heard] == [True, True, False]
 
 
 def test_new_weights_of_the_model_drop_old_traces(d):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from kvasir.learn import messages
 from kvasir.learn.learner import MOST_SCALED
 from kvasir.learn.messages import CARD, WEIGHTS, Order
 from kvasir.learn.online import Online
+from kvasir.learn.pace import LEAST_ROWS
 from kvasir.learn.ring import TraceRing
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
@@ -172,8 +174,8 @@ def test_on_the_engines_own_device_it_keeps_its_share(tmp_path, base, monkeypatc
     """The device is stood in for: time passes as the slices say."""
     order_for(base, device="same", share=0.25).write(tmp_path)
     ring, engine, now, slept = TraceRing.create(tmp_path, 16 << 20), FakeEngine(), [0.0], []
-    real = torch.device
-    monkeypatch.setattr("kvasir.learn.online.torch.device", lambda name: real("cpu"))
+    stand_in = SimpleNamespace(float32=torch.float32, device=lambda name: torch.device("cpu"))
+    monkeypatch.setattr("kvasir.learn.online.torch", stand_in)
 
     def sleep(seconds):
         slept.append(seconds)
@@ -184,7 +186,7 @@ def test_on_the_engines_own_device_it_keeps_its_share(tmp_path, base, monkeypatc
         return now[0]
 
     online = Online(tmp_path, engine, sleep=sleep, clock=clock)
-    assert online.learner.slice_rows == OPTIONS["rows"]
+    assert online.learner.slice_rows == min(LEAST_ROWS, OPTIONS["rows"])
     fill(ring, base)
     turns = sum(online.turn() for _ in range(12))
     assert len(slept) == turns > 3 and slept == pytest.approx([0.003] * turns), "1 ms of work, 3 ms of rest"

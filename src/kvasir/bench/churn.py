@@ -3,30 +3,34 @@
 Replicas with even numbers are child processes of this one; those with odd numbers are behind keepers on TCP with mutual
 TLS, and their connections are cut, too. A request fails when it ends with an error. A token is *doubled* when its
 reader has it already, *lost* when one before it never came, and *wrong* when it differs from what an undisturbed engine
-gives. All four counts must be 0.
+gives. All four counts must be 0. Real engines have a GPU each, or share the cores.
+
+The counts so far are written after every fault.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvasir.bench.result import arm, finish, result
+from kvasir.bench.result import arm, finish, result, save
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.client.engine_process import ENGINE
 from kvasir.cluster.certificates import Authority
 from kvasir.cluster.cluster_client import ClusterClient
 from kvasir.cluster.keeper import Keeper
-from kvasir.cluster.placement import Place
+from kvasir.cluster.placement import Place, places
 from kvasir.cluster.remote import RemoteChild
 from kvasir.cluster.wire import FRONT, KEEPER
 from kvasir.config import Settings
@@ -45,10 +49,10 @@ PAUSE = (5.0, 20.0)
 
 
 class Remote:
-    """A keeper on loopback, and the connections to it."""
+    """A keeper on loopback, and the connections to it. ``environment``: of its engine process."""
 
-    def __init__(self, factory: str, authority: Authority) -> None:
-        self.keeper, self._authority = Keeper(factory), authority
+    def __init__(self, factory: str, authority: Authority, environment: dict[str, str]) -> None:
+        self.keeper, self._authority = Keeper(factory, environment), authority
         self._tls = authority.identity(FRONT).context(server=False)
         self._port = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -84,16 +88,17 @@ def again(kind: Request, name: str) -> Request:
 async def answers(settings: Settings, kinds: list[Request]) -> list[list[list[int]]]:
     """The tokens that an undisturbed engine gives."""
     engine = AsyncEngine(settings.engine_only())
+
+    async def answer(number: int, kind: Request) -> list[list[int]]:
+        tokens: list[list[int]] = [[] for _ in range(kind.params.n)]
+        async for event in engine.generate(again(kind, f"reference{number}")):
+            if event.kind == "tokens":
+                tokens[event.branch] += event.token_ids
+        return tokens
+
     await engine.start()
     try:
-        found = []
-        for i, kind in enumerate(kinds):
-            tokens: list[list[int]] = [[] for _ in range(kind.params.n)]
-            async for event in engine.generate(again(kind, f"reference{i}")):
-                if event.kind == "tokens":
-                    tokens[event.branch] += event.token_ids
-            found.append(tokens)
-        return found
+        return await asyncio.gather(*(answer(i, kind) for i, kind in enumerate(kinds)))
     finally:
         await engine.stop(0.0)
 
@@ -127,10 +132,10 @@ async def churn(
     simulated: bool,
     pause: tuple[float, float] = PAUSE,
     at_once: int = AT_ONCE,
-    hurt: Callable[[str], None] = lambda what: None,
+    hurt: Callable[[str, dict[str, int]], None] = lambda what, counts: None,
 ) -> dict[str, int]:
-    """Run requests and faults for ``seconds``; then let all requests end. Returns the counts. ``hurt``: called with the
-    name of each fault."""
+    """Run requests and faults for ``seconds``; then let all requests end. Returns the counts. ``hurt``: called after
+    each fault, with its name and the counts so far."""
     rng, counts = random.Random(seed), Counter[str](failed=0, doubled=0, lost=0, wrong=0, requests=0)
     if simulated:
         from kvasir.bench.simulated_core import VOCABULARY, expected
@@ -141,12 +146,12 @@ async def churn(
         kinds = [drawn(rng, 256) for _ in range(KINDS)]
         right = await answers(settings, kinds)
     factory = SIMULATED if simulated else ENGINE
-    authority = Authority()
-    remotes = {i: Remote(factory, authority) for i in range(1, settings.server.replicas, 2)}
-    config = settings.engine_only()
+    authority, config, replicas = Authority(), settings.engine_only(), settings.server.replicas
+    placed = [Place(config, {})] * replicas if simulated else places(config, replicas)
+    remotes = {i: Remote(factory, authority, placed[i].environment) for i in range(1, replicas, 2)}
     placed = [
-        Place(config, {}, functools.partial(RemoteChild, remotes[i].link)) if i in remotes else Place(config, {})
-        for i in range(settings.server.replicas)
+        dataclasses.replace(place, start=functools.partial(RemoteChild, remotes[i].link)) if i in remotes else place
+        for i, place in enumerate(placed)
     ]
     client = ClusterClient(settings, factory=factory, placed=placed)
     await client.start()
@@ -174,7 +179,7 @@ async def churn(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL if what == "killed" else signal.SIGSTOP)
             counts[what] += 1
-            hurt(what)
+            hurt(what, dict(counts))
 
     try:
         await asyncio.gather(faults(), *(load() for _ in range(at_once)))
@@ -189,12 +194,13 @@ async def churn(
 def run(settings: Settings, *, minutes: float, seed: int, simulated: bool, output: Path | None) -> bool:
     """Measure, print and write. Returns whether nothing failed, and nothing was doubled, lost or wrong."""
 
-    def hurt(what: str) -> None:
-        print(f"a replica was {what}", flush=True)
-
-    counts = asyncio.run(churn(settings, seconds=60 * minutes, seed=seed, simulated=simulated, hurt=hurt))
     config: dict[str, Any] = {"minutes": minutes, "seed": seed, "engines": "simulated" if simulated else "real"}
     config |= {"replicas": settings.server.replicas, "watchdog": settings.service.watchdog, "at_once": AT_ONCE}
-    found = result("churn", [arm("churn", config, counts)])
-    finish(found, output)
+
+    def hurt(what: str, counts: dict[str, int]) -> None:
+        print(f"a replica was {what}", file=sys.stderr, flush=True)
+        save(result("churn", [arm("churn so far", config, counts)]), output)
+
+    counts = asyncio.run(churn(settings, seconds=60 * minutes, seed=seed, simulated=simulated, hurt=hurt))
+    finish(result("churn", [arm("churn", config, counts)]), output)
     return not any(counts[name] for name in ("failed", "doubled", "lost", "wrong"))

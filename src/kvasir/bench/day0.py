@@ -2,7 +2,11 @@
 
 ``batch`` requests run at a time, each ended one replaced by the next problem of the tasks, once without drafts and
 then with ``--learn on``. The output is a curve: tokens a second and tokens a forward in windows of ten seconds, with
-the version that was served; and after how many seconds and tokens the windows reached 1.2 and 1.5 times plain.
+the version that was served; and after how many seconds and tokens the windows reached 1.2 and 1.5 times plain. It is
+written after every window.
+
+Steps without drafts are measured for themselves, after a third of the time: what they lose to those without learning is
+what the trainer takes, for example of the engine's own GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +45,22 @@ class Window:
     version: int
 
 
+@dataclasses.dataclass(slots=True)
+class Undrafted:
+    """Steps in which no draft was verified: their seconds, tokens, and seconds between two arrivals of a request."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    gaps: list[float] = dataclasses.field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens a second, and milliseconds between tokens; {} where there were no such steps."""
+        if not self.gaps:
+            return {}
+        gaps = {f"gap_p{share}_ms": round(1000 * percentile(self.gaps, share / 100), 3) for share in (50, 99)}
+        return {"tokens_per_s": round(self.tokens / self.seconds, 1), "seconds": round(self.seconds, 1), **gaps}
+
+
 class Load:
     """A constant number of running requests of one engine."""
 
@@ -49,33 +69,51 @@ class Load:
         self._names = itertools.count()
         self._running: dict[str, float] = {}  # name -> when its last tokens came
         self.gaps: list[float] = []  # seconds between two arrivals of tokens of one request
+        self.undrafted = Undrafted()
 
-    def run(self, seconds: float) -> list[Window]:
-        """Serve for ``seconds``. Raises ConfigError where a request fails."""
+    def run(self, seconds: float, note: Callable[[list[Window]], None] = lambda windows: None) -> list[Window]:
+        """Serve for ``seconds``. ``note`` gets the windows so far after each. Raises ConfigError where a request
+        fails."""
         windows: list[Window] = []
-        begun = mark = time.perf_counter()
-        tokens, before = 0, self._engine.stats().forwards
+        stats = self._engine.stats()
+        tokens, before, drafted = 0, stats.forwards, stats.drafted_tokens
         self.gaps.clear()
-        while time.perf_counter() - begun < seconds:
+        self.undrafted = Undrafted()
+        begun = mark = now = time.perf_counter()
+        while (last := now) - begun < seconds:
             while len(self._running) < self._batch:
                 self._submit()
-            for event in self._engine.step():
-                if event.kind == "error":
-                    raise ConfigError(f"a request failed: {event.message}")
-                now = time.perf_counter()
-                if event.token_ids and event.request_id in self._running:
-                    tokens += len(event.token_ids)
-                    if last := self._running[event.request_id]:
-                        self.gaps.append(now - last)
-                    self._running[event.request_id] = now
-                if event.finish_reason:
-                    self._running.pop(event.request_id, None)
-            if (now := time.perf_counter()) - mark >= min(WINDOW, seconds / 2):
-                stats = self._engine.stats()
+            count, gaps = self._step()
+            now, stats = time.perf_counter(), self._engine.stats()
+            tokens += count
+            self.gaps += gaps
+            if stats.drafted_tokens == drafted and now - begun >= seconds / 3:
+                self.undrafted.seconds += now - last
+                self.undrafted.tokens += count
+                self.undrafted.gaps += gaps
+            drafted = stats.drafted_tokens
+            if now - mark >= min(WINDOW, seconds / 2):
                 version = stats.learning.version if stats.learning else 0
                 windows.append(Window(now - begun, tokens, stats.forwards - before, version))
                 mark, tokens, before = now, 0, stats.forwards
+                note(windows)
         return windows
+
+    def _step(self) -> tuple[int, list[float]]:
+        """Run a step. Returns its tokens, and the seconds since the last ones of each request that has some."""
+        tokens, gaps = 0, []
+        for event in self._engine.step():
+            if event.kind == "error":
+                raise ConfigError(f"a request failed: {event.message}")
+            now = time.perf_counter()
+            if event.token_ids and event.request_id in self._running:
+                tokens += len(event.token_ids)
+                if last := self._running[event.request_id]:
+                    gaps.append(now - last)
+                self._running[event.request_id] = now
+            if event.finish_reason:
+                self._running.pop(event.request_id, None)
+        return tokens, gaps
 
     def _submit(self) -> None:
         name = f"day0-{next(self._names)}"
@@ -136,19 +174,33 @@ def run(
         raise ConfigError("bench day0 measures learning: add --learn on --learn-tenants all --drafter eagle:model=new")
     none: dict[str, Any] = {"drafter": "", "learn": "off", "learn_tenants": (), "learn_out": None}
     setting = described(config, None) | {"tasks": tasks, "batch": batch, "max_tokens": max_tokens, "temperature": 0.0}
-    arms, plain, prompts = [], 0.0, problems(config.model.model, tasks)
+    prompts = problems(config.model.model, tasks)
+    outcome = result(f"day0-{Path(config.model.model or 'embedded').name}", [])
     for name, given, length in (("plain", config.replace(**none), plain_minutes), ("learning", config, minutes)):
+        done = list(outcome["arms"])
         with LLM(config=given) as llm:
             load = Load(llm.engine, itertools.cycle(prompts), batch, max_tokens)
             if name == "plain":
                 load.run(min(WINDOW, 60 * length / 4))  # graphs are captured
-            metrics = metrics_of(load.run(60 * length), load.gaps, plain)
-            learned = llm.engine.stats().learning
-        plain = plain or metrics["tokens_per_s"]
-        if learned is not None:
-            metrics["over_plain"] = round(metrics["tokens_per_s"] / plain, 3)
-            metrics["learning"] = dataclasses.asdict(learned)
-        arms.append(arm(name, setting, metrics))
-        outcome = result(f"day0-{Path(config.model.model or 'embedded').name}", arms)
-        save(outcome, output, commit)
+
+            def note(windows: list[Window], name=name, done=done, load=load, engine=llm.engine) -> None:
+                outcome["arms"] = [*done, arm(name, setting, metrics_so_far(load, engine, windows, done))]
+                save(outcome, output, commit)
+
+            note(load.run(60 * length, note))
     finish(outcome, output, commit)
+
+
+def metrics_so_far(load: Load, engine: Engine, windows: list[Window], done: list[dict[str, Any]]) -> dict[str, Any]:
+    """Metrics of the arm that runs. ``done``: the arms before it, of which the first is plain."""
+    plain = done[0]["metrics"] if done else {}
+    metrics = metrics_of(windows, load.gaps, plain.get("tokens_per_s", 0.0))
+    learned = engine.stats().learning
+    if undrafted := load.undrafted.metrics():
+        metrics["undrafted"] = undrafted
+        if "undrafted" in plain:
+            metrics["undrafted_over_plain"] = round(undrafted["tokens_per_s"] / plain["undrafted"]["tokens_per_s"], 3)
+    if learned is not None:
+        metrics["over_plain"] = round(metrics["tokens_per_s"] / plain["tokens_per_s"], 3)
+        metrics["learning"] = dataclasses.asdict(learned)
+    return metrics

@@ -3,7 +3,7 @@
 Our servers run between two runs of the peer's. Each server runs alone, in a process of its own, and gets the same
 requests at the same times. A load names its rate, or its share of the peer's capacity: the rate at which the peer
 completes requests that all wait at once. All capacities, ours included, are measured first; loads of one trace share
-them. The result is written after every load.
+them. The result is written after every capacity and every load.
 
 Our arms also report the relative error of predicted step times by kind of step: the mean over about the last 50 timed
 steps of each load. Arms with a drafter report how many tokens were drafted and accepted during a load, its warm-up
@@ -140,7 +140,7 @@ def measure(
     capacity: float | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda so_far: None,
 ) -> dict[str, Any]:
-    """The case's result. ``keep`` gets the result so far after every load of every server."""
+    """The case's result. ``keep`` gets the result so far after every capacity and every load of every server."""
     peer = case.peer if with_peer else None
     if peer:
         check_peer(peer.name, site)
@@ -180,6 +180,7 @@ def measure(
                             log.info("%s completes %.2f requests a second of %s", name, found[name], n)
                         if part != "after":
                             arm_so_far.values[f"{n}.capacity_requests_s"] = [round(found[name], 3)]
+                            keep(_result(case, loads, measured, site))
                         if peer.name not in found:
                             log.warning("%s is left out: the capacity of %s is not known", n, peer.name)
                             continue

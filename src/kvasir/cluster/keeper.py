@@ -34,10 +34,11 @@ STOP_SECONDS = 10.0
 
 
 class Keeper:
-    """Keeps one engine process for one front. All methods belong to one event loop. ``factory``: as in ``Child``."""
+    """Keeps one engine process for one front. All methods belong to one event loop. ``factory`` and ``environment``: as
+    in ``Child``."""
 
-    def __init__(self, factory: str = ENGINE) -> None:
-        self._factory = factory
+    def __init__(self, factory: str = ENGINE, environment: dict[str, str] | None = None) -> None:
+        self._factory, self._environment = factory, environment or {}
         self.child: Child | None = None
         self.load: messages.Heartbeat | None = None  # the latest of the process
         self._hello: messages.Hello | None = None  # of the process
@@ -125,7 +126,7 @@ class Keeper:
             await self._end()
             self._hello = msgspec.structs.replace(hello, spawned=0.0)
             try:
-                self.child = Child(hello.config, self._factory, {}, hello.prefix_key, hello.rank)
+                self.child = Child(hello.config, self._factory, self._environment, hello.prefix_key, hello.rank)
                 self._ready = await self.child.ready(hello.config.service.startup_timeout)
             except ConfigError as e:
                 channel.send(ipc.encode(messages.Refused(str(e))))

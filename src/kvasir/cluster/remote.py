@@ -168,9 +168,12 @@ class RemoteChild:
 
     @property
     def ended_from_outside(self) -> bool:
-        """Whether no request can be to blame: somebody killed the process, or the connection was cut."""
-        return not self.killed if self._ended is None else self._ended.from_outside
+        """Whether little speaks against a request: somebody killed the process, the connection was cut, or the keeper
+        did not answer either, so that the whole host hangs."""
+        return True if self._ended is None else self._ended.from_outside
 
     def obituary(self) -> str:
         """One line that says how the process ended."""
-        return self._ended.obituary if self._ended is not None else "the connection to the engine's host was cut"
+        if self._ended is not None:
+            return self._ended.obituary
+        return "the engine's host does not answer" if self.killed else "the connection to the engine's host was cut"

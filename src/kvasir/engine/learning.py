@@ -303,7 +303,7 @@ class Learning:
             decodes = [span for span in plan.spans if span.length == 1 or span.commit == "walk"]
             context = sum(span.start for span in decodes)
             rest = bool(decodes) and not controller.could_pay(len(decodes), context)
-            if rest != self._resting:
+            if rest or rest != self._resting:  # one that has just started has not heard it
                 self._resting = rest
                 self._trainer.send(messages.Rest(rest))
 

@@ -78,9 +78,9 @@ class Learner:
     """A head that learns. ``scratch``: whether its weights are random, so that its rate must not fall before some have
     gained. ``layers``: the tapped layers of traces; the head reads those of its shape.
 
-    `slices` does a bounded piece of work each time it is asked, of about ``slice_rows`` rows. ``candidate`` is set to
-    (weights by name, tokens a forward before and after) when one has passed the gate; nothing new is proposed until
-    `accepted` or `rolled_back` was called.
+    `slices` does a bounded piece of work each time it is asked, of about ``slice_rows`` rows where it learns.
+    ``candidate`` is set to (weights by name, tokens a forward before and after) when one has passed the gate; nothing
+    new is proposed until `accepted` or `rolled_back` was called.
     """
 
     def __init__(self, head: Head, base: Base, recipe: Recipe, *, scratch: bool, layers: tuple[int, ...] = ()) -> None:
@@ -106,7 +106,8 @@ class Learner:
         self._restart()
 
     def _restart(self) -> None:
-        self._optimizer = torch.optim.AdamW(self.head.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        fused = self.base.device.type == "cuda"  # one pass over the weights, in place of a dozen
+        self._optimizer = torch.optim.AdamW(self.head.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=fused)
 
     def _copied(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.head.named_parameters()}
@@ -152,37 +153,39 @@ class Learner:
 
     # ----------------------------------------------------------------------------------------------------------- slices
 
-    def slices(self) -> Iterator[bool]:
-        """Yield after each slice of work: True when it computed, False when there is nothing to do.
+    def slices(self) -> Iterator[int | None]:
+        """Yield after each slice of work the rows that it learned from, 0 where it did something else; None when there
+        is nothing to do.
 
         Raises ConfigError when the loss stays without a finite value."""
         while True:
             if not len(self.pieces):
-                yield False
+                yield None
                 continue
             yield from self._step()
             if self.steps >= self._next_gate and self.candidate is None:
                 self._next_gate = self.steps + self.recipe.every
                 yield from self._gate()
 
-    def _step(self) -> Iterator[bool]:
+    def _step(self) -> Iterator[int]:
         """One optimizer step, in as many slices as its rows need."""
         rows, parts, ok, sums = 0, 0, True, np.zeros((2, self._depth))
         while rows < self.recipe.rows and (drawn := self.pieces.draw(min(self.slice_rows, self.recipe.rows - rows))):
-            rows += sum(trace.num_rows for trace in drawn)
+            count = sum(trace.num_rows for trace in drawn)
+            rows += count
             try:
                 found = branch_loss(
                     self.head, self.base, pack(drawn, self._depth, self.recipe.lam > 0), self.recipe.lam
                 )
             except ValueError:  # nothing in these traces can be judged
-                yield True
+                yield 0
                 continue
             found.pull.backward()
             parts += 1
             ok = ok and math.isfinite(float(found.loss))
-            for level, (nats, count) in enumerate(zip(found.by_level.tolist(), found.counts)):
-                sums[:, level] += nats * count, count
-            yield True
+            for level, (nats, number) in enumerate(zip(found.by_level.tolist(), found.counts)):
+                sums[:, level] += nats * number, number
+            yield count
         if not parts:
             return
         parameters = list(self.head.parameters())
@@ -203,7 +206,7 @@ class Learner:
         else:
             self._give_up()
         self._optimizer.zero_grad(set_to_none=True)
-        yield True
+        yield 0
 
     def _give_up(self) -> None:
         """Go back to the served weights after a loss that is no number."""
@@ -213,7 +216,7 @@ class Learner:
         self.head.load_state_dict(self._served)
         self._restart()
 
-    def _gate(self) -> Iterator[bool]:
+    def _gate(self) -> Iterator[int]:
         """Judge the present weights on the newest held-back traces, one slice a trace."""
         if not all(bool(p.isfinite().all()) for p in self.head.parameters()):
             self._give_up()
@@ -228,7 +231,7 @@ class Learner:
             for number, trace in enumerate(newest[:traces] if scores else newest):
                 mine = tokens_and_forwards(head, self.base, trace)
                 tokens, forwards = tokens + mine[0], forwards + mine[1]
-                yield True
+                yield 0
                 if not scores:
                     traces = number + 1
                     if forwards >= most:

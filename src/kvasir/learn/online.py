@@ -25,7 +25,7 @@ from kvasir.learn.base import Base
 from kvasir.learn.learner import Learner, Recipe, head_to_learn
 from kvasir.learn.link import Engine
 from kvasir.learn.messages import CARD, WEIGHTS, Order
-from kvasir.learn.pace import Pace
+from kvasir.learn.pace import LEAST_ROWS, Pace
 from kvasir.learn.ring import TraceRing
 from kvasir.learn.trace import Trace
 from kvasir.logs import log
@@ -57,7 +57,7 @@ class Online:
         scratch = order.drafter in ("", "new")
         self.learner = Learner(head, base, recipe, scratch=scratch, layers=tuple(order.layers))
         if self._pace.share < 1:
-            self.learner.slice_rows = min(128, recipe.rows)
+            self.learner.slice_rows = min(LEAST_ROWS, recipe.rows)
         self._slices = self.learner.slices()
         self._ring = TraceRing.open(folder)
         self._version, self._sent = order.version, -1  # of the next candidate, and of the one that is judged now
@@ -80,13 +80,14 @@ class Online:
             self._report()
         if self._resting:
             return False
-        rows, begun = self.learner.slice_rows, self._clock()
-        if not next(self._slices):
+        begun = self._clock()
+        if (rows := next(self._slices)) is None:
             return False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = self._clock() - begun
-        self.learner.slice_rows = self._pace.rows(rows, self.learner.recipe.rows, seconds)
+        if rows:
+            self.learner.slice_rows = self._pace.rows(rows, self.learner.slice_rows, self.learner.recipe.rows, seconds)
         if self.learner.candidate is not None and self._sent < 0:
             self._send_candidate()
         if rest := self._pace.rest(seconds):

@@ -1,4 +1,5 @@
-"""vLLM's server with several engines is the one of ``vllm serve``; with one engine, the API server's module."""
+"""vLLM's server with several engines is the one of ``vllm serve``, which starts them by spawn; with one engine, the API
+server's module."""
 
 from __future__ import annotations
 
@@ -20,5 +21,5 @@ def test_several_engines_are_served_by_vllm_serve(tmp_path):
     )
     told = [json.loads(line) for line in notes.read_text().splitlines()]
     assert [{k: v for k, v in line.items() if k != "time"} for line in told] == [
-        {"op": "vllm serve", "engines": 2, "checked": True}
+        {"op": "vllm serve", "engines": 2, "checked": True, "start": "spawn"}
     ]

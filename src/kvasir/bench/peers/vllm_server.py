@@ -14,6 +14,7 @@ import asyncio
 import importlib.machinery
 import importlib.util
 import json
+import os
 import runpy
 import sys
 import types
@@ -29,7 +30,8 @@ if importlib.util.find_spec("uvloop") is None:
 
 
 def serve_parallel() -> None:
-    """Do what ``vllm serve`` does with the flags of this process."""
+    """Do what ``vllm serve`` does with the flags of this process. Its command line starts engines by ``spawn``."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
