@@ -10,7 +10,7 @@ from kvasir import technique
 from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from tools.simulate_priority import Classes
 
-COUNT, PROMPT = 450, 40
+COUNT, PROMPT = 600, 40
 
 
 @pytest.fixture(scope="module")
