@@ -7,8 +7,9 @@ right with the chance --accept; ``mixed``: 0.9 for every other request and 0 for
 those of ``suffix``. Everything else is `src/kvasir/bench/drafting_sim.py`: the engine's own controller on a simulated
 clock, so the figures say how it decides, not how fast a GPU is.
 
-``delivery`` is the time between two deliveries to a request, which may hold several tokens; ``itl`` is that between
-tokens, 0 within a delivery; ``tpot`` the mean time of a request's tokens after the first. All graphs are captured from the start, and compiling takes no time.
+``delivery`` is the time between two deliveries to a request, which may hold several tokens. ``itl`` is that between two
+tokens, 0 within a delivery, and ``tpot`` a request's mean time a token after the first. All graphs are captured from
+the start, and compiling takes no time.
 """
 
 from __future__ import annotations
