@@ -19,7 +19,9 @@ Were it not much worse, the experts would be alike, and rounding would cost noth
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -141,7 +143,12 @@ def main() -> None:
     shuffled(model)
     arms.append(arm("control", {}, {"perplexity": known, "shuffled_perplexity": perplexity(model, prompts["prose"])}))
     print(arms[-1]["metrics"])
-    options.output.write_text(as_json(result("rounding-counts", arms)))
+    sys.argv[:] = ["python", "-m", "tools.rounding_counts", *sys.argv[1:]]  # what the result records as its command
+    outcome, record = result("rounding-counts", arms), folder / "training.json"
+    if record.is_file():
+        told = json.loads(record.read_text())
+        outcome["trained"] = {name: told[name] for name in ("command", "steps", "tokens", "train_seconds")}
+    options.output.write_text(as_json(outcome))
 
 
 if __name__ == "__main__":

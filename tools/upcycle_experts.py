@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from kvasir.bench.provenance import commit
+from kvasir.bench.result import without_paths
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.model import Model, Shape
@@ -71,7 +72,7 @@ def train(recipe: Recipe, start: Model, out: Path, minutes: float) -> None:
     run(trainer, out, minutes=minutes, stop_after=None, save_every=float("inf"))
     export.export(trainer.model, trainer.tokenizer, out)
     record = {
-        "command": " ".join(["python", "-m", "tools.upcycle_experts", *sys.argv[1:]]),
+        "command": without_paths(" ".join(["python", "-m", "tools.upcycle_experts", *sys.argv[1:]])),
         "commit": commit(),
         "steps": trainer.done,
         "tokens": trainer.tokens,
