@@ -332,7 +332,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--task", default=TASK)
-    parser.add_argument("--arms", default="", help="only arms whose spec begins with one of these, comma-separated")
+    parser.add_argument(
+        "--arms", default="", help="only arms whose spec begins with one of these, separated by ; or commas"
+    )
     parser.add_argument("--model", default="base")
     parser.add_argument("--replies", type=int, default=0, help="replies to train on, for all that is trained")
     parser.add_argument("--steps", type=int, default=300)
@@ -344,7 +346,7 @@ def main(given: list[str] | None = None) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     file, home = options.output.with_suffix(".cells.jsonl"), options.output.with_suffix(".models")
     cells = load_cells(file, options.problems)
-    chosen = tuple(filter(None, options.arms.split(",")))
+    chosen = tuple(filter(None, options.arms.split(";" if ";" in options.arms else ",")))
     planned = [one for one in arms() if not chosen or one.spec.startswith(chosen)]
     needed = {"outcome"} | {name for one in planned for name in one.models}
     for name in TRAINED:

@@ -1,7 +1,7 @@
 """Compare trees of a draft model: dynamic ones (DySpec) with fixed ones of as many nodes, chains, and drawn ones.
 
     python tools/tree_study.py RESULT.json [--model base] [--draft nano] [--count 3] [--nodes 8 24 64]
-    python tools/tree_study.py RESULT.json --drafter ppd:rows=8 --drafter ppd:rows=24    # these instead, 64 nodes
+    python tools/tree_study.py RESULT.json --drafter ppd:rows=8 --drafter ppd:rows=24 [--nodes 64]    # these instead
 
 Every proposal is verified, on problems of four tasks, four at once, on a CPU. Counted, not timed: tokens a
 verification, and tokens a forward of a sequence. ``drawn`` is DySpec as published, by multi-round rejection: it keeps
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -45,18 +46,22 @@ def main() -> int:
     parser.add_argument("--model", default="base")
     parser.add_argument("--draft", default="nano")
     parser.add_argument("--count", type=int, default=3)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 24, 64])
+    parser.add_argument("--nodes", type=int, nargs="+", help="default: 8 24 64; with --drafter 64")
     parser.add_argument("--drafter", action="append")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--without", nargs="+", default=[], help="names of arms that are left out")
     options = parser.parse_args()
-    arms = []
+    arms, nodes = [], options.nodes or ([64] if options.drafter else [8, 24, 64])
     chosen = [
         (name, f"draft_model:model={options.draft},max_depth={DEPTH},width=8{extra}", most, temperature)
-        for name, extra, most, temperature in arms_of(options.nodes)
+        for name, extra, most, temperature in arms_of(nodes)
     ]
     if options.drafter:
-        chosen = [(f"{name}-T{t:g}", name, 64, t) for t in (0.0, 1.0) for name in options.drafter]
+        size = "" if nodes == [64] else "-{}"
+        chosen = [
+            (f"{name}{size.format(most)}-T{t:g}", name, most, t)
+            for t, most, name in product((0.0, 1.0), nodes, options.drafter)
+        ]
     chosen = [one for one in chosen if one[3] in options.temperature and one[0] not in options.without]
     for name, drafter, most, temperature in chosen:
         load = task_loads(options.model, TASKS, options.count, 1, 160, temperature)[0]

@@ -78,6 +78,55 @@ def kseq(p: np.ndarray, q: np.ndarray, k: int, *, factor: float | None = None) -
     return taken + (1.0 - accepted) * (rest / rest.sum() if rest.sum() > 0 else p), float(accepted)
 
 
+def enumerated(
+    p: np.ndarray, q: np.ndarray, tuples: dict[tuple[int, ...], float], *, k_seq: bool = False, replace: bool = True
+) -> np.ndarray:
+    """What the rule emits [V], by carrying it out on every tuple of drafts. ``tuples``: their chances.
+
+    The rule is told q. Where the drafts were drawn in another way, it does not emit p.
+    """
+    emits = np.zeros_like(p)
+    for drafts, chance in tuples.items():
+        now, then = p, q
+        if k_seq:
+            r = kseq_factor(p, q, len(drafts))
+            now, then = p / r, q
+        for x in drafts:
+            taken = min(1.0, now[x] / then[x]) if then[x] > 0 else float(now[x] > 0)
+            emits[x] += chance * taken
+            chance *= 1.0 - taken
+            if k_seq:
+                continue
+            now = _rest(now, then)
+            if not replace:
+                then = np.where(np.arange(len(q)) == x, 0.0, then)
+                then = then / then.sum() if then.sum() else then
+        if k_seq:
+            least = np.minimum(q, now)
+            beta = least.sum()
+            kept = least * (1.0 - (1.0 - beta) ** len(drafts)) / beta if beta > 0 else np.zeros_like(p)
+            now = np.maximum(p - kept, 0.0)
+            now = now / now.sum() if now.sum() > 0 else p
+        emits += chance * now
+    return emits
+
+
+def drawn(q: np.ndarray, k: int, *, replace: bool = True) -> dict[tuple[int, ...], float]:
+    """The chance of every tuple of k drafts from q; fewer than k where q has fewer tokens."""
+    found = {(): 1.0}
+    for _ in range(k):
+        longer: dict[tuple[int, ...], float] = {}
+        for drafts, chance in found.items():
+            rest = q if replace else np.where(np.isin(np.arange(len(q)), drafts), 0.0, q)
+            if not rest.sum():
+                longer[drafts] = longer.get(drafts, 0.0) + chance
+                continue
+            for x in np.flatnonzero(rest):
+                longer[*drafts, int(x)] = chance * rest[x] / rest.sum()
+        found = longer
+    return found
+
+
 def optimum(p: np.ndarray, q: np.ndarray, k: int) -> float:
     """The best that any rule can accept with k independent drafts; V up to some 12.
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.decoding.many_drafts import coupled, kseq, kseq_factor, multi_round, optimum, programme
+from kvasir.decoding.walk import walk
+from kvasir.types import Span
+from tests.decoding.helpers import sequence
+from tests.decoding.many_drafts import coupled, drawn, enumerated, kseq, kseq_factor, multi_round, optimum, programme
 
 P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.35, 0.4, 0.05, 0.2])
 RULES = {
@@ -56,6 +59,25 @@ def test_the_published_example():
     assert coupled(P, Q, 2, 20_000, rng) == pytest.approx(0.9095, abs=0.009)
 
 
+def accepted_by_the_walk(drafts: dict[tuple[int, ...], float]) -> float:
+    """How often the walk accepts a draft below a row that draws from P. ``drafts``: siblings, chances."""
+    found = 0.0
+    for siblings, chance in drafts.items():
+        rows = 1 + len(siblings)
+        span = Span(sequence(0), 0, rows, {"sample": range(rows)}, parents=(-1, *[0] * len(siblings)))
+        for token, p in enumerate(P):
+            path = walk(span, [0, *siblings], range(rows), range(rows), [token] * rows)
+            found += chance * p * (len(path) > 1)
+    return found
+
+
+def test_the_published_example_of_the_walk():
+    """Drafts that share no noise with the model: one drawn from Q, the likeliest, and the two likeliest."""
+    assert accepted_by_the_walk(drawn(Q, 1)) == pytest.approx(0.3125)
+    assert accepted_by_the_walk({(1,): 1.0}) == pytest.approx(0.3)
+    assert accepted_by_the_walk({(1, 0): 1.0}) == pytest.approx(0.8)
+
+
 def test_no_rule_beats_the_optimum_and_k_seq_keeps_its_promise():
     for p, q in pairs():
         for k in (1, 2, 3):
@@ -75,20 +97,50 @@ def test_the_optimum_is_that_of_the_linear_programme(size, k):
     assert programme(P, Q, 2) == pytest.approx(0.9475)
 
 
+CARRIED_OUT = {
+    "multi-round": {},
+    "multi-round-without-replacement": {"replace": False},
+    "k-seq": {"k_seq": True},
+}
+
+
+def variation(p, emits) -> float:
+    """Total variation between what is emitted and the model's distribution."""
+    return float(np.abs(emits - p).sum() / 2)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_formula_is_what_carrying_the_rule_out_gives(rule, k):
+    """Every tuple of drafts at V = 5, and both sides of every coin."""
+    options, rng = CARRIED_OUT[rule], np.random.default_rng(3)
+    for _ in range(5):
+        p, q = rng.dirichlet(np.ones(5)), rng.dirichlet(np.ones(5))
+        found = enumerated(p, q, drawn(q, k, replace=options.get("replace", True)), **options)
+        assert variation(p, found) < 1e-12
+        assert np.abs(found - RULES[rule](p, q, k)[0]).max() < 1e-12
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_that_were_drawn_in_another_way_are_seen(rule, k):
+    """Drafts of another temperature, and the likeliest tokens taken for drawn ones."""
+    options = CARRIED_OUT[rule]
+    hot = Q**0.5 / (Q**0.5).sum()
+    likeliest = {tuple(np.argsort(-Q)[:k].tolist()): 1.0}
+    for tuples in (drawn(hot, k, replace=options.get("replace", True)), likeliest):
+        assert sum(tuples.values()) == pytest.approx(1.0)
+        assert variation(P, enumerated(P, Q, tuples, **options)) > 5e-3
+
+
 @pytest.mark.parametrize("k", [2, 3])
 def test_planted_mistakes_bend_the_distribution(k):
     """Each of these must fail the test of the distribution: p kept after a rejection, p of the round before taken for
-    a later one, drafts of another temperature, likeliest tokens taken for drawn ones, and another factor for K-SEQ."""
+    a later one, and another factor for K-SEQ."""
     kept = multi_round(P, Q, k, rest=lambda p, q: p)[0]
     first = multi_round(P, Q, k, rest=lambda p, q: np.maximum(P - Q, 0) / np.maximum(P - Q, 0).sum())[0]
-    hot = Q**0.5 / (Q**0.5).sum()
-    accepted = hot * np.minimum(1, P / Q)  # drawn at temperature 2, verified as if at 1
-    warm = accepted + (1 - accepted.sum()) * np.maximum(P - Q, 0) / np.maximum(P - Q, 0).sum()
-    top = np.eye(4)[Q.argmax()]
-    taken = top * np.minimum(1, P / Q)
-    argmax = taken + (1 - taken.sum()) * np.maximum(P - Q, 0) / np.maximum(P - Q, 0).sum()
     factor = kseq(P, Q, k, factor=1.0)[0]
-    for wrong in (kept, warm, argmax, factor):
+    for wrong in (kept, factor):
         assert np.abs(wrong - P).max() > 1e-3
     if k == 3:
         assert np.abs(first - P).max() > 1e-3

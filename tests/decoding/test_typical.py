@@ -90,3 +90,38 @@ def test_the_enumerated_distance_from_the_model():
         assert distance == pytest.approx(float(1 - p[candidate]) if passes else 0.0, abs=1e-6)
         distances.append(distance)
     assert np.mean(distances) > 0.3, "called lossless, it would fail any test of the distribution"
+
+
+def pairs(p: torch.Tensor, after: torch.Tensor, chain: list[int], eps: float) -> torch.Tensor:
+    """The joint distribution [V, V] of the first two tokens with two candidates in a chain, by enumeration of draws.
+
+    p [V]: the model's distribution; after [V, V]: the one after each first token.
+    """
+    logs = torch.stack([p, after[chain[0]], after[chain[0]]]).log()
+    out = torch.zeros(V, V)
+    for first, second in product(range(V), repeat=2):
+        tokens = torch.tensor([first, second, 0])
+        multi_round.accept([Block(sequence(0), 0, 1, chain, Typical(eps))], np.array([0]), logs, tokens)
+        chance = p[first] * after[chain[0]][second]
+        if tokens[0] == chain[0]:
+            out[tokens[0], tokens[1]] += chance
+        else:  # the chain's second row says nothing about what follows another token
+            out[tokens[0]] += chance * after[tokens[0]]
+    return out
+
+
+def test_the_enumerated_distance_of_two_tokens():
+    """Two candidates that pass are emitted whatever was drawn, so the distance grows with the chain: 1 - p(x) p(y | x),
+    where x alone passes 1 - p(x), and 0 where x does not."""
+    kinds, eps = {}, 0.09
+    for seed, chain in product(range(4), product(range(V), repeat=2)):
+        rows = tables(seed, V + 1, 1.5).softmax(-1)
+        p, after = rows[0], rows[1:]
+        (x, y), bound = chain, torch.tensor(eps)
+        first, second = p[x] > threshold(p.log(), bound), after[x][y] > threshold(after[x].log(), bound)
+        wanted = 0.0 if not first else 1 - p[x] * (after[x][y] if second else 1.0)
+        found = pairs(p, after, list(chain), eps)
+        assert float(found.sum()) == pytest.approx(1.0, abs=1e-5)
+        assert float((found - p[:, None] * after).abs().sum() / 2) == pytest.approx(float(wanted), abs=1e-5)
+        kinds[bool(first), bool(first and second)] = float(wanted)
+    assert len(kinds) == 3, "no candidate passes, the first one, and both"
