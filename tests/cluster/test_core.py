@@ -32,9 +32,10 @@ def test_requests_run_on_all_replicas_up_to_a_bound_and_cancelled_branches_are_s
             while waiting and not (error := it.submit(waiting[0])):
                 waiting.pop(0)
             refused += bool(waiting) and error[0].status == 429
+            silent = cut  # on a busy machine a step may return events of before its end was asked for
             for event in it.step():
                 if event.kind == "tokens":
-                    assert (event.request_id, event.branch) != ("r1", 1) or not cut, "its end was asked for"
+                    assert (event.request_id, event.branch) != ("r1", 1) or not silent, "its end was asked for"
                     tokens[event.request_id][event.branch] += event.token_ids
                     if event.finish_reason:
                         ended[event.request_id].add(event.branch)
