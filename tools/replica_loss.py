@@ -40,13 +40,13 @@ ENGINE = "kvasir.client.engine_process"
 
 def engines(server: Server) -> list[int]:
     """Process ids of the server's engines, the first replica's first."""
+    import psutil
+
     found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # one that has just ended
-            facts = file.read_text().rpartition(")")[2].split()
-            parent, started = int(facts[1]), int(facts[19])
-            if parent == server.process.pid and ENGINE in (file.parent / "cmdline").read_text():
-                found.append((started, int(file.parent.name)))
+    for process in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            if ENGINE in " ".join(process.cmdline()):
+                found.append((process.create_time(), process.pid))
     return [pid for _, pid in sorted(found)]
 
 

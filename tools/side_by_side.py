@@ -29,6 +29,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from kvasir.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -48,24 +50,13 @@ class Study:
     after: str = ""
 
 
-def processes() -> dict[int, tuple[int, int]]:
-    """Parent and start of every process that lives, by id; {} where the system does not tell."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # one that has just ended
-            state, parent, *facts = file.read_text().rpartition(")")[2].split()
-            if state != "Z":
-                found[int(file.parent.name)] = int(parent), int(facts[17])
-    return found
-
-
 class Running:
     """A study that was started, in its own process group. Its servers have groups of their own."""
 
     def __init__(self, study: Study, out: Path, seconds: float) -> None:
         self.study, self.began = study, time.monotonic()
         self.end, self.asked, self.took = self.began + min(study.seconds, seconds), 0.0, 0.0
-        self.family: dict[int, int] = {}  # ids and starts of what it has started, once it was asked to end
+        self.family: set[psutil.Process] = set()  # what it has started, once it was asked to end
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
         # Commands that say python get the interpreter that runs this.
         tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
@@ -80,27 +71,31 @@ class Running:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self.shell = psutil.Process(self.process.pid)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def _left(self) -> list[int]:
-        """Processes of the family that still live. Those that have a parent in it join it."""
-        all_of_them = processes()
-        members = {self.process.pid, *self.family}
-        while more := {pid for pid, (parent, _) in all_of_them.items() if parent in members} - members:
-            members |= more
-            self.family |= {pid: all_of_them[pid][1] for pid in more}
-        return [pid for pid, start in self.family.items() if pid in all_of_them and all_of_them[pid][1] == start]
+    def _left(self) -> list[psutil.Process]:
+        """Processes of the family that still live. Their children join it."""
+        left = []
+        for one in [self.shell, *self.family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.family |= set(one.children(recursive=True))
+        for one in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if one.status() != psutil.STATUS_ZOMBIE:
+                    left.append(one)
+        return left
 
     def kill(self) -> None:
         """End the command and all that it has started, at once."""
         left = self._left()
         self.signal(signal.SIGKILL)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
 
     def done(self) -> bool:
         """Whether it has ended. Asks it to end when its time is over, and ends it when it does not."""

@@ -14,6 +14,7 @@ time to the last one. ``recomputed_share``: rows that were computed again, becau
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import random
 import sys
@@ -27,8 +28,8 @@ from kvasir import technique  # noqa: E402
 from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
 from kvasir.engine.policy import POLICIES, SchedulerPolicy  # noqa: E402
 from kvasir.engine.schedulers.fcfs import Fcfs  # noqa: E402
-from kvasir.types import Plan, Request, SamplingParams, Sequence  # noqa: E402
-from tools.simulate_serving import RECEIVE, Simulation, load  # noqa: E402
+from kvasir.types import Plan, Request, Sequence  # noqa: E402
+from tools.simulate_serving import Simulation, load  # noqa: E402
 
 CLASSES = {"urgent": 0, "normal": 10}  # and their priorities
 NAMES = "fcfs,fair,priority,priority:threshold=11"
@@ -64,24 +65,9 @@ class Classes(Simulation):
             self._reached[span.seq] = max(before, end)
         super()._launch(plan)
 
-    def _take(self) -> None:
-        while self.taken < len(self.requests) and self.requests[self.taken][0] + RECEIVE <= self.now:
-            (at, ids, output), kind = self.requests[self.taken], self.kinds[self.taken]
-            seq = Sequence(
-                Request(
-                    id=str(self.taken),
-                    prompt_ids=ids,
-                    params=SamplingParams(ignore_eos=True),
-                    seed=0,
-                    max_tokens=output,
-                    arrival=at,
-                    priority=CLASSES[kind],
-                    tenant=kind,
-                )
-            )
-            seq.max_output = output
-            self.scheduler.add(seq)
-            self.taken += 1
+    def _request(self, number: int) -> Request:
+        kind = self.kinds[number]
+        return dataclasses.replace(super()._request(number), priority=CLASSES[kind], tenant=kind)
 
 
 def main() -> int:

@@ -116,20 +116,15 @@ class Simulation:
 
     def _take(self) -> None:
         while self.taken < len(self.requests) and self.requests[self.taken][0] + RECEIVE <= self.now:
-            at, ids, output = self.requests[self.taken]
-            seq = Sequence(
-                Request(
-                    id=str(self.taken),
-                    prompt_ids=ids,
-                    params=SamplingParams(ignore_eos=True),
-                    seed=0,
-                    max_tokens=output,
-                    arrival=at,
-                )
-            )
-            seq.max_output = output
+            seq = Sequence(self._request(self.taken))
+            seq.max_output = seq.request.max_tokens
             self.scheduler.add(seq)
             self.taken += 1
+
+    def _request(self, number: int) -> Request:
+        at, ids, output = self.requests[number]
+        params = SamplingParams(ignore_eos=True)
+        return Request(id=str(number), prompt_ids=ids, params=params, seed=0, max_tokens=output, arrival=at)
 
     def _launch(self, plan: Plan) -> None:
         graph = plan.num_rows == len(plan.spans)

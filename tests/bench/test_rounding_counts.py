@@ -1,4 +1,4 @@
-"""What is counted of token rounding, and the model for it: an upcycled one computes what it came from."""
+"""Counts of token rounding, and the upcycled model for it, which computes the same as the one it was made from."""
 
 from __future__ import annotations
 

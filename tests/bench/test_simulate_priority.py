@@ -33,6 +33,6 @@ def test_priority_serves_the_urgent_first_and_arrival_does_not(found):
 
 
 def test_nobody_is_displaced_without_a_difference_of_the_threshold(found):
-    """With it some are, and their rows are computed again."""
+    """Priorities without a threshold displace some requests, whose rows are then computed again."""
     assert found["priority"]["displaced"] > 10 and found["priority"]["recomputed_share"] > 0.001
     assert found["priority:threshold=11"]["displaced"] == found["priority:threshold=11"]["recomputed_share"] == 0

@@ -81,7 +81,7 @@ def kseq(p: np.ndarray, q: np.ndarray, k: int, *, factor: float | None = None) -
 def enumerated(
     p: np.ndarray, q: np.ndarray, tuples: dict[tuple[int, ...], float], *, k_seq: bool = False, replace: bool = True
 ) -> np.ndarray:
-    """What the rule emits [V], by carrying it out on every tuple of drafts. ``tuples``: their chances.
+    """The distribution [V] of what the rule emits: the sum over all tuples of drafts. ``tuples``: their chances.
 
     The rule is told q. Where the drafts were drawn in another way, it does not emit p.
     """

@@ -1,4 +1,4 @@
-"""What becomes of learned weights: `eagle`, which keeps keys of its own, changes versions under load, and the last
+"""Learned weights while serving: `eagle`, which keeps keys of its own, changes versions under load, and the last
 accepted ones lie in ``--learn-out`` as a drafter's folder; and where the trainer runs."""
 
 from __future__ import annotations
