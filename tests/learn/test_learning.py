@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -424,6 +425,22 @@ def test_the_trainers_device():
     assert module.device_of("auto", cpu) == module.device_of("same", cpu) == module.device_of("cpu", cpu) == "cpu"
     with pytest.raises(ConfigError, match="0 GPUs"):
         module.device_of("cuda:1", cpu)
+
+
+def test_an_order_is_read_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A reader that looks while an order is written finds the earlier one, or none."""
+    found, write_bytes = [], Path.write_bytes
+
+    def slow_write(file, data):
+        write_bytes(file, data[:5])
+        found.append(messages.Order.read(tmp_path).kind if (tmp_path / messages.ORDER).exists() else None)
+        return write_bytes(file, data)
+
+    monkeypatch.setattr(Path, "write_bytes", slow_write)
+    for kind in ("first", "second"):
+        messages.Order(model="m", kind=kind).write(tmp_path)
+    assert found == [None, "first"]
+    assert messages.Order.read(tmp_path).kind == "second"
 
 
 def test_both_ends_of_the_line(tmp_path):

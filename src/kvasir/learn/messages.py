@@ -10,6 +10,7 @@ floating type) and ``kvasir.json`` (`Candidate.card`).
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ class Order(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
 
     def write(self, folder: Path) -> None:
-        """Put the order into ``folder``."""
-        (folder / ORDER).write_bytes(msgspec.json.encode(self))
+        """Put the order into ``folder``. A reader finds the earlier order or this one, never a part of it."""
+        temporary = folder / (ORDER + ".tmp")
+        temporary.write_bytes(msgspec.json.encode(self))
+        os.replace(temporary, folder / ORDER)
 
     @classmethod
     def read(cls, folder: Path) -> Order:
