@@ -79,7 +79,7 @@ def fake():
     app.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     yield app
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
     sock.close()
 
 

@@ -87,6 +87,12 @@ async def until(condition, seconds: float = 120.0) -> None:
         await asyncio.sleep(0.005)
 
 
+async def beat(*replicas) -> None:
+    """Wait for a heartbeat of each replica's process that was made after this call. Its clock is this machine's."""
+    now = time.monotonic()
+    await until(lambda: all(replica.totals.now().time > now for replica in replicas))
+
+
 def run(coroutine) -> None:
     """Run a test's coroutine, for five minutes at most."""
     asyncio.run(asyncio.wait_for(coroutine, 300))

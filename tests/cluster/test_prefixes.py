@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -11,7 +10,7 @@ from kvasir.client import ipc, messages
 from kvasir.cluster.prefixes import PATIENCE, PrefixMap
 from kvasir.engine.shared_prefixes import share
 from kvasir.types import ModelInfo, Request, SamplingParams, Sequence, Variant
-from tests.client.helpers import Reader, run, until
+from tests.client.helpers import Reader, beat, run, until
 from tests.client.helpers import request as numbered
 from tests.cluster.helpers import cluster
 from tests.engine.fake import FULL, manager, window_group
@@ -190,7 +189,8 @@ def test_a_lost_frame_is_made_up_for(monkeypatch):
                 (await Reader(it, numbered(i, prompt=100 + 20 * i, max_tokens=20)).task).check()
             monkeypatch.undo()
             await until(lambda: it._prefixes._known and all(k.asked is None for k in it._prefixes._known.values()))
-            await asyncio.sleep(0.3)
+            await beat(*it.replicas)
+            await until(lambda: all(k.asked is None for k in it._prefixes._known.values()))
             before = {r.number: set(it._prefixes.pages(r.number)) for r in it.replicas}
             for replica in it.replicas:
                 it._prefixes._of(replica.number).asked = 0

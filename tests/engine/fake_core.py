@@ -230,7 +230,9 @@ class FakeCore:
         return False
 
     def stats(self) -> EngineStats:
-        return EngineStats(step=self._step, num_running=len(self._live), startup={"fake": 0.0}, **self._counts)
+        return EngineStats(
+            step=self._step, num_running=len(self._live), startup={"fake": 0.0}, time=time.monotonic(), **self._counts
+        )
 
     def load(self) -> Load:
         queued = sum(running.uncomputed for running in self._live.values())

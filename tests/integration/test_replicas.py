@@ -18,6 +18,7 @@ from kvasir.cluster.cluster_client import ClusterClient
 from kvasir.cluster.placement import Place
 from kvasir.config import Settings
 from kvasir.errors import ConfigError
+from tests.client.helpers import beat
 from tests.integration.test_killed import PARAMS, Read, requests, write_turn
 
 OPTIONS = dict(
@@ -78,7 +79,7 @@ def test_two_replicas_give_the_tokens_of_one_engine(tmp_path):
         await front.start()
         try:
             calm = await read_all(front)
-            await asyncio.sleep(0.5)  # a heartbeat
+            await beat(*front.replicas)
             assert all(r.totals.now().generation_tokens > 0 and r.load.prompt_rate > 0 for r in front.replicas)
             assert all(front._prefixes.pages(r.number) for r in front.replicas), "engines report their pages"
             stormy = await read_all(front, kill_at=(120, 500))
@@ -108,7 +109,7 @@ def test_three_replicas_draft_and_store_as_one_engine_does(drafter, codec, tmp_p
         await front.start()
         try:
             assert await read_all(front, kill_at=(120, 500)) == expected
-            await asyncio.sleep(0.5)  # a heartbeat
+            await beat(*front.replicas)
             assert front.num_restarts == 2 and front.stats().accepted_tokens > 0
         finally:
             await front.stop(0.0)

@@ -21,7 +21,7 @@ def test_kernels_are_compiled_beside_each_other_and_there_at_the_end(monkeypatch
     triton = pytest.importorskip("triton")
     from triton.runtime import _async_compile
 
-    done, together = [], threading.Barrier(3, timeout=10)
+    done, together = [], threading.Barrier(3, timeout=60)
 
     def compiles(x):
         together.wait()  # alone, it would wait for ever

@@ -134,5 +134,5 @@ def test_nothing_is_left_behind(file):
     assert sys.getswitchinterval() == interval
     left = [t for t in threading.enumerate() if t.name.startswith("weights")]
     for thread in left:  # they end by themselves, a moment after the last piece
-        thread.join(5)
+        thread.join(60)
     assert not any(t.is_alive() for t in left)

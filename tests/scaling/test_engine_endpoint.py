@@ -14,6 +14,7 @@ from kvasir.scaling.endpoint import Prompt, Refused, Sampling
 from kvasir.scaling.engine_endpoint import FEATURES, ClientEndpoint, EngineEndpoint
 from kvasir.scaling.primitives import Context, Run, opened
 from kvasir.scaling.problem import Problem
+from tests.client.helpers import beat
 
 QUESTION = load_task("countdown").problems("test", 3, 1)[0]
 MESSAGES = QUESTION.messages
@@ -29,7 +30,7 @@ def engine(**options) -> EngineEndpoint:
 
 async def settled(endpoint: EngineEndpoint):
     """The engine's counters, after a heartbeat has brought the last of them."""
-    await asyncio.sleep(0.7)
+    await beat(endpoint.engine.replica)
     return endpoint.engine.stats()
 
 
