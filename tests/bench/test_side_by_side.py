@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 import json
+import runpy
+import shlex
+import sys
 import time
 import tomllib
 from pathlib import Path
 
 import psutil
 import pytest
+import typer
 
+from kvasir.cli.main import app
 from kvasir.errors import ConfigError
 from tools import side_by_side
 
@@ -148,3 +155,68 @@ def test_every_study_of_a_list_ends_within_ten_minutes(file):
 def test_the_list_of_the_audit_fits_ten_minutes():
     parts = side_by_side.read(AUDIT, ["together", "alone"], "")
     assert all(study.seconds <= 570 for studies in parts.values() for study in studies)
+
+
+class Parsed(Exception):
+    """A command's options were read, and it would begin its work."""
+
+
+def parts_of(command: str) -> list[list[str]]:
+    """The commands of a shell line, each as its words."""
+    lexer = shlex.shlex(command.replace("\\\n", " "), posix=True, punctuation_chars="&|;\n")
+    lexer.whitespace, lexer.whitespace_split = " \t", True
+    parts: list[list[str]] = [[]]
+    for word in lexer:
+        if set(word) <= set("&|;\n"):
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return [part for part in parts if part]
+
+
+def read_options(words: list[str], monkeypatch) -> None:
+    """Let a command read its options, and stop it there. An option that it refuses fails the test, and so does a file
+    of this project that is not there."""
+    words = list(itertools.dropwhile(lambda word: word.split("=")[0].isupper(), words))  # variables of its environment
+    files = [word for word in words if word.startswith(("bench/", "tests/", "tools/"))]
+    assert all((side_by_side.ROOT / file).exists() for file in files), words
+    if words[:3] == ["python", "-m", "kvasir.cli.main"]:
+        words = ["kvasir", *words[3:]]
+    if words[0] == "kvasir":
+        command = typer.main.get_command(app)
+        words = words[1:]
+        while hasattr(command, "commands"):
+            command, words = command.commands[words[0]], words[1:]
+        command.make_context("kvasir", list(words))
+        return
+    if words[:3] == ["python", "-m", "pytest"] or words[0] != "python":
+        assert files or words[0] == "test"
+        return
+    as_module = words[1] == "-m"
+    tool, arguments = (words[2], words[3:]) if as_module else (words[1], words[2:])
+
+    def parse(parser, given=None, namespace=None):
+        real(parser, arguments if given is None else given, namespace)
+        raise Parsed
+
+    real = argparse.ArgumentParser.parse_args
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patch.setattr(sys, "argv", [tool, *arguments])
+        with pytest.raises(Parsed):
+            if as_module:
+                runpy.run_module(tool, run_name="__main__")
+            else:
+                runpy.run_path(str(side_by_side.ROOT / tool), run_name="__main__")
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # some tests import the tools, too
+@pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
+def test_every_command_of_a_list_has_options_that_exist(file, monkeypatch, capsys):
+    for studies in side_by_side.read(file, list(tomllib.loads(file.read_text())), "").values():
+        for study in studies:
+            for words in parts_of(study.command):
+                try:
+                    read_options(words, monkeypatch)
+                except SystemExit as error:
+                    pytest.fail(f"{study.name}: {' '.join(words)}: {error}; {capsys.readouterr().err[-500:]}")
