@@ -16,6 +16,7 @@ from kvasir.config import EngineConfig
 from kvasir.errors import RequestError
 from kvasir.types import ModelInfo, Request, SamplingParams
 from tests.adapters import write_adapter
+from tests.client.helpers import until
 from tests.integration.serving import Served
 
 OUTPUT = 60
@@ -121,10 +122,10 @@ def test_unloading_waits_for_requests(folders):
         engine = await started(folders)
         try:
             reading = asyncio.create_task(read_all(engine))
-            await asyncio.sleep(0.2)
+            await until(lambda: engine.replica.adapters._is_named("a"))
             leaving = asyncio.create_task(engine.unload_adapter("a"))
-            await asyncio.sleep(0.05)
-            assert "a" not in engine.info.adapters, "new requests are refused at once"
+            await until(lambda: "a" not in engine.info.adapters)  # new requests are refused at once
+            assert not reading.done()
             with pytest.raises(RequestError, match="in use"):
                 await engine.load_adapter("a", str(folders / "b"))
             found = await reading
