@@ -30,7 +30,7 @@ KERNELS = {
 }
 NUMBERS = "decay_ptr bias_ptr total_ptr strength_ptr decays_ptr strengths_ptr matrix_ptr system_ptr out_ptr".split()
 ROWS = (
-    "rows_ptr conv_ptr tail_ptr ahead_ptr mixed_ptr seen_ptr given_ptr within_ptr query_ptr key_ptr".split()
+    "rows_ptr conv_ptr taps_ptr tail_ptr ahead_ptr mixed_ptr seen_ptr given_ptr within_ptr query_ptr key_ptr".split()
 )  # fmt: skip
 TYPES = dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys(ROWS, "bf16")
 

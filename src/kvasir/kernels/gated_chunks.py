@@ -112,13 +112,13 @@ def _place(chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk)
 
 
 @jit
-def _convolve(rows_ptr, conv_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr, first_ptr, chunk_ptr,
+def _convolve(rows_ptr, taps_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, context_ptr, first_ptr, chunk_ptr,
               mixed_ptr, width, page_t, page_a, eps, scale,
               K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, X: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr,
               CHUNK: tl.constexpr, BW: tl.constexpr, APART: tl.constexpr):
     """One head's queries, keys or values of one chunk, after convolution and norm. Taps are added from the oldest row
     to the newest. ``APART``: all queries are stored before all keys, and these before all values."""
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, read, base, start, end, first = _place(
         chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk)
     row, w = tl.arange(0, CHUNK), tl.arange(0, BW)
@@ -127,20 +127,27 @@ def _convolve(rows_ptr, conv_ptr, tail_ptr, ahead_ptr, base_ptr, table_ptr, cont
     in_w = w < tl.where(is_key, D, V)
     inside = ((begin + row >= base) & (begin + row < end))[:, None] & in_w[None, :]
     total = tl.zeros([CHUNK, BW], tl.float32)
-    for tap in tl.static_range(TAPS):
-        position = begin + row + (tap - (TAPS - 1))
-        before = (position < base)[:, None]
-        x = _rows_of(rows_ptr, ahead_ptr + read * page_a, channel, position, inside & (before == 0), base, start, first,
-                     X)
-        x += tl.load(tail_ptr + read * page_t + (position - base + TAPS - 1)[:, None] * C + channel[None, :],
-                     mask=inside & before & (start > 0), other=0.0).to(tl.float32)
-        weight = tl.load(conv_ptr + channel * TAPS + tap, mask=in_w, other=0.0).to(tl.float32)
-        total += x * weight[None, :]
+    if begin >= start + (TAPS - 1):  # the taps meet rows of this step alone, as in nearly all chunks
+        at = rows_ptr + (first + begin + row - start).to(tl.int64)[:, None] * X + channel[None, :]
+        for tap in tl.static_range(TAPS):
+            x = tl.load(at + (tap - (TAPS - 1)) * X, mask=inside, other=0.0).to(tl.float32)
+            weight = tl.load(taps_ptr + tap * C + channel, mask=in_w, other=0.0).to(tl.float32)
+            total += x * weight[None, :]
+    else:
+        for tap in range(TAPS):
+            position = begin + row + (tap - (TAPS - 1))
+            before = (position < base)[:, None]
+            x = _rows_of(rows_ptr, ahead_ptr + read * page_a, channel, position, inside & (before == 0), base, start,
+                         first, X)
+            x += tl.load(tail_ptr + read * page_t + (position - base + TAPS - 1)[:, None] * C + channel[None, :],
+                         mask=inside & before & (start > 0), other=0.0).to(tl.float32)
+            weight = tl.load(taps_ptr + tap * C + channel, mask=in_w, other=0.0).to(tl.float32)
+            total += x * weight[None, :]
     found = total / (1 + tl.exp(-total))
     norm = 1 / tl.sqrt(tl.sum(found * found, 1) + eps)
     norm = tl.where(is_key, norm * tl.where(head < K, scale, 1.0), 1.0)
     if APART:
-        rows, side = tl.num_programs(0).to(tl.int64) * CHUNK, tl.where(is_key, K * D, C - 2 * K * D)
+        rows, side = tl.num_programs(1).to(tl.int64) * CHUNK, tl.where(is_key, K * D, C - 2 * K * D)
         before = tl.where(head < K, 0, tl.where(is_key, K * D, 2 * K * D))
         target = before * rows + (chunk * CHUNK + row)[:, None] * side + (channel - before)[None, :]
     else:
@@ -155,7 +162,7 @@ def _gates(rows_ptr, decay_ptr, bias_ptr, ahead_ptr, base_ptr, table_ptr, contex
            CHUNK: tl.constexpr, BN: tl.constexpr, BY_HEAD: tl.constexpr):
     """One head's ``N`` log decays and its write strength for the rows of one chunk. ``BY_HEAD``: a head's rows lie
     together, and decays are added up from the chunk's begin."""
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, read, base, start, end, first = _place(
         chunk_ptr, table_ptr, base_ptr, context_ptr, first_ptr, width, chunk)
     row, n = tl.arange(0, CHUNK), tl.arange(0, BN)
@@ -225,7 +232,7 @@ def _compare(mixed_ptr, total_ptr, strength_ptr, system_ptr, within_ptr,
     """One block of rows of one head with all rows of their chunk up to them. ``within``: the share of each row in their
     results. ``system``: its share in what they write; within their block, the inverse of 1 + that. It is solved for
     one row after the other in fp32."""
-    chunk, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    block, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, column, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK), tl.arange(0, BD)
     in_d, key_head, first = (d < D)[None, :], head // (H // K), (chunk * H + head) * CHUNK
     queries = mixed_ptr + chunk * CHUNK * C + key_head * D
@@ -303,7 +310,7 @@ def _solve(mixed_ptr, total_ptr, strength_ptr, system_ptr, seen_ptr, given_ptr, 
            CHANNELWISE: tl.constexpr):
     """One chunk of one head by itself: what its rows write is ``given`` - ``seen`` @ state. With ``CHANNELWISE``, its
     queries decayed from the chunk's begin on, and its keys decayed until its end."""
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, d, v = tl.arange(0, CHUNK), tl.arange(0, BD), tl.arange(0, BV)
     in_d, first = (d < D)[None, :], (chunk * H + head) * CHUNK
     cell, at = first + row, mixed_ptr + (chunk * CHUNK + row)[:, None] * C
@@ -402,11 +409,11 @@ def scan(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch
     precision, channelwise = "tf32" if narrow else "ieee", weights.channelwise
     total, strength = _of_gates(rows_TX, aheads, base_S, shared, weights, by_head=True)
     system = empty(num, heads, CHUNK, CHUNK, dtype=torch.float32)
-    _compare[(num, heads, CHUNK // BLOCK)](
+    _compare[(CHUNK // BLOCK, heads, num)](
         mixed, total, strength, system, within, heads, keys, key_dim, channels, CHUNK, BLOCK, block_d, precision,
         channelwise, EXPONENT, min(PART, block_d), num_warps=WARPS if channelwise else 2, num_stages=1)
     query, key = (empty(num, heads, CHUNK, key_dim) for _ in range(2)) if channelwise else (mixed, mixed)
-    _solve[(num, heads)](
+    _solve[(heads, num)](
         mixed, total, strength, system, seen, given, query, key, heads, keys, key_dim, value_dim, channels, CHUNK,
         BLOCK, block_d, block_v, precision, channelwise, num_warps=4, num_stages=1)
     _carry[(len(chunks.of_span), heads, cdiv(value_dim, values))](
@@ -421,8 +428,9 @@ def _mixed(rows_TX, planes, table_SW, context_S, row_start_S1, base_S, chunks, w
     tails, aheads, (channels, taps) = planes["tail"], planes["ahead"], weights.conv_CJ.shape
     mixed = torch.empty(num * CHUNK * channels, dtype=rows_TX.dtype, device=rows_TX.device)
     wide = max(16, next_power_of_2(key_dim), next_power_of_2(value_dim))
-    _convolve[(num, 2 * keys + heads)](
-        rows_TX, weights.conv_CJ, tails, aheads, base_S, table_SW, context_S, row_start_S1, chunks.of_chunk, mixed,
+    taps_JC = weights.conv_CJ.t().contiguous()  # a program reads channels that lie side by side
+    _convolve[(2 * keys + heads, num)](
+        rows_TX, taps_JC, tails, aheads, base_S, table_SW, context_S, row_start_S1, chunks.of_chunk, mixed,
         table_SW.stride(0), tails.stride(0), aheads.stride(0), eps, key_dim**-0.5, keys, key_dim, value_dim,
         rows_TX.shape[1], channels, taps, CHUNK, wide, apart, num_warps=8)
     return mixed
@@ -435,7 +443,7 @@ def _of_gates(rows_TX, aheads, base_S, shared, weights, by_head):
     shape = (num, heads, CHUNK) if by_head else (num, CHUNK, heads)
     decays = torch.empty(*shape, each, dtype=torch.float32, device=rows_TX.device)
     strengths = torch.empty(shape, dtype=torch.float32, device=rows_TX.device)
-    _gates[(num, heads)](
+    _gates[(heads, num)](
         rows_TX, weights.log_decay_H, weights.bias_N, aheads, base_S, *shared, decays, strengths,
         shared[0].stride(0), aheads.stride(0), heads, each, rows_TX.shape[1], *weights.gates, CHUNK,
         next_power_of_2(each), by_head, num_warps=4)

@@ -232,14 +232,6 @@ def _advance(rows_TX, state_HDV, tail, weights: Weights, dims) -> tuple[torch.Te
 
 
 @jit
-def _load_row(rows_ptr, ahead_ptr, channel, mask, own):
-    """Channels of a row, fp32: of this step if ``own``, else from the look-ahead slots."""
-    here = tl.load(rows_ptr + channel, mask=mask & own, other=0.0).to(tl.float32)
-    kept = tl.load(ahead_ptr + channel, mask=mask & (own == 0), other=0.0).to(tl.float32)
-    return tl.where(own, here, kept)
-
-
-@jit
 def _load_tap(tail_ptr, conv_ptr, channel, mask, old, tap: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr):
     """One of four taps and the row of the tail that it meets first, both fp32; zeros if there are fewer taps."""
     place: tl.constexpr = tap - (4 - TAPS)
@@ -249,8 +241,34 @@ def _load_tap(tail_ptr, conv_ptr, channel, mask, old, tap: tl.constexpr, TAPS: t
 
 
 @jit
-def _silu(x):
+def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
+    """The convolution of four rows, from the oldest to the newest, and its activation."""
+    x = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
     return x / (1 + tl.exp(-x))
+
+
+@jit
+def _load_gates(row_ptr, bias, mask, head, d, D: tl.constexpr, STRENGTH: tl.constexpr, DECAY: tl.constexpr,
+                CHANNELWISE: tl.constexpr):
+    """What a row's decay and write strength are made of, fp32."""
+    b = tl.load(row_ptr + STRENGTH + head).to(tl.float32)
+    if CHANNELWISE:
+        return b, tl.load(row_ptr + DECAY + head * D + d, mask=mask, other=0.0).to(tl.float32) + bias
+    else:
+        return b, tl.load(row_ptr + DECAY + head).to(tl.float32) + bias
+
+
+@jit
+def _write(state, key, value, b, a, rate, eps, CHANNELWISE: tl.constexpr):
+    """The state after a row."""
+    key = key / tl.sqrt(tl.sum(key * key, 0) + eps)
+    decay = tl.exp(-rate * (tl.maximum(a, 0.0) + tl.log(1 + tl.exp(-tl.abs(a)))))
+    if CHANNELWISE:
+        state = state * decay[:, None]
+    else:
+        state = state * decay
+    change = (value - tl.sum(state * key[:, None], 0)) / (1 + tl.exp(-b))
+    return state + key[:, None] * change[None, :]
 
 
 @jit
@@ -273,27 +291,23 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
           BV: tl.constexpr, EACH: tl.constexpr, LONG: tl.constexpr, CHANNELWISE: tl.constexpr, PDL: tl.constexpr):
     """Some values of one head of one span: row after row from the base of its state. Taps are added from the oldest
     row to the newest. ``STRENGTH``, ``DECAY``: where a row has them. ``LONG``: long spans run here, too. The base is
-    left to ``_settle``, which changes positions."""
+    left to ``_settle``, which changes positions. Blocks of a head run at the same time, and read its state together."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     read, write = tl.load(table_ptr + span * width).to(tl.int64), tl.load(table_ptr + span * width + 1).to(tl.int64)
     start, first, length = _span(context_ptr, row_start_ptr, length_ptr, span, EACH)
     d, v = tl.arange(0, BD), block * BV + tl.arange(0, BV)
     in_d, in_v = d < D, v < V
     old = start > 0
     base = tl.where(old, tl.load(position_ptr + read * page_p), 0).to(tl.int32)
-    if length <= 0:
-        if length < 0:  # numbers that later layers can compute with
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-            tl.store(out_ptr + (first.to(tl.int64) * H + head) * V + v, tl.zeros([BV], tl.float32), mask=in_v)
-        return
-    if (head == 0) & (block == 0):
+    is_first = (head == 0) & (block == 0) & (length > 0)
+    if length <= 0 or (length > AHEAD and not LONG):
         if PDL:
             tl.extra.cuda.gdc_wait()
-        tl.store(base_ptr + span, base)
-    if length > AHEAD and not LONG:
+        tl.store(base_ptr + span, base, mask=is_first)
+        padding = in_v & (length < 0)  # gets numbers that later layers can compute with
+        tl.store(out_ptr + (first.to(tl.int64) * H + head) * V + v, tl.zeros([BV], tl.float32), mask=padding)
         return
     short = length <= AHEAD
     q_at, k_at = head // (H // K) * D + d, (K + head // (H // K)) * D + d
@@ -319,40 +333,43 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
         bias = tl.load(bias_ptr + head * D + d, mask=in_d, other=0.0)
     else:
         bias = tl.load(bias_ptr + head)
-    if PDL:  # what the last step left is loaded while the kernel before ends
-        tl.extra.cuda.gdc_wait()
-    for position in range(base, start + length):
-        own = position >= start
-        if (position == start) & short:
-            tl.store(matrix_ptr + read * page_m + cell, state, mask=in_dv)
-            state = state.to(matrix_ptr.dtype.element_ty).to(tl.float32)  # as a step that runs again reads it
-        here = rows_ptr + (first + position - start).to(tl.int64) * X
-        kept = ahead_ptr + read * page_a + (position - base) * X
-        q3 = _load_row(here, kept, q_at, in_d, own)
-        k3 = _load_row(here, kept, k_at, in_d, own)
-        v3 = _load_row(here, kept, v_at, in_v, own)
-        q = _silu(q0 * qw0 + q1 * qw1 + q2 * qw2 + q3 * qw3)
-        k = _silu(k0 * kw0 + k1 * kw1 + k2 * kw2 + k3 * kw3)
-        value = _silu(v0 * vw0 + v1 * vw1 + v2 * vw2 + v3 * vw3)
+    # What earlier steps left is read, and folded into the state, while the kernel before ends.
+    row = ahead_ptr + read * page_a
+    for _ in range(base, start):
+        q3 = tl.load(row + q_at, mask=in_d, other=0.0).to(tl.float32)
+        k3 = tl.load(row + k_at, mask=in_d, other=0.0).to(tl.float32)
+        v3 = tl.load(row + v_at, mask=in_v, other=0.0).to(tl.float32)
+        b, a = _load_gates(row, bias, in_d, head, d, D, STRENGTH, DECAY, CHANNELWISE)
+        key = _convolved(k0, k1, k2, k3, kw0, kw1, kw2, kw3)
+        value = _convolved(v0, v1, v2, v3, vw0, vw1, vw2, vw3)
+        state = _write(state, key, value, b, a, rate, eps, CHANNELWISE)
         q0, q1, q2 = q1, q2, q3
         k0, k1, k2 = k1, k2, k3
         v0, v1, v2 = v1, v2, v3
-        q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
-        k = k / tl.sqrt(tl.sum(k * k, 0) + eps)
-        b = _load_row(here, kept, STRENGTH + head, own | (own == 0), own)
-        if CHANNELWISE:
-            a = _load_row(here, kept, DECAY + head * D + d, in_d, own) + bias
-        else:
-            a = _load_row(here, kept, DECAY + head, own | (own == 0), own) + bias
-        decay = tl.exp(-rate * (tl.maximum(a, 0.0) + tl.log(1 + tl.exp(-tl.abs(a)))))
-        if CHANNELWISE:
-            state = state * decay[:, None]
-        else:
-            state = state * decay
-        change = (value - tl.sum(state * k[:, None], 0)) / (1 + tl.exp(-b))
-        state = state + k[:, None] * change[None, :]
-        result = tl.sum(state * q[:, None], 0)
-        tl.store(out_ptr + ((first + position - start).to(tl.int64) * H + head) * V + v, result, mask=in_v & own)
+        row += X
+    if short:
+        tl.store(matrix_ptr + read * page_m + cell, state, mask=in_dv)
+        state = state.to(matrix_ptr.dtype.element_ty).to(tl.float32)  # as a step that runs again reads it
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    tl.store(base_ptr + span, base, mask=is_first)
+    row, out = rows_ptr + first.to(tl.int64) * X, out_ptr + (first.to(tl.int64) * H + head) * V + v
+    for _ in range(0, length):
+        q3 = tl.load(row + q_at, mask=in_d, other=0.0).to(tl.float32)
+        k3 = tl.load(row + k_at, mask=in_d, other=0.0).to(tl.float32)
+        v3 = tl.load(row + v_at, mask=in_v, other=0.0).to(tl.float32)
+        b, a = _load_gates(row, bias, in_d, head, d, D, STRENGTH, DECAY, CHANNELWISE)
+        query = _convolved(q0, q1, q2, q3, qw0, qw1, qw2, qw3)
+        key = _convolved(k0, k1, k2, k3, kw0, kw1, kw2, kw3)
+        value = _convolved(v0, v1, v2, v3, vw0, vw1, vw2, vw3)
+        query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + eps))
+        state = _write(state, key, value, b, a, rate, eps, CHANNELWISE)
+        tl.store(out, tl.sum(state * query[:, None], 0), mask=in_v)
+        q0, q1, q2 = q1, q2, q3
+        k0, k1, k2 = k1, k2, k3
+        v0, v1, v2 = v1, v2, v3
+        row += X
+        out += H * V
     if short == 0:
         tl.store(matrix_ptr + write * page_m + cell, state, mask=in_dv)
 
@@ -428,7 +445,7 @@ def step(
     if chunks is not None:
         bases = position.index_select(0, table_SW[:, 0].long())
         scan(rows_TX, planes, *common[:3], bases, chunks, weights, out_THV, L2_EPS)
-    _walk[(spans, heads, cdiv(value_dim, block))](
+    _walk[(cdiv(value_dim, block), heads, spans)](
         rows_TX, weights.conv_CJ, weights.log_decay_H, weights.bias_N, matrix, tails, aheads, position, base_S, *common,
         out_THV, table_SW.stride(0), matrix.stride(0), tails.stride(0), aheads.stride(0), position.stride(0), L2_EPS,
         key_dim**-0.5, heads, weights.key_heads, key_dim, value_dim, rows_TX.shape[1], channels, *weights.gates, taps,
