@@ -193,6 +193,18 @@ def test_on_the_engines_own_device_it_keeps_its_share(tmp_path, base, monkeypatc
     ring.close()
 
 
+def test_a_step_that_has_begun_ends_with_the_old_model(made, base):
+    online, engine, ring = made()
+    online.learner.slice_rows = 16
+    fill(ring, base)
+    assert online.turn() and online.turn() and online.learner.steps == 0
+    parameters = list(online.learner.head.parameters())
+    assert any(p.grad is not None for p in parameters)
+    online.hear(messages.Renewed(base_version=1, model=str(resolve("nano"))))
+    assert all(p.grad is None for p in parameters)
+    assert not online.turn() and online.learner.steps == 0
+
+
 @pytest.mark.slow
 def test_the_process_learns_and_is_gone_with_the_engine(base, tmp_path):
     from kvasir.learn.link import Trainer

@@ -108,6 +108,7 @@ class Online:
             case messages.Renewed():
                 self._base_version, self._target = message.base_version, message.target
                 self.learner.forget(Base.read(Path(message.model), self._device, self._dtype))
+                self._slices = self.learner.slices()  # a step or a gate that had begun saw the old model
 
     def _intake(self) -> None:
         for _ in range(INTAKE):
