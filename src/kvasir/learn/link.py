@@ -93,6 +93,10 @@ class Trainer:
     def close(self) -> None:
         """End the process, wait until it is gone, and remove the folder."""
         self.end("the engine stops")
+        self._thread.join(GRACE)
+        process = self._process
+        if self._thread.is_alive() and process is not None:  # it does not listen: it hangs, or was stopped
+            process.kill()
         self._thread.join(GRACE + 5)
         self._listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
