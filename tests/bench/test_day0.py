@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
 
+from kvasir.api.llm import LLM
 from kvasir.bench import day0, result
 from kvasir.bench.day0 import Window
 from kvasir.cli.options import build_settings
@@ -89,6 +91,27 @@ def test_a_run_that_is_cut_keeps_its_windows(tmp_path, monkeypatch):
     plain, learning = json.loads(file.read_text())["arms"]
     assert plain["metrics"]["undrafted"]["tokens_per_s"] > 0 and learning["metrics"]["learning"]["ended"] == ""
     assert learning["metrics"]["tokens_per_s"] > 0 and saved[0] == [1]
+
+
+def test_the_first_engine_is_gone_before_the_second_one_starts(monkeypatch):
+    """On a GPU the second one finds no memory otherwise. Each arm is described by its own settings."""
+    engines, arms = [], []
+
+    class Watched(LLM):
+        def __init__(self, config: EngineConfig) -> None:
+            assert all(engine() is None for engine in engines)
+            super().__init__(config=config)
+            engines.append(weakref.ref(self.engine))
+
+    given = {"model": "nano", "num_threads": 1, "drafter": "medusa:model=new", "learn": "on", "learn_tenants": ("all",)}
+    monkeypatch.setattr("kvasir.api.llm.LLM", Watched)
+    monkeypatch.setattr(link, "COMMAND", IDLE)
+    monkeypatch.setattr(day0, "PROBLEMS", 8)
+    monkeypatch.setattr(day0, "finish", lambda outcome, output, commit: arms.extend(outcome["arms"]))
+    day0.run(build_settings(given, EngineConfig), output=None, commit="x", **OPTIONS)
+    assert len(engines) == 2
+    plain, learning = (a["config"] for a in arms)
+    assert not {"drafter", "learn", "learn_tenants"} & plain.keys() and learning["learn"] == "on"
 
 
 @pytest.mark.slow

@@ -179,6 +179,15 @@ def test_a_result_names_no_path_and_takes_a_commit(tmp_path, capsys, monkeypatch
     )
 
 
+def test_arms_that_came_later_name_no_path_either(tmp_path, capsys):
+    outcome = result("c", [])
+    outcome["arms"].append(arm("a", {"model": str(tmp_path / "model")}, {"m": 1}))
+    finish(outcome, tmp_path / "out.json", "abcdef123456")
+    for text in (capsys.readouterr().out, (tmp_path / "out.json").read_text()):
+        check(json.loads(text))
+        assert json.loads(text)["arms"][0]["config"] == {"model": "model"}
+
+
 def test_ratios_and_targets():
     a = arm("a", {}, {"x": spread([3.0]), "y": 1.0, "start_s": 1.0, "parts": {"b": 1}, "zero": 4.0})
     b = arm("b", {}, {"x": spread([2.0]), "start_s": 2.0, "parts": {"b": 1}, "zero": 0.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvasir.cluster.core import ClusterCore
 from kvasir.cluster.placement import Place
 from kvasir.config import Settings
 from kvasir.errors import ConfigError
+from kvasir.types import Event
 from tests.client.helpers import request
 from tests.engine.fake_core import expected
 
@@ -51,6 +53,28 @@ def test_requests_run_on_all_replicas_up_to_a_bound_and_cancelled_branches_are_s
         assert all(replica.totals.now().generation_tokens for replica in it._client.replicas)
     finally:
         it.close()
+
+
+def test_what_ends_during_a_step_is_neither_lost_nor_told_of_a_cancelled_request():
+    """The front's thread puts the last event of each request just after the step has emptied the queue."""
+
+    class Late(queue.SimpleQueue):
+        def get_nowait(self):
+            try:
+                return super().get_nowait()
+            finally:
+                if it._open:
+                    for name in sorted(it._open):
+                        self.put(Event(kind="tokens", request_id=name, finish_reason="length"))
+                    it._open.clear()
+
+    it = ClusterCore.__new__(ClusterCore)
+    it._events, it._open, it._cancelled = Late(), {"cut", "whole"}, {"cut": {None}}
+    it._events.put(Event(kind="accepted", request_id="whole"))
+    assert [event.kind for event in it.step()] == ["accepted"]
+    assert it.has_work(), "two events wait"
+    assert [event.request_id for event in it.step()] == ["whole"]
+    assert not it.has_work() and not it._cancelled
 
 
 def test_a_start_that_fails_is_raised():

@@ -12,6 +12,8 @@ import pytest
 
 from kvasir.client.journal import Entry
 from kvasir.cluster import keeper, wire
+from kvasir.cluster.remote import RemoteChild
+from kvasir.config import Settings
 from kvasir.errors import ConfigError
 from tests.client.helpers import Reader, request, run, until
 from tests.cluster.helpers import PATIENCE, held, hurt_in_every_state
@@ -141,6 +143,52 @@ def test_a_process_without_a_front_ends(monkeypatch):
             await until(lambda: hosts[0].keeper.child is None)
             hosts[0].down = False
             (await Reader(it, request(1)).task).check()
+
+    run(body())
+
+
+def test_a_process_that_starts_ends_when_its_front_is_gone(monkeypatch):
+    monkeypatch.setattr(keeper, "PATIENCE_SECONDS", 0.2)
+
+    async def body():
+        host = Host("sleeping")
+        front = RemoteChild(host.open, Settings.of().engine_only())
+        start = asyncio.create_task(front.ready(60.0))
+        await until(lambda: host.keeper.child is not None)
+        child = host.keeper.child
+        host.cut()
+        await asyncio.gather(start, return_exceptions=True)
+        await front.reap(0.0)
+        await until(lambda: child.flight.closed)
+        assert host.keeper.child is None
+        await host.close()
+
+    run(body())
+
+
+def test_the_end_of_a_process_leaves_the_next_one_alone():
+    """A front may come back while the process that it had is ending."""
+
+    class Ending:
+        def __init__(self) -> None:
+            self.ended = asyncio.Event()
+
+        def send(self, frame: bytes) -> None: ...
+
+        async def reap(self, patience: float) -> None:
+            await self.ended.wait()
+
+    async def body():
+        it, child = keeper.Keeper(), Ending()
+        pumps = [asyncio.create_task(asyncio.sleep(600)) for _ in range(2)]
+        it.child, it._ready, it._pump = child, object(), pumps[0]
+        end = asyncio.create_task(it._end())
+        await until(lambda: it.child is None)
+        it._pump = pumps[1]
+        child.ended.set()
+        await end
+        assert pumps[0].cancelled() and not pumps[1].done() and it._pump is pumps[1]
+        pumps[1].cancel()
 
     run(body())
 

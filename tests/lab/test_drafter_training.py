@@ -15,7 +15,7 @@ from kvasir.lab import export
 from kvasir.lab.drafters import data as drafter_data
 from kvasir.lab.drafters.data import Texts, batches, load_texts, mixture, save_texts
 from kvasir.lab.drafters.target import Target
-from kvasir.lab.drafters.training import STATE, Plan, Trainer, main
+from kvasir.lab.drafters.training import STATE, Plan, Trainer, load_target, main
 from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model, Shape
 from kvasir.lab.tokenizer import shipped_tokenizer
@@ -222,3 +222,17 @@ def test_batches_hold_every_text_once(texts):
         seen += batch.texts.tolist()
     assert sorted(seen) == list(range(24))
     assert drafter_data.PADDED == 64
+
+
+def test_a_gpu_that_is_named_becomes_the_present_one(monkeypatch):
+    chosen = []
+
+    def load(folder, device):
+        assert device == chosen[-1]
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(export, "load", load)
+    with pytest.raises(ConfigError, match="far enough"):
+        load_target("nano", "cuda:1")
+    assert chosen == ["cuda:1"]

@@ -15,9 +15,9 @@ from kvasir.speculation import heads
 Tree = list[tuple[int, int]]  # (parent node, -1: the anchor; token)
 
 
-def nano() -> Base:
+def nano(dtype: torch.dtype = torch.float32) -> Base:
     """The ends of the shipped model."""
-    return Base.read(Path(resolve("nano")), torch.device("cpu"), torch.float32)
+    return Base.read(Path(resolve("nano")), torch.device("cpu"), dtype)
 
 
 def head_for(kind: str, base: Base, noise: float = 0.1):

@@ -237,6 +237,19 @@ def test_states_that_are_no_numbers_are_left_out(base):
     assert len(learner.pieces) == 0 and not learner.pieces.held_back and learner.traced == 0
 
 
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_cpu_learns_from_an_engine_in_16_bits(kind):
+    """Heads that learn are in fp32, traces and embeddings are not. The gate judges heads as they are served."""
+    half = nano(torch.bfloat16)
+    learner = learner_for(half, replace(TINY, every=1), kind)
+    for trace in traces_for(half, layers=learner.head.shape.layers):
+        bits = torch.from_numpy(trace.states).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        learner.add(replace(trace, states=bits, dtype="bfloat16"))
+    drift.learn(learner, 4)
+    assert learner.steps == 4 and all(0 < nats < 20 for nats in learner.by_level)
+    assert learner._best > 0, "no gate has passed"
+
+
 def test_the_head_reads_its_own_layers_of_a_trace(base):
     """A head that does not read the last layer is still judged by it."""
     head = head_to_learn("eagle", base, "")

@@ -193,6 +193,45 @@ def test_on_the_engines_own_device_it_keeps_its_share(tmp_path, base, monkeypatc
     ring.close()
 
 
+def test_a_second_gpu_becomes_the_present_one_before_anything_is_read(tmp_path, base, monkeypatch):
+    """Triton launches kernels on the present GPU, whatever GPU their tensors are on."""
+    order_for(base, device="cuda:1").write(tmp_path)
+    chosen = []
+
+    def read(path, device, dtype):
+        assert device == chosen[-1]
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("kvasir.learn.online.Base", SimpleNamespace(read=read))
+    with pytest.raises(ConfigError, match="far enough"):
+        Online(tmp_path, FakeEngine())
+    assert chosen == [torch.device("cuda:1")]
+
+
+def test_what_a_dead_trainer_left_of_a_candidate_is_no_obstacle(made, base, tmp_path):
+    """The next one begins with the same number, since the engine has heard of no candidate."""
+    left = tmp_path / "candidate-7"
+    left.mkdir()
+    (left / WEIGHTS).write_bytes(b"half")
+    online, engine, ring = made()
+    online.learner.candidate = {"weight": torch.ones(2)}, 1.0, 2.0
+    online._send_candidate()
+    assert engine.sent == [messages.Candidate(7, str(left))] and list(load_file(left / WEIGHTS)) == ["weight"]
+
+
+def test_a_step_that_has_begun_ends_with_the_old_model(made, base):
+    online, engine, ring = made()
+    online.learner.slice_rows = 16
+    fill(ring, base)
+    assert online.turn() and online.turn() and online.learner.steps == 0
+    parameters = list(online.learner.head.parameters())
+    assert any(p.grad is not None for p in parameters)
+    online.hear(messages.Renewed(base_version=1, model=str(resolve("nano"))))
+    assert all(p.grad is None for p in parameters)
+    assert not online.turn() and online.learner.steps == 0
+
+
 @pytest.mark.slow
 def test_the_process_learns_and_is_gone_with_the_engine(base, tmp_path):
     from kvasir.learn.link import Trainer

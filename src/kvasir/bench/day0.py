@@ -173,21 +173,27 @@ def run(
     if config.speculation.learn == "off":
         raise ConfigError("bench day0 measures learning: add --learn on --learn-tenants all --drafter eagle:model=new")
     none: dict[str, Any] = {"drafter": "", "learn": "off", "learn_tenants": (), "learn_out": None}
-    setting = described(config, None) | {"tasks": tasks, "batch": batch, "max_tokens": max_tokens, "temperature": 0.0}
+    shared = {"tasks": tasks, "batch": batch, "max_tokens": max_tokens, "temperature": 0.0}
     prompts = problems(config.model.model, tasks)
     outcome = result(f"day0-{Path(config.model.model or 'embedded').name}", [])
-    for name, given, length in (("plain", config.replace(**none), plain_minutes), ("learning", config, minutes)):
+
+    def measure(name: str, engine: Engine, given: EngineConfig, length: float) -> None:
+        """Measure an arm. Nothing of the engine is held afterwards: the next one needs its memory."""
         done = list(outcome["arms"])
+        load = Load(engine, itertools.cycle(prompts), batch, max_tokens)
+        if name == "plain":
+            load.run(min(WINDOW, 60 * length / 4))  # graphs are captured
+
+        def note(windows: list[Window]) -> None:
+            metrics = metrics_so_far(load, engine, windows, done)
+            outcome["arms"] = [*done, arm(name, described(given, None) | shared, metrics)]
+            save(outcome, output, commit)
+
+        note(load.run(60 * length, note))
+
+    for name, given, length in (("plain", config.replace(**none), plain_minutes), ("learning", config, minutes)):
         with LLM(config=given) as llm:
-            load = Load(llm.engine, itertools.cycle(prompts), batch, max_tokens)
-            if name == "plain":
-                load.run(min(WINDOW, 60 * length / 4))  # graphs are captured
-
-            def note(windows: list[Window], name=name, done=done, load=load, engine=llm.engine) -> None:
-                outcome["arms"] = [*done, arm(name, setting, metrics_so_far(load, engine, windows, done))]
-                save(outcome, output, commit)
-
-            note(load.run(60 * length, note))
+            measure(name, llm.engine, given, length)
     finish(outcome, output, commit)
 
 

@@ -186,7 +186,8 @@ def _lines(value: Any, width: int, pad: str) -> str:
 
 
 def save(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
-    """Write the JSON to ``output`` if given; after each arm, so that a run which is cut off keeps what it has.
+    """Write the JSON to ``output`` if given; after each arm, so that a run which is cut off keeps what it has. Paths of
+    arms that came later are cut, too.
 
     ``commit`` names the measured commit on a machine without the repository.
     """
@@ -194,7 +195,7 @@ def save(outcome: dict[str, Any], output: Path | None, commit: str | None = None
         outcome["commit"] = commit
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(outcome))
+        output.write_text(as_json(without_paths(outcome)))
 
 
 def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
@@ -218,4 +219,4 @@ def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = No
     for row in rows:
         table.add_row(*row[: len(columns)])
     Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)
-    print(json.dumps(outcome))
+    print(json.dumps(without_paths(outcome)))

@@ -93,12 +93,12 @@ class ClusterCore:
     def step(self) -> list[Event]:
         """The events that have come, after a wait of at most ``WAIT_SECONDS`` for the first."""
         events: list[Event] = []
+        ended = self._cancelled.keys() - self._open  # all their events are in the queue now
         try:
             events.append(self._events.get(timeout=WAIT_SECONDS))
             while True:
                 events.append(self._events.get_nowait())
         except queue.Empty:
-            ended = self._cancelled.keys() - self._open - {event.request_id for event in events}
             wanted = [event for event in events if not self._is_cancelled(event)]
             for request_id in ended:
                 del self._cancelled[request_id]
@@ -109,8 +109,8 @@ class ClusterCore:
         return None in branches or (event.kind == "tokens" and event.branch in branches)
 
     def has_work(self) -> bool:
-        """Whether a request is open."""
-        return bool(self._open)
+        """Whether a request is open, or events of one that has ended wait for a step."""
+        return bool(self._open) or not self._events.empty()
 
     def stats(self) -> EngineStats:
         """Statistics of all replicas."""

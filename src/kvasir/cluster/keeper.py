@@ -90,7 +90,7 @@ class Keeper:
         except asyncio.CancelledError:
             pass  # another connection has come, or the keeper closes
         finally:
-            if self._front is channel:
+            if self._front in (channel, None):  # None: the process was still starting
                 self._front = None
                 self._leave_later()
             with contextlib.suppress(asyncio.CancelledError):
@@ -203,13 +203,13 @@ class Keeper:
     async def _end(self) -> None:
         """End the process, in order where it listens."""
         child, self.child, self._hello, ready, self._ready = self.child, None, None, self._ready, None
+        pump, self._pump = self._pump, None  # the next connection may bring another one meanwhile
         if self._leaving is not None:
             self._leaving.cancel()
         if child is not None:
             if ready is not None:
                 child.send(ipc.encode(messages.Stop()))
             await child.reap(STOP_SECONDS if ready is not None else 0.0)
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.wait({self._pump})
-            self._pump = None
+        if pump is not None:
+            pump.cancel()
+            await asyncio.wait({pump})

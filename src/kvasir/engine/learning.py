@@ -366,9 +366,10 @@ class Learning:
     def renewed(self, model: str | None = None) -> None:
         """Forget the traces: the served model has other weights, those of the checkpoint ``model`` if that is known.
         No request may be running."""
-        self._base_version += 1
-        self._model = model or self._model
         self.tracer.forget()
+        self._base_version += 1
+        if model:
+            self._model = str(checkpoint.resolve(model))
         target = facts_of(self._runner.model)
         self._trainer.send(messages.Renewed(self._base_version, self._model, target))
 

@@ -317,6 +317,7 @@ class Tracer:
 
     def forget(self) -> None:
         """Drop all traces: the model that they were recorded of is gone."""
+        self.send()  # ends of requests that no step followed
         self.drain()
         self._ring.clear()
 

@@ -71,5 +71,6 @@ class Base:
         return found
 
     def autocast(self) -> torch.autocast:
-        """Matrix products in bf16 on a GPU, whatever type the weights have."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        """Matrix products in bf16 on a GPU, and where the model is served in 16 bits: heads that learn are in fp32."""
+        enabled = self.device.type == "cuda" or self.dtype != torch.float32
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)

@@ -146,9 +146,11 @@ class Learner:
         self.candidate = None
 
     def forget(self, base: Base) -> None:
-        """Take another base model; traces of the old one are dropped."""
+        """Take another base model; traces of the old one are dropped, and so are gradients of a step that had begun.
+        Work goes on with new `slices`."""
         self.base = base
         self.pieces.clear()
+        self._optimizer.zero_grad(set_to_none=True)
         self._best, self._least, self._idle_gates, self.settled = 0.0, 0.0, 0, False
 
     # ----------------------------------------------------------------------------------------------------------- slices

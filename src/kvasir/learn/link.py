@@ -22,7 +22,7 @@ from typing import Any
 
 from kvasir.client import ipc
 from kvasir.learn import messages
-from kvasir.learn.messages import SOCKET, FromEngine, FromTrainer, Order, Stop
+from kvasir.learn.messages import SOCKET, FromEngine, FromTrainer, Order, Renewed, Stop
 from kvasir.logs import log
 
 COMMAND = [sys.executable, "-P", "-m", "kvasir.learn.online"]
@@ -50,6 +50,8 @@ class Trainer:
         self._starts = 0
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._channel: ipc.BlockingChannel | None = None
+        self._sending = threading.Lock()  # held while the channel changes or is written to
+        self._late: Renewed | None = None  # came after the order was made and before the trainer could hear
         self._process: subprocess.Popen | None = None
         self._closing = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -68,11 +70,13 @@ class Trainer:
         return found
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; it is lost where the trainer is not there."""
-        channel = self._channel
-        if channel is not None:
-            with contextlib.suppress(ipc.ClosedError):
-                channel.send(ipc.encode(message))
+        """Send a message. Where the trainer is not there it is lost, except that one which starts hears of new
+        weights."""
+        with self._sending, contextlib.suppress(ipc.ClosedError):
+            if self._channel is not None:
+                self._channel.send(ipc.encode(message))
+            elif isinstance(message, Renewed):
+                self._late = message
 
     @property
     def pid(self) -> int | None:
@@ -83,12 +87,16 @@ class Trainer:
     def end(self, reason: str) -> None:
         """End the process for good. Does not wait."""
         self.ended = self.ended or reason
+        self._closing.set()  # first, so that a trainer which connects now is told, too
         self.send(Stop())
-        self._closing.set()
 
     def close(self) -> None:
         """End the process, wait until it is gone, and remove the folder."""
         self.end("the engine stops")
+        self._thread.join(GRACE)
+        process = self._process
+        if self._thread.is_alive() and process is not None:  # it does not listen: it hangs, or was stopped
+            process.kill()
         self._thread.join(GRACE + 5)
         self._listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -115,6 +123,8 @@ class Trainer:
 
     def _serve_one(self) -> None:
         """Start the process and read its messages until it is gone."""
+        with self._sending:
+            self._late = None
         order = self._order()
         order.write(self.folder)
         # In a session of its own it gets no Ctrl-C. Output goes to stderr, as stdout may belong to a program.
@@ -126,12 +136,23 @@ class Trainer:
         connection = self._accept()
         if connection is None:
             return
-        channel = self._channel = ipc.BlockingChannel(connection, FromTrainer)
+        channel = self._meet(connection)
         while (message := channel.receive()) is not None:
             if isinstance(message, messages.Ended):
                 self.ended = message.reason
                 self._closing.set()
             self._inbox.put(message)
+
+    def _meet(self, connection: socket.socket) -> ipc.BlockingChannel:
+        """Open the channel, and say what the trainer has missed since its order was made."""
+        channel = ipc.BlockingChannel(connection, FromTrainer)
+        with self._sending, contextlib.suppress(ipc.ClosedError):
+            self._channel = channel
+            if self._late is not None:
+                channel.send(ipc.encode(self._late))
+            if self._closing.is_set():
+                channel.send(ipc.encode(Stop()))
+        return channel
 
     def _accept(self) -> socket.socket | None:
         assert self._process is not None
@@ -143,7 +164,8 @@ class Trainer:
         return None
 
     def _reap(self) -> None:
-        channel, self._channel = self._channel, None
+        with self._sending:
+            channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
         process = self._process

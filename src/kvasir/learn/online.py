@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -49,6 +50,8 @@ class Online:
         self._folder, self._engine, self._sleep, self._clock = folder, engine, sleep, clock
         order = self._order = Order.read(folder)
         self._device = torch.device("cuda:0" if order.device == SAME else order.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # Triton launches kernels there, wherever their tensors are
         self._dtype = getattr(torch, order.dtype)
         self._pace = Pace(order.share if order.device == SAME else 1.0, clock)
         base = Base.read(Path(order.model), self._device, self._dtype)
@@ -108,6 +111,7 @@ class Online:
             case messages.Renewed():
                 self._base_version, self._target = message.base_version, message.target
                 self.learner.forget(Base.read(Path(message.model), self._device, self._dtype))
+                self._slices = self.learner.slices()  # a step or a gate that had begun saw the old model
 
     def _intake(self) -> None:
         for _ in range(INTAKE):
@@ -139,6 +143,7 @@ class Online:
         assert self.learner.candidate is not None
         weights, before, after = self.learner.candidate
         folder = self._folder / f"candidate-{self._version}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a trainer that died before it could tell
         folder.mkdir()
         save_file({name: p.cpu().contiguous() for name, p in weights.items()}, folder / WEIGHTS)
         card = messages.Card(

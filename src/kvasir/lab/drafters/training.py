@@ -210,6 +210,8 @@ def default_device() -> str:
 
 def load_target(name: str, device: str) -> tuple[Target, Any]:
     """The target and its tokenizer. Raises ConfigError for a checkpoint that the lab did not make."""
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # streams are made and Triton's kernels launched on the present GPU
     folder = resolve(name)
     return Target(export.load(folder, device), Path(name or folder).name), lab_tokenizer.load(folder)
 
