@@ -31,22 +31,25 @@ def no_twin(size: int) -> Path:
 
 
 def measure(study: Study, names: Iterable[str], options: argparse.Namespace, case: str, config: dict[str, Any]) -> None:
-    """Measure ``plain`` and the arms ``names`` that the file does not have, and write the file after each.
+    """Measure ``plain`` and the arms ``names`` that the file does not have with all tasks, and write the file after
+    each task.
 
     An arm is known by its name, by ``config`` and by the number of problems. The plain arm is measured in every run:
-    the others are paired with it.
+    the others are paired with it. An arm that lacks a task is measured again, and stays in the file until then.
     """
     # what a result records as its command
     sys.argv[:] = ["python", "-m", f"tools.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
     config = config | {"n": options.n, "seeds": list(options.seeds), "tasks": list(options.tasks)}
     before = json.loads(options.output.read_text())["arms"] if options.output.exists() else []
     kept = [a for a in before if a["name"] != PLAIN or a["config"] != config]
-    done = {a["name"] for a in kept if a["config"] == config}
+    done = {a["name"] for a in kept if a["config"] == config and set(options.tasks) <= set(a["metrics"])}
     todo = [name for name in names if name not in done]
 
     def save(arms: list[dict[str, Any]]) -> None:
         measured = [a | {"config": config} for a in arms]
-        options.output.write_text(as_json(result(case, measured + kept)))
+        again = {a["name"] for a in measured}
+        others = [a for a in kept if a["config"] != config or a["name"] not in again]
+        options.output.write_text(as_json(result(case, measured + others)))
 
     given = tuple(options.tasks), tuple(options.seeds)
     if todo:
