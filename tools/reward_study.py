@@ -7,8 +7,8 @@ rollouts with all weights, and a head on frozen states), a judge, and the self-e
 self-evaluation come first, then every arm that needs no more answers the same problems, then come the next model and
 its arms (`STAGES`). An engine starts when an arm first needs it.
 
-Every cell (seed, arm) is written to OUT.cells.jsonl when it is done, and OUT.json with it; the same command goes on
-with the others. Nothing begins after --minutes, so a run may be cut into several. Arms come in the order of their
+Every cell (seed, arm) is written to OUT.cells.jsonl when it is done, and OUT.json now and then; the same command goes
+on with the others. Nothing begins after --minutes, so a run may be cut into several. Arms come in the order of their
 weight. OUT.json has for each arm its accuracy and cost, and the paired differences from its control and from the
 cheapest vote that costs as much; and for each budget the policy table against the best single strategy, on problems
 that neither was fitted on.
@@ -54,6 +54,7 @@ MAX_TOKENS = 160
 STAGES = (("outcome", "self"), ("head",), ("judge",), ("rollouts",))
 TRAINED = tuple(name for stage in STAGES for name in stage)
 DIFFICULTY = "difficulty"
+WRITTEN = 20.0  # Seconds between two writings of the result, whose intervals take a second.
 BUDGETS = 5  # Budgets of the policy table, spread over the costs of its strategies.
 
 
@@ -329,8 +330,8 @@ async def run(
     end: float,
     file: Path,
 ) -> None:
-    """Fill the cells of the arms that are ``ready`` while there is time, and write the result after each."""
-    task = load_task(options.task)
+    """Fill the cells of the arms that are ``ready`` while there is time, and write the result now and then."""
+    task, written = load_task(options.task), time.monotonic()
     left = missing(cells, ready, options)
     try:
         with file.open("a") as out:
@@ -346,8 +347,9 @@ async def run(
                 cells[seed, one.spec] = found
                 out.write(json.dumps([[seed, one.spec], found]) + "\n")
                 out.flush()
-                if one.spec != DIFFICULTY:  # a result has an arm
+                if one.spec != DIFFICULTY and (not left or time.monotonic() > written + WRITTEN):  # a result has an arm
                     options.output.write_text(as_json(outcome_of(cells, planned, options)))
+                    written = time.monotonic()
     finally:
         await engines.close()
 

@@ -128,7 +128,7 @@ def test_arms_run_before_the_models_that_only_later_arms_need(tmp_path, monkeypa
 
 
 def test_a_study_that_is_cut_has_written_the_cells_before(tmp_path, monkeypatch):
-    clock, out = Stopwatch(monkeypatch, {"outcome": 5, "head": 5, "cell": 1}), tmp_path / "reward.json"
+    clock, out = Stopwatch(monkeypatch, {"outcome": 5, "cell": 30}), tmp_path / "reward.json"
 
     async def cut(spec: str, *more) -> dict:
         if "beam" in spec:
