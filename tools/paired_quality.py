@@ -13,6 +13,8 @@ from kvasir.bench.codec_quality import Job, Study, answer
 from kvasir.bench.result import as_json, result
 
 PLAIN = "plain"
+# Pages of an engine on a GPU, which trainings and other engines may share: 262,144 tokens, 2 GiB for `base`.
+PAGES = 1 << 14
 
 
 def arguments(parser: argparse.ArgumentParser, model: str, tasks: tuple[str, ...], count: int) -> None:
@@ -24,6 +26,11 @@ def arguments(parser: argparse.ArgumentParser, model: str, tasks: tuple[str, ...
     parser.add_argument("--seeds", nargs="*", type=int, default=(7,))
     parser.add_argument("--tasks", nargs="*", default=tasks)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
+
+
+def room(device: str) -> dict[str, int]:
+    """The options of an engine that takes no more of a GPU than it needs."""
+    return {"num_pages": PAGES} if device == "cuda" else {}
 
 
 def no_twin(size: int) -> Path:

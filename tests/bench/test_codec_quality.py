@@ -14,7 +14,7 @@ from kvasir.errors import ConfigError
 from kvasir.lab.evaluation.evaluator import Answers, Losses, read_tokenizer
 from kvasir.models import checkpoint
 from tests.bench.test_result import check
-from tools import paired_quality
+from tools import paired_quality, rounding_quality, ssa_quality
 
 NANO = checkpoint.resolve("nano")
 # Problems of an exam that a codec gets wrong.
@@ -141,6 +141,14 @@ def test_an_arm_that_lacks_a_task_is_measured_again(study, monkeypatch, tmp_path
         paired_quality.measure(study, ["int4"], options, "case", {})
         assert arms()["int4"] == expected
     assert not study.clock.asked, "nothing is left to measure"
+
+
+@pytest.mark.parametrize("device, pages", [("cuda", paired_quality.PAGES), ("cpu", None)])
+@pytest.mark.parametrize("kind", [ssa_quality.Attentions, rounding_quality.Roundings])
+def test_an_engine_beside_others_takes_a_part_of_the_gpu(kind, device, pages):
+    """A share of what is free would take from the trainings that run at the same time."""
+    made = kind(NANO, read_tokenizer(NANO), paired_quality.no_twin, device, 8, 1e9)
+    assert made.config(Job("plain", 0, ("chain",), (1,))).cache.num_pages == pages
 
 
 def test_twins_are_paired_to_the_model_itself(study):
