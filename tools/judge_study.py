@@ -10,7 +10,7 @@ Then every arm answers the same problems of each task. ``v1:judge=pair,model=bas
 Every cell (task, seed, arm) is written to OUT.TASK.cells.jsonl when it is done; the same command goes on with the
 others. Nothing begins after --minutes. Each arm is compared in pairs with its control, and with the cheapest vote and
 the cheapest written check of base that take at least as many output tokens. --check first holds the engine's
-log-probabilities of judgements against the trainer's.
+log-probabilities of judgements against the trainer's; where they differ too much, the exit status is 1 at the end.
 """
 
 from __future__ import annotations
@@ -88,10 +88,15 @@ def train(name: pair.Judge, folder: Path, options: argparse.Namespace, device: s
 
 
 async def parity(engines: Engines, folder: Path, options: argparse.Namespace, device: str) -> float:
-    """The largest distance in nats a token between engine and trainer, over judgements of the pair model's replies."""
+    """The largest distance in nats a token between engine and trainer, over judgements of the pair model's replies.
+
+    Raises ConfigError where the model has no pair to judge.
+    """
     (endpoint,), plan = await engines(["pair"]), pair.Plan((TASKS[options.tasks[0]],), held_out=8)
     net, tokenizer, worst = export.load(folder, device), lab_tokenizer.load(folder), 0.0
     held = pair.held_out(net, tokenizer, plan)
+    if not held.judged:
+        raise ConfigError(f"{plan.tasks[0]}: the model solves none of {plan.held_out} problems, so --check has no pair")
     told, context = pair.rollouts(net, tokenizer, held.judged, 1, 0), Context(Run([endpoint]), "parity")
     expected = pair.likelihoods(net, told)
     for number, ids, nats in zip(told.group, told.replies, expected, strict=True):
@@ -159,9 +164,8 @@ async def run(
     try:
         if options.check:
             worst = await parity(engines, folder, options, device)
-            print(f"largest distance between engine and trainer: {worst:.2e} nats a token", flush=True)
-            if not worst < BOUND[device]:
-                raise ConfigError(f"engine and trainer differ by {worst:.2e} nats a token, over {BOUND[device]:.0e}")
+            bound = f"allowed are {BOUND[device]:.0e}"
+            print(f"largest distance between engine and trainer: {worst:.2e} nats a token ({bound})", flush=True)
         while left and time.monotonic() < end:
             seed, one, name = left.pop(0)
             task = load_task(TASKS[name])
@@ -229,7 +233,7 @@ def main(given: list[str] | None = None) -> int:
     left += (len(arms()) - len(planned)) * options.seeds * len(options.tasks)
     store(cells, options, left, worst)
     print(f"{left} cells left" + ("; run the same command again" if left else ""))
-    return 0
+    return int(worst is not None and not worst < BOUND[device])
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
     python -m tools.reward_study OUT.json [--minutes 8] [--problems 1000] [--seeds 3] [--arms beam,particle]
 
-Everything that is missing in OUT.models is trained first: three reward models of ``base`` on the task (labels by the
-outcome and by rollouts with all weights, and a head on frozen states), a judge, and the self-evaluation. Then every arm
-answers the same problems. An engine starts when an arm first needs it.
+What is missing in OUT.models is trained: three reward models of ``base`` on the task (labels by the outcome and by
+rollouts with all weights, and a head on frozen states), a judge, and the self-evaluation. The outcome's model and the
+self-evaluation come first, then every arm that needs no more answers the same problems, then come the next model and
+its arms (`STAGES`). An engine starts when an arm first needs it.
 
-Every cell (seed, arm) is written to OUT.cells.jsonl when it is done; the same command goes on with the others. Nothing
-begins after --minutes, so a run may be cut into several. Arms come in the order of their weight. OUT.json has for each
-arm its accuracy and cost, and the paired differences from its control and from the cheapest vote that costs as much;
-and for each budget the policy table against the best single strategy, on problems that neither was fitted on.
+Every cell (seed, arm) is written to OUT.cells.jsonl when it is done, and OUT.json now and then; the same command goes
+on with the others. Nothing begins after --minutes, so a run may be cut into several. Arms come in the order of their
+weight. OUT.json has for each arm its accuracy and cost, and the paired differences from its control and from the
+cheapest vote that costs as much; and for each budget the policy table against the best single strategy, on problems
+that neither was fitted on.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 
-from kvasir.bench.result import arm, finish, result
+from kvasir.bench.result import arm, as_json, finish, result
 from kvasir.cli.solve_job import checker, lab_problems
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
@@ -48,8 +50,11 @@ from kvasir.scaling.strategy import load_strategy
 TASK = "countdown:min_numbers=4"  # base solves about 45 % of it
 AT_ONCE = 256  # problems at once: a step of a small model costs the same for many rows
 MAX_TOKENS = 160
-TRAINED = ("outcome", "self", "head", "rollouts", "judge")
+# What is trained before which arms run: labels by rollouts take far longer than all others.
+STAGES = (("outcome", "self"), ("head",), ("judge",), ("rollouts",))
+TRAINED = tuple(name for stage in STAGES for name in stage)
 DIFFICULTY = "difficulty"
+WRITTEN = 20.0  # Seconds between two writings of the result, whose intervals take a second.
 BUDGETS = 5  # Budgets of the policy table, spread over the costs of its strategies.
 
 
@@ -298,13 +303,36 @@ def load_cells(file: Path, problems: int) -> dict[tuple, dict]:
     return cells
 
 
-async def run(
-    cells: dict[tuple, dict], planned: list[Arm], engines: Engines, options: argparse.Namespace, end: float, file: Path
-) -> int:
-    """Fill the cells that are missing while there is time. Returns the number of those left."""
-    task = load_task(options.task)
+def missing(cells: dict[tuple, dict], planned: list[Arm], options: argparse.Namespace) -> list[tuple[int, Arm]]:
+    """Seed and arm of each cell that is still to be filled, the predicted difficulty first."""
     wanted = [Arm(DIFFICULTY), *planned]
-    left = [(s, one) for one in wanted for s in range(options.seeds) if (s, one.spec) not in cells]
+    return [(s, one) for one in wanted for s in range(options.seeds) if (s, one.spec) not in cells]
+
+
+def outcome_of(cells: dict[tuple, dict], planned: list[Arm], options: argparse.Namespace) -> dict[str, Any]:
+    """The result of the cells that are there."""
+    found = result("reward-study", summed(cells, planned, options) + policies(cells, planned, options))
+    kept, home = ("before", "after", "seconds", "right"), options.output.with_suffix(".models")
+    found["trained"] = {
+        name: {k: v for k, v in json.loads((home / name / "reward.json").read_text()).items() if k in kept}
+        for name in TRAINED
+        if (home / name / "reward.json").exists()
+    }
+    return found | {"cells": {"done": len(cells), "left": len(missing(cells, planned, options))}}
+
+
+async def run(
+    cells: dict[tuple, dict],
+    planned: list[Arm],
+    ready: list[Arm],
+    engines: Engines,
+    options: argparse.Namespace,
+    end: float,
+    file: Path,
+) -> None:
+    """Fill the cells of the arms that are ``ready`` while there is time, and write the result now and then."""
+    task, written = load_task(options.task), time.monotonic()
+    left = missing(cells, ready, options)
     try:
         with file.open("a") as out:
             while left and time.monotonic() < end:
@@ -319,9 +347,11 @@ async def run(
                 cells[seed, one.spec] = found
                 out.write(json.dumps([[seed, one.spec], found]) + "\n")
                 out.flush()
+                if one.spec != DIFFICULTY and (not left or time.monotonic() > written + WRITTEN):  # a result has an arm
+                    options.output.write_text(as_json(outcome_of(cells, planned, options)))
+                    written = time.monotonic()
     finally:
         await engines.close()
-    return len(left)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -349,22 +379,16 @@ def main(given: list[str] | None = None) -> int:
     chosen = tuple(filter(None, options.arms.split(";" if ";" in options.arms else ",")))
     planned = [one for one in arms() if not chosen or one.spec.startswith(chosen)]
     needed = {"outcome"} | {name for one in planned for name in one.models}
-    for name in TRAINED:
-        if name in needed and not (home / name / "reward.json").exists():
-            if time.monotonic() > end:
-                print(f"{name} is not trained yet; run the same command again")
-                return 0
-            train(name, home / name, options, device)
     models = {"base": options.model} | {name: str(home / name) for name in TRAINED}
-    left = asyncio.run(run(cells, planned, Engines(models, device), options, end, file))
-    outcome = result("reward-study", summed(cells, planned, options) + policies(cells, planned, options))
-    kept = ("before", "after", "seconds", "right")
-    outcome["trained"] = {
-        name: {k: v for k, v in json.loads((home / name / "reward.json").read_text()).items() if k in kept}
-        for name in TRAINED
-        if (home / name / "reward.json").exists()
-    }
-    outcome["cells"] = {"done": len(cells), "left": left}
+    for stage in STAGES:
+        for name in stage:
+            if name in needed and not (home / name / "reward.json").exists() and time.monotonic() < end:
+                train(name, home / name, options, device)
+        there = {"base"} | {name for name in TRAINED if (home / name / "reward.json").exists()}
+        if "outcome" in there and time.monotonic() < end:  # it predicts the difficulty
+            ready = [one for one in planned if set(one.models) <= there]
+            asyncio.run(run(cells, planned, ready, Engines(models, device), options, end, file))
+    outcome, left = outcome_of(cells, planned, options), len(missing(cells, planned, options))
     finish(outcome, options.output)
     print(f"{len(cells)} cells done, {left} left" + ("; run the same command again" if left else ""))
     return 0

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 
-from kvasir.bench.codec_quality import MEMORY, Job, Study
+from kvasir.bench.codec_quality import Job, Study
 from kvasir.config import EngineConfig
 from kvasir.kernels.moe_rounding import DIRECTIONS
 from kvasir.lab.evaluation.evaluator import read_tokenizer
 from kvasir.logs import setup
 from kvasir.models import checkpoint
-from tools.paired_quality import PLAIN, arguments, measure, no_twin
+from tools.paired_quality import PLAIN, arguments, measure, no_twin, room
 
 TASKS = ("story:form=prose,length=512", "chain", "path", "countdown")
 
@@ -35,7 +35,7 @@ class Roundings(Study):
             device=self.device,
             token_rounding="off" if job.codec == PLAIN else job.codec,
             max_num_batched_tokens=self.rows,
-            gpu_memory_utilization=MEMORY,
+            **room(self.device),
         )
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvasir.bench.codec_quality import MEMORY, Job, Study
+from kvasir.bench.codec_quality import Job, Study
 from kvasir.config import EngineConfig
 from kvasir.lab.evaluation.evaluator import read_tokenizer
 from kvasir.logs import setup
 from kvasir.models import checkpoint
-from tools.paired_quality import PLAIN, arguments, measure, no_twin
+from tools.paired_quality import PLAIN, arguments, measure, no_twin, room
 
 TASKS = ("story:form=prose,length=512", "chain", "path", "needle")
 BACKEND = Path(__file__).parent / "ssa_attention.py"
@@ -39,7 +39,7 @@ class Attentions(Study):
     def config(self, job: Job) -> EngineConfig:
         backend = "torch" if job.codec == PLAIN else f"{BACKEND}:{ARMS[job.codec]}"
         return EngineConfig.of(
-            model=str(self.folder), device=self.device, attention_backend=backend, gpu_memory_utilization=MEMORY
+            model=str(self.folder), device=self.device, attention_backend=backend, **room(self.device)
         )
 
 

@@ -2,9 +2,9 @@
 
     python -m tools.tier_study OUT.json [--minutes 9] [--problems 1000] [--seeds 3] [--tasks countdown] [--parts timed]
 
-``nano`` is the small model and ``base`` the large one. What is missing is trained first, for each task: ``rater``
-(base, taught to rate its steps with a digit and with Yes or No) and ``easy`` (nano's reward model, the router's
-classifier). There are two parts:
+``nano`` is the small model and ``base`` the large one. Two more are trained for each task, after the arms that need
+neither: ``easy`` (nano's reward model, the router's classifier) and ``rater`` (base, taught to rate its steps with a
+digit and with Yes or No). There are two parts:
 
 - quality: every arm answers the same problems, hundreds at once. A cell has accuracy and the tokens of each model.
 - timed: a few problems, one and 16 at a time, where nano costs what a 1B model does and base what an 8B model does
@@ -57,6 +57,7 @@ TIMED = (1, 16)  # Problems at once in the timed part.
 MAX_TOKENS = 256
 SMALL, LARGE = "nano", "base"
 QUALITY = "quality"
+TRAINED = ("easy", "rater")  # What is trained for a task; a rater takes far longer.
 RATED = 4096  # Replies that a rater learns from; each line of them is continued four times.
 
 
@@ -127,10 +128,12 @@ def train(name: str, folder: Path, options: argparse.Namespace, device: str) -> 
 
 
 def widened(models: dict[str, str], task: str, scratch: Path, device: str) -> dict[str, str]:
-    """The models of a task at the cost of large ones: nano as 1B, and base and the rater as 8B. They are made if
+    """The ``models`` of a task at the cost of large ones: nano as 1B, and base and the rater as 8B. They are made if
     missing."""
     found = dict(models)
     for name, size in ((SMALL, "1b"), (LARGE, "8b"), (f"rater-{task}", "8b")):
+        if name not in models:
+            continue
         out, source = scratch / f"{name}-{size}", checkpoint.resolve(models[name])
         record = source / "reward.json"
         told, note = record.read_text() if record.exists() else name, out / "widened-from"
@@ -250,8 +253,23 @@ def metrics_of(one: Arm, of: dict[str, dict[int, dict[str, Any]]]) -> dict[str, 
     return found
 
 
-def store(cells: dict[tuple, dict[str, Any]], options: argparse.Namespace, left: int) -> None:
-    """Write the result of the cells that are there."""
+def missing(
+    cells: dict[tuple, dict[str, Any]], kind: str, name: str, options: argparse.Namespace
+) -> list[tuple[str, str, int, Arm]]:
+    """Part, task, seed and arm of each cell of one kind of part and one task that is still to be filled."""
+    parts = [QUALITY] if kind == QUALITY else [f"{'own' if options.own else '8b'}@{n}" for n in TIMED]
+    return [
+        (part, name, seed, one)
+        for one in arms(name)
+        for seed in range(options.seeds)
+        for part in parts
+        if (part == QUALITY or (one.timed and name in STEPPED)) and (part, name, seed, one.name) not in cells
+    ]
+
+
+def store(cells: dict[tuple, dict[str, Any]], options: argparse.Namespace) -> int:
+    """Write the result of the cells that are there. Returns the number of those left."""
+    left = sum(len(missing(cells, kind, name, options)) for kind in options.parts.split(",") for name in options.tasks)
     outcome = result("tier-study", summed(cells, options))
     outcome["trained"] = {
         file.parent.name: {k: v for k, v in json.loads(file.read_text()).items() if k in ("before", "after", "seconds")}
@@ -259,6 +277,7 @@ def store(cells: dict[tuple, dict[str, Any]], options: argparse.Namespace, left:
     }
     outcome["cells"] = {"done": len(cells), "left": left}
     options.output.write_text(as_json(outcome))
+    return left
 
 
 def load_cells(file: Path) -> dict[tuple, dict[str, Any]]:
@@ -279,8 +298,8 @@ async def run(
     engines: Engines,
     options: argparse.Namespace,
     end: float,
-) -> int:
-    """Fill the cells of ``wanted`` while there is time. Returns the number of those left."""
+) -> None:
+    """Fill the cells of ``wanted`` while there is time, and write the result after each."""
     file, left = options.output.with_suffix(".cells.jsonl"), list(wanted)
     try:
         while left and time.monotonic() < end:
@@ -298,10 +317,9 @@ async def run(
             cells[part, name, seed, one.name] = found
             with file.open("a") as out:
                 out.write(json.dumps([[part, name, seed, one.name], found]) + "\n")
-            store(cells, options, len(left))
+            store(cells, options)
     finally:
         await engines.close()
-    return len(left)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -329,34 +347,24 @@ def main(given: list[str] | None = None) -> int:
     end, device = time.monotonic() + 60 * options.minutes, options.device or default_device()
     home = options.output.with_suffix(".models")
     home.mkdir(parents=True, exist_ok=True)
-    cells, left, cost = load_cells(options.output.with_suffix(".cells.jsonl")), 0, "own" if options.own else "8b"
-    made = [f"rater-{name}" for name in options.tasks if name in STEPPED]
-    made += [f"easy-{name}" for name in options.tasks if QUALITY in options.parts]
-    models = {SMALL: SMALL, LARGE: LARGE} | {name: str(home / name) for name in made}
-    for name in made:
-        if not (home / name / "reward.json").exists():
-            if time.monotonic() > end:
-                print(f"{name} is not trained yet; run the same command again")
-                return 0
-            train(name, home / name, options, device)
+    cells = load_cells(options.output.with_suffix(".cells.jsonl"))
     for kind, name in ((kind, name) for kind in options.parts.split(",") for name in options.tasks):
-        parts = [QUALITY] if kind == QUALITY else [f"{cost}@{n}" for n in TIMED]
-        wanted = [
-            (part, name, seed, one)
-            for one in arms(name)
-            for seed in range(options.seeds)
-            for part in parts
-            if (part == QUALITY or (one.timed and name in STEPPED)) and (part, name, seed, one.name) not in cells
-        ]
-        if not wanted or time.monotonic() > end:
-            left += len(wanted)
-            continue
-        wide = kind != QUALITY and not options.own
-        engines = Engines(widened(models, name, options.scratch, device) if wide else models, device)
-        if wide:  # shares of what is free when an engine starts
-            engines.memory = {SMALL: 0.1, LARGE: 0.4, f"rater-{name}": 0.5}
-        left += asyncio.run(run(cells, wanted, engines, options, end))
-    store(cells, options, left)
+        for made in ("", *TRAINED):
+            wanted = missing(cells, kind, name, options)
+            needed = any(f"{made}-{name}" in one.models(name) for *_, one in wanted)
+            if needed and not (home / f"{made}-{name}" / "reward.json").exists() and time.monotonic() < end:
+                train(f"{made}-{name}", home / f"{made}-{name}", options, device)
+            models = {SMALL: SMALL, LARGE: LARGE}
+            models |= {file.parent.name: str(file.parent) for file in home.glob(f"*-{name}/reward.json")}
+            ready = [cell for cell in wanted if set(cell[-1].models(name)) <= set(models)]
+            if not ready or time.monotonic() > end:
+                continue
+            wide = kind != QUALITY and not options.own
+            engines = Engines(widened(models, name, options.scratch, device) if wide else models, device)
+            if wide:  # shares of what is free when an engine starts
+                engines.memory = {SMALL: 0.1, LARGE: 0.4, f"rater-{name}": 0.5}
+            asyncio.run(run(cells, ready, engines, options, end))
+    left = store(cells, options)
     print(f"{left} cells left" + ("; run the same command again" if left else ""))
     return 0
 

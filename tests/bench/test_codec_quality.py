@@ -1,6 +1,7 @@
 """The study of codecs with stand-ins for engines: its order, its pairing and its time limit."""
 
 import contextlib
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvasir.errors import ConfigError
 from kvasir.lab.evaluation.evaluator import Answers, Losses, read_tokenizer
 from kvasir.models import checkpoint
 from tests.bench.test_result import check
+from tools import paired_quality, rounding_quality, ssa_quality
 
 NANO = checkpoint.resolve("nano")
 # Problems of an exam that a codec gets wrong.
@@ -104,6 +106,49 @@ def test_the_clock_ends_the_list_and_keeps_what_was_measured(study):
     )
     assert [a["name"] for a in kept[-1]] == ["plain", "int4"] and kept[-1][1]["metrics"]["chain"]["seeds"] == [1]
     assert study.clock.now <= study.limit
+
+
+def test_a_study_that_is_cut_keeps_the_tasks_of_its_last_arm(study, monkeypatch):
+    """The second task of the second arm is cut off while it is measured."""
+    kept, put = [], codec_quality.put
+
+    def cut(llm, exam, plan, tokenizer):
+        if llm.config.cache.kv_codec == "int4" and exam.spec.startswith("path"):
+            raise KeyboardInterrupt
+        return put(llm, exam, plan, tokenizer)
+
+    monkeypatch.setattr(codec_quality, "put", cut)
+    with pytest.raises(KeyboardInterrupt):
+        codec_quality.answer(
+            study, [Job(codec, 0, ("chain", "path"), (1,)) for codec in ("plain", "int4")], kept.append
+        )
+    assert [(a["name"], list(a["metrics"])) for a in kept[-1]] == [("plain", ["chain", "path"]), ("int4", ["chain"])]
+
+
+def test_an_arm_that_lacks_a_task_is_measured_again(study, monkeypatch, tmp_path):
+    """Control: an arm with all tasks is not, and one without time stays as it was."""
+    monkeypatch.setattr("sys.argv", ["tools/x.py"])
+    file = tmp_path / "out.json"
+    options = SimpleNamespace(output=file, n=8, seeds=[1], tasks=["chain", "path"])
+
+    def arms() -> dict[str, list[str]]:
+        return {a["name"]: list(a["metrics"]) for a in json.loads(file.read_text())["arms"]}
+
+    for limit, expected in ((3.5, ["chain"]), (0.5, ["chain"]), (4.5, ["chain", "path"]), (9.5, ["chain", "path"])):
+        study.clock.now, study.limit, study.outcomes, study._seconds = 0.0, limit, {}, {}
+        study.clock.asked.clear()
+        study._figures, study._started = {}, 0.0
+        paired_quality.measure(study, ["int4"], options, "case", {})
+        assert arms()["int4"] == expected
+    assert not study.clock.asked, "nothing is left to measure"
+
+
+@pytest.mark.parametrize("device, pages", [("cuda", paired_quality.PAGES), ("cpu", None)])
+@pytest.mark.parametrize("kind", [ssa_quality.Attentions, rounding_quality.Roundings])
+def test_an_engine_beside_others_takes_a_part_of_the_gpu(kind, device, pages):
+    """A share of what is free would take from the trainings that run at the same time."""
+    made = kind(NANO, read_tokenizer(NANO), paired_quality.no_twin, device, 8, 1e9)
+    assert made.config(Job("plain", 0, ("chain",), (1,))).cache.num_pages == pages
 
 
 def test_twins_are_paired_to_the_model_itself(study):

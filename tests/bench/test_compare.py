@@ -120,6 +120,8 @@ def still(monkeypatch, asked=None):
         def __init__(self, name, model, options, site=None):
             lives.append(options)
             self.facts, self.counts = {"start_s": 1.0}, {"at_once": options.get("max_num_seqs", 1), "preemptions": 0}
+            if "num_pages" in options:
+                self.facts["kv_capacity_tokens"] = 16 * options["num_pages"]
 
         def seconds(self, prompts, num_tokens):
             asked.append((len(prompts), len(prompts[0]), num_tokens))
@@ -140,6 +142,21 @@ def test_arms_take_turns_a_life_each(log, rated, monkeypatch):
     assert "two.decode_tok_s b/a" in found["ratios"] and all(
         a["metrics"]["two.decode_tok_s"]["n"] == 2 for a in found["arms"]
     )
+
+
+def test_prompts_that_would_not_stay_cached_are_left_out(log, rated, monkeypatch, caplog):
+    """112 tokens fit seven pages and not six; without cached prompts, what does not fit is measured."""
+    still(monkeypatch)
+    arms = {"small": {"num_pages": 6}, "large": {"num_pages": 7}}
+    workloads = {"one": {"batch": 1, "prompt": 8, "output": 48}, "two": {"batch": 2, "prompt": 8, "output": 48}}
+    table = {k: v for k, v in TABLE.items() if k != "peer"} | {"arms": arms, "workloads": workloads, "cached": True}
+    found = compare.measure(parse("c", table), peer=False, site=None)
+    check(found)
+    rates = {a["name"]: {key for key in a["metrics"] if key.endswith("tok_s")} for a in found["arms"]}
+    assert rates == {"small": {"one.decode_tok_s"}, "large": {"one.decode_tok_s", "two.decode_tok_s"}}
+    assert "small: two is left out" in caplog.text and "large: two" not in caplog.text
+    found = compare.measure(parse("c", table | {"cached": False}), peer=False, site=None)
+    assert all("two.decode_tok_s" in a["metrics"] for a in found["arms"])
 
 
 def test_decoding_over_cached_prompts(log, rated, monkeypatch):

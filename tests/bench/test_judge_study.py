@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 
+import pytest
+
+from kvasir.errors import ConfigError
 from kvasir.lab.lookup import load_task
 from kvasir.scaling.strategy import load_strategy
+from tests.bench.test_result import check
 from tools import judge_study as study
 
 OPTIONS = argparse.Namespace(seeds=1, problems=4)
@@ -35,3 +41,43 @@ def test_a_tournament_is_compared_with_the_check_that_takes_as_many_tokens():
     assert told["equal_check"] == large and told[f"over {large}"] == 0.25
     assert told[f"over {control}"] == 0.5 and told["output"] == 15
     assert "equal_check" not in found[f"path, {small}"]
+
+
+@pytest.mark.parametrize("worst, status", [(1e-3, 0), (0.5, 1), (float("nan"), 1)])
+def test_a_distance_from_the_trainer_is_told_at_the_end_and_costs_no_cell(worst, status, tmp_path, monkeypatch):
+    async def parity(*_) -> float:
+        return worst
+
+    async def cell(spec: str, *_) -> dict:
+        return made("0101", 10)
+
+    async def engines(self, names) -> list[str]:
+        return list(names)
+
+    monkeypatch.setattr(study, "parity", parity)
+    monkeypatch.setattr(study, "cell", cell)
+    monkeypatch.setattr(study.Engines, "__call__", engines)
+    out = tmp_path / "judge.json"
+    for name in study.TRAINED:
+        folder = out.with_suffix(".models") / name
+        folder.mkdir(parents=True)
+        (folder / "reward.json").write_text(json.dumps({"kind": "pair_rl", "seconds": 1.0}))
+    command = [str(out), "--problems", "4", "--seeds", "1", "--tasks", "path", "--check", "--device", "cpu"]
+    assert study.main(command) == status
+    found = json.loads(out.read_text())
+    check(found)
+    assert found["cells"] == {"done": len(study.arms()), "left": 0}
+    assert found.get("parity") == ({"nats_a_token": worst} if worst == worst else None)
+
+
+def test_a_model_that_solves_nothing_has_no_distance(tmp_path, monkeypatch):
+    """Without a judgement the distance would be 0, below every bound."""
+    monkeypatch.setattr(study.export, "load", lambda *_: None)
+    monkeypatch.setattr(study.lab_tokenizer, "load", lambda *_: None)
+    monkeypatch.setattr(study.pair, "held_out", lambda *_: study.pair.Held([], []))
+
+    async def engines(names) -> list[str]:
+        return list(names)
+
+    with pytest.raises(ConfigError, match="solves none of 8 problems"):
+        asyncio.run(study.parity(engines, tmp_path, argparse.Namespace(tasks=["path"]), "cpu"))

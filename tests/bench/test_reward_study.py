@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from pathlib import Path
 
 import pytest
 
 from kvasir.errors import ConfigError
 from kvasir.scaling.strategy import load_strategy
+from tests.bench.test_result import check
 from tools import reward_study as study
 
 
@@ -70,3 +72,72 @@ def test_cells_of_other_problems_are_refused_and_a_torn_line_is_left_out(tmp_pat
     assert list(study.load_cells(file, 2)) == [(0, "a")]
     with pytest.raises(ConfigError, match="another --problems"):
         study.load_cells(file, 3)
+
+
+class Stopwatch:
+    """A clock of its own for the study: models are trained, and cells filled, in as many seconds as the test says."""
+
+    def __init__(self, monkeypatch, seconds: dict[str, float]) -> None:
+        self.now, self.seconds, self.told = 0.0, seconds, list[str]()
+        monkeypatch.setattr(study.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(study, "train", self.train)
+        monkeypatch.setattr(study, "cell", self.cell)
+        monkeypatch.setattr(study, "difficulty", self.difficulty)
+        monkeypatch.setattr(study.Engines, "__call__", self.engines)
+
+    def train(self, name: str, folder: Path, *_) -> None:
+        self.told.append(f"train {name}")
+        self.now += self.seconds[name]
+        folder.mkdir(parents=True)
+        (folder / "reward.json").write_text(json.dumps({"before": 0.5, "after": 0.6, "seconds": 1.0, "plan": {}}))
+
+    async def engines(self, names) -> list[str]:
+        return list(names)
+
+    async def cell(self, spec: str, endpoints: list[str], *_) -> dict:
+        self.told.append(spec)
+        self.now += self.seconds["cell"]
+        return made("01", 1)
+
+    async def difficulty(self, *_) -> dict:
+        told = {"scores": [0.1, 0.9], "mflop": [1.0, 1.0]}
+        return {"prompt": told, "pilot": told}
+
+
+COMMAND = ["--problems", "2", "--seeds", "1", "--device", "cpu"]
+ARMS = "majority:n=1,;beam:N=8,width=4,prm"
+
+
+def test_arms_run_before_the_models_that_only_later_arms_need(tmp_path, monkeypatch, capsys):
+    """Labels by rollouts take more than all the time, and everything that needs none is measured."""
+    clock = Stopwatch(monkeypatch, {"outcome": 5, "self": 5, "head": 5, "judge": 5, "rollouts": 900, "cell": 1})
+    out = tmp_path / "reward.json"
+    assert study.main([str(out), *COMMAND, "--minutes", "2", "--arms", ARMS]) == 0
+    first, head, rollouts = (clock.told.index(f"train {name}") for name in ("outcome", "head", "rollouts"))
+    assert first == 0 and "train self" not in clock.told, "no arm of these asks it"
+    assert clock.told[1:head] == ["majority:n=1,model=base", "beam:N=8,width=4,prm=outcome,model=base"]
+    assert clock.told[head + 1 : rollouts] == ["beam:N=8,width=4,prm=head,model=base"]
+    found = json.loads(out.read_text())
+    check(found)
+    assert found["cells"] == {"done": 4, "left": 1} and "1 left; run" in capsys.readouterr().out
+    assert set(found["trained"]) == {"outcome", "head", "rollouts"}
+    clock.told.clear()
+    assert study.main([str(out), *COMMAND, "--minutes", "2", "--arms", ARMS]) == 0
+    assert clock.told == ["beam:N=8,width=4,prm=rollouts,model=base"], "the same command goes on"
+    assert json.loads(out.read_text())["cells"] == {"done": 5, "left": 0}
+
+
+def test_a_study_that_is_cut_has_written_the_cells_before(tmp_path, monkeypatch):
+    clock, out = Stopwatch(monkeypatch, {"outcome": 5, "cell": 30}), tmp_path / "reward.json"
+
+    async def cut(spec: str, *more) -> dict:
+        if "beam" in spec:
+            raise KeyboardInterrupt
+        return await clock.cell(spec, *more)
+
+    monkeypatch.setattr(study, "cell", cut)
+    with pytest.raises(KeyboardInterrupt):
+        study.main([str(out), *COMMAND, "--arms", ARMS])
+    found = json.loads(out.read_text())
+    check(found)
+    assert [one["name"] for one in found["arms"]] == ["majority:n=1,model=base"] and found["cells"]["done"] == 2

@@ -156,6 +156,28 @@ def test_one_result(monkeypatch, capsys):
         steps.run(config, shape=None, workloads=["long:1:100000:8"], output=None, commit=None)
 
 
+def test_a_run_that_is_cut_keeps_the_fit_and_what_was_predicted(monkeypatch, tmp_path):
+    """The second prediction is cut off while it is measured."""
+    monkeypatch.setattr(steps, "fitted_runs", lambda *room: RUNS)
+    real = steps.denoised
+
+    def cut(engine, run):
+        if run.name == "second":
+            raise KeyboardInterrupt
+        return real(engine, run)
+
+    monkeypatch.setattr(steps, "denoised", cut)
+    config, file = EngineConfig.of(model="nano", device="cpu", num_threads=1), tmp_path / "steps.json"
+    for workloads, kept in ((["second:1:50:4"], set()), (["first:1:60:4", "second:1:50:4"], {"first", "error_mean"})):
+        with pytest.raises(KeyboardInterrupt):
+            steps.run(config, shape=None, workloads=workloads, output=file, commit=None)
+        found = json.loads(file.read_text())
+        check(found)
+        metrics = found["arms"][0]["metrics"]
+        assert {"decode_terms", "prompt_terms", "idealised"} | kept <= set(metrics) and "second" not in metrics
+        assert kept or "error_mean" not in metrics
+
+
 def test_runs_fit_the_engine():
     for longest, capacity, most in ((4096, 32_752, 256), (128, 500, 4), (131_072, 500_000, 256)):
         for runs in (steps.fitted_runs(longest, capacity, most), steps.held_out(longest, capacity, most)):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from kvasir.scaling.strategy import load_strategy
+from tests.bench.test_result import check
 from tools import tier_study as study
 
 
@@ -40,3 +44,44 @@ def test_accepted_steps_are_a_share_of_all():
     one = study.Arm("specreason:threshold=0.7")
     found = study.metrics_of(one, {one.name: {0: made("11", 1.0, steps=8, accepted=6)}})
     assert found["accepted"] == 0.75 and "speedup" not in found
+
+
+@pytest.mark.parametrize("part", ["quality", "timed"])
+def test_arms_that_need_no_training_run_before_it(part, tmp_path, monkeypatch):
+    """The rater takes more than all the time, and everything that does not ask it is measured."""
+    now, told, out = [0.0], list[str](), tmp_path / "tiers.json"
+
+    def train(name: str, folder: Path, *_) -> None:
+        told.append(f"train {name}")
+        now[0] += 900 if name.startswith("rater") else 5
+        folder.mkdir(parents=True)
+        (folder / "reward.json").write_text(json.dumps({"seconds": now[0]}))
+
+    async def cell(one: study.Arm, endpoints: list[str], *_) -> dict:
+        told.append(one.name)
+        more = {"steps": 4, "accepted": 2} if "specreason" in one.spec else {}
+        return made("01", 1.0, **more, **({"large": "01"} if "cost_router" in one.spec else {}))
+
+    async def engines(self, names) -> list[str]:
+        assert set(names) <= set(self.models)
+        return list(names)
+
+    monkeypatch.setattr(study.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(study, "train", train)
+    monkeypatch.setattr(study, "cell", cell)
+    monkeypatch.setattr(study.Engines, "__call__", engines)
+    command = [str(out), "--minutes", "2", "--parts", part, "--tasks", "countdown", "--seeds", "1", "--own"]
+    assert study.main(command) == 0
+    untrained = {one.name for one in study.arms("countdown") if one.models("countdown") == ["nano", "base"]}
+    easy = told.index("train easy-countdown") if part == "quality" else told.index("train rater-countdown")
+    expected = {one.name for one in study.arms("countdown") if one.timed} & untrained
+    assert set(told[:easy]) == (untrained if part == "quality" else expected)
+    assert told[-1] == "train rater-countdown" and ("train easy-countdown" in told) == (part == "quality")
+    found = json.loads(out.read_text())
+    check(found)
+    left = found["cells"]["left"]
+    assert left == sum(one.large == "rater" and (part == "quality" or 2 * one.timed) for one in study.arms("countdown"))
+    told.clear()
+    assert study.main(command) == 0
+    assert told and all("(rater)" in name for name in told), "the same command goes on"
+    assert json.loads(out.read_text())["cells"]["left"] == 0

@@ -123,7 +123,8 @@ def parity(folder, tokenizer, dtype: str, device: str, trained=None) -> float:
     form = FormTask("judge_pair", task)
     cases = [Case(form, form.case(p, [p.solution, "Answer: 3"])) for p in problems]
     told, worst = rollouts(net, tokenizer, cases, 1, 0), []
-    own = {"device": device, "dtype": dtype} | ({"cpu_cache_bytes": 1 << 25} if device == "cpu" else {})
+    own = {"device": device, "dtype": dtype, "gpu_memory_utilization": 0.2}  # studies may share the GPU
+    own |= {"cpu_cache_bytes": 1 << 25} if device == "cpu" else {}
     endpoint = EngineEndpoint(EngineConfig.of(model=str(folder), max_model_len=512, **own), "judge")
 
     async def main() -> None:

@@ -362,6 +362,32 @@ def test_all_prompts_get_a_reply_in_batches_that_fit(tokenizer, monkeypatch):
     assert together[-1] is None and all(r is not None for r in together[:-1])  # the last prompt leaves no room
 
 
+def test_rows_that_leave_a_batch_free_their_cache_layer_by_layer():
+    """Of four layers, at most one more than before is in memory while rows leave."""
+    from kvasir.lab import sample
+
+    alive, most = 0, 0
+
+    class Plane:
+        def __init__(self) -> None:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+        def __getitem__(self, index: torch.Tensor) -> Plane:
+            return Plane()
+
+    rows = object.__new__(sample._Rows)
+    rows.padding = rows.last = torch.arange(3)
+    rows.cache = [(Plane(), Plane()) for _ in range(4)]
+    rows.keep(torch.tensor([0, 2]))
+    assert alive == 8 and most <= 8 + 2 and rows.last.tolist() == [0, 2]
+
+
 # ------------------------------------------------------------------------------------------------------------ workers
 
 

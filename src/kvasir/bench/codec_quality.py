@@ -158,8 +158,11 @@ class Study:
             gpu_memory_utilization=MEMORY,
         )
 
-    def run(self, job: Job) -> bool:
-        """Give an engine as much of a job as time allows. Returns False where nothing was measured."""
+    def run(self, job: Job, save: Callable[[list[dict[str, Any]]], None]) -> bool:
+        """Give an engine as much of a job as time allows. Returns False where nothing was measured.
+
+        ``save`` gets the arms after each task.
+        """
         if not self._fits(job.codec, job.tasks[0]):
             return False
         config = self.config(job)
@@ -179,6 +182,7 @@ class Study:
                         put(llm, beginning(exam, most), plan, self.tokenizer) for plan, exam in parts
                     ]
                     self._seconds[job.codec, task] = time.monotonic() - began
+                    save(self.arms())
         return bool(found)
 
     def _fits(self, codec: str, task: str) -> bool:
@@ -350,7 +354,7 @@ def row_errors(
 
 
 def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Run all jobs in order while time allows. ``save`` gets the arms after each job.
+    """Run all jobs in order while time allows. ``save`` gets the arms after each task of a job.
 
     A codec that cannot run here loses only its own arms.
     """
@@ -358,13 +362,12 @@ def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any
         where = f"{job.codec}{f', outliers {job.outliers}' if job.outliers else ''}"
         began = time.monotonic()
         try:
-            if not study.run(job):
+            if not study.run(job, save):
                 log.warning("no time left for %s", where)
                 continue
         except ConfigError as e:
             log.error("%s: %s", where, e)
             continue
-        save(study.arms())
         log.info(
             "%s: %s (%.0f s, %.0f s left)",
             where,

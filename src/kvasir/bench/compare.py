@@ -29,6 +29,8 @@ from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
 
 Facts = dict[str, dict[str, Any]]
+# Name of the fact that says how many tokens an engine's cache holds; peers do not tell it.
+CAPACITY = "kv_capacity_tokens"
 
 
 def run_case(
@@ -113,6 +115,17 @@ def measure(
                 facts[name] = worker.facts | {"starts": [*starts, worker.facts["start_s"]]}
                 found = samples.setdefault(label, {}).setdefault(name, {})
                 for w in workloads:
+                    tokens, room = w.batch.batch * (w.batch.prompt + w.batch.output), worker.facts.get(CAPACITY)
+                    if case.cached and room is not None and tokens > room:
+                        log.warning(
+                            "%s: %s is left out: its prompts would not stay cached, since its %d tokens are more than "
+                            "the %d that the cache holds here",
+                            name,
+                            w.batch.name,
+                            tokens,
+                            room,
+                        )
+                        continue
                     values_of = (
                         texts.life(worker, w.text, w.batch, made, count, first_round, known)
                         if w.text != "random"
@@ -280,7 +293,7 @@ def _result(
 
 def _entry(name: str, config: dict[str, Any], facts: dict[str, Any], samples: dict[str, list[float]]) -> dict[str, Any]:
     config = {k: v for k, v in config.items() if v is not None} | {"version": facts.get("version", "")}
-    read_off = {key: facts[key] for key in ("kv_bytes_per_token", "kv_capacity_tokens") if key in facts}
+    read_off = {key: facts[key] for key in ("kv_bytes_per_token", CAPACITY) if key in facts}
     return arm(
         name,
         config,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, result
+from kvasir.bench.speculation import save
 from kvasir.bench.workloads import Batch, shape_folder
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
@@ -60,7 +62,11 @@ class Timed:
 def run(
     config: EngineConfig, *, shape: str | None, workloads: list[str] | None, output: Path | None, commit: str | None
 ) -> None:
-    """Fit, predict, measure what was predicted, and write the result. Raises ConfigError for runs that do not fit."""
+    """Fit, predict, measure what was predicted, and write the result.
+
+    ``output`` has the fit once it is there, and each prediction once it was measured. Raises ConfigError for runs that
+    do not fit.
+    """
     config = config.replace(enable_prefix_caching=False)
     with contextlib.ExitStack() as stack:
         if shape:
@@ -74,9 +80,15 @@ def run(
         checked = [Batch.parse(w) for w in workloads] if workloads else held_out(*_room(engine, config))
         for batch in checked:
             _check(batch, *_room(engine, config))
-        metrics = measure(engine, fitted_runs(*_room(engine, config)), checked)
-    name = f"steps-{shape or config.model.model or 'embedded'}"
-    finish(result(name, [arm("kvasir", described(config, shape), metrics)]), output, commit)
+        name, described_as = f"steps-{shape or config.model.model or 'embedded'}", described(config, shape)
+
+        def outcome(metrics: dict[str, Any]) -> dict[str, Any]:
+            return result(name, [arm("kvasir", described_as, metrics)])
+
+        metrics = measure(
+            engine, fitted_runs(*_room(engine, config)), checked, lambda found: save(outcome(found), output, commit)
+        )
+    finish(outcome(metrics), output, commit)
 
 
 def _room(engine: Engine, config: EngineConfig) -> tuple[int, int, int]:
@@ -126,8 +138,13 @@ def held_out(longest: int, capacity: int, most: int) -> list[Batch]:
     return [Batch(f"{b}x{p}+{o}", b, p, o) for b, p, o in fit]
 
 
-def measure(engine: Engine, runs: list[Batch], checked: list[Batch]) -> dict[str, Any]:
-    """Metrics of the fit over ``runs`` and of the predictions of ``checked``. Seconds are milliseconds there."""
+def measure(
+    engine: Engine, runs: list[Batch], checked: list[Batch], save: Callable[[dict[str, Any]], None] = lambda found: None
+) -> dict[str, Any]:
+    """Metrics of the fit over ``runs`` and of the predictions of ``checked``. Seconds are milliseconds there.
+
+    ``save`` gets the metrics after the fit, and again after each prediction.
+    """
     steps, alone = [], {}
     spent, warming = 0.0, 0.0  # seconds of measured rounds, and of the untimed rounds before them
     rate, done = 0.0, 0  # tokens a second of the fastest run
@@ -162,6 +179,7 @@ def measure(engine: Engine, runs: list[Batch], checked: list[Batch]) -> dict[str
         metrics[f"{kind}_step_error"] = round(mean(map(abs, errors)), 4)
     ideal = Idealised(alone)
     metrics["idealised"] = {"slope_ms": round(1e3 * ideal.slope, 4), "prompt_ms": ideal.table()}
+    save(metrics)
     errors = []
     for run in checked:
         seconds = sum(step.seconds for step in planned(engine, run, model))
@@ -183,8 +201,8 @@ def measure(engine: Engine, runs: list[Batch], checked: list[Batch]) -> dict[str
                 "idealised_ms": round(1e3 * guess, 2),
                 "idealised_error": round(_error(guess, real), 4),
             }
-    if errors:
         metrics |= {"error_mean": round(mean(errors), 4), "error_most": round(max(errors), 4)}
+        save(metrics)
     return metrics
 
 

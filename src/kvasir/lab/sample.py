@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LOOK = 16  # Tokens between two looks at which rows are done.
-# Positions (rows x length) that a batch holds at once. On a GPU memory is the limit, on a CPU the cache.
-POSITIONS = {"cuda": 1 << 21, "cpu": 1 << 15}
+# Positions (rows x length) that a batch holds at once. On a CPU the cache is the limit, on a GPU memory: 8 GiB for
+# `base`, since trainings may share a GPU with each other and with engines.
+POSITIONS = {"cuda": 1 << 20, "cpu": 1 << 15}
 
 
 def serving_copy(model: Model) -> Model:
@@ -108,7 +109,8 @@ class _Rows:
     def keep(self, index: torch.Tensor) -> None:
         """Keep the rows at ``index`` only."""
         self.graph = None
-        self.cache = [(k[index], v[index]) for k, v in self.cache]
+        for i, (k, v) in enumerate(self.cache):  # one after the other, so that only one layer is there twice
+            self.cache[i] = (k[index], v[index])
         self.padding, self.last = self.padding[index], self.last[index]
 
 

@@ -32,7 +32,7 @@ PRIOR, PRIOR_WEIGHT = 0.5, 4.0  # share of right drafts of a depth before it was
 DEPTHS = 8  # depths that the curve of accepted tokens is fitted to, and the most drafts of a sequence in a forward
 FORGETTING = 0.95  # factor on what the earlier drafts for a prompt showed, at each verified draft
 FADING = 0.5  # the same at the end of each sequence of the prompt, so that nobody is judged for good by a bad start
-ROUNDS = 60  # halvings of an interval: more than fp64 resolves
+ROUNDS = 24  # halvings of an interval, to a ten-millionth: every step takes them, and budgets are whole tokens
 
 
 def forwards(lengths: np.ndarray, alpha: np.ndarray, k: np.ndarray, ratio: float, most: float = np.inf) -> float:
