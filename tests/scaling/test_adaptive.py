@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvasir.errors import ConfigError
+from kvasir.lab import policy
 from kvasir.scaling.policy_table import Outcomes, PolicyTable, best, cross_fitted, fit, quantiles
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.solve import solve
@@ -161,6 +162,14 @@ def test_a_table_beats_the_best_single_strategy_where_difficulty_matters_and_not
     assert abs(mean(blind.table.right) - mean(blind.single.right)) < 0.05
     poor = cross_fitted(ease, found, 1.0)
     assert poor.table.right == poor.single.right == found["cheap"].right, "a budget for the cheap one alone"
+
+
+def test_what_predicting_costs_is_told():
+    ease, found = world()
+    free, paid = (policy.judged(ease, [cost] * len(ease), found, [5e9])[0] for cost in (0.0, 2e9))
+    assert paid["table_cost"] == pytest.approx(free["table_cost"] + 2e9) and paid["single_cost"] == free["single_cost"]
+    assert {name: paid[name] for name in ("table", "single")} == {name: free[name] for name in ("table", "single")}
+    assert f"table {paid['table']:.1%} at 2, " in policy.line(paid)
 
 
 def test_cross_fitting_gains_nothing_from_noise():

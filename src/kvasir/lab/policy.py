@@ -90,8 +90,9 @@ def judged(
 ) -> list[dict[str, Any]]:
     """Compare the table with the best single strategy for each budget, on folds that neither was fitted on.
 
-    ``spent``: what predicting cost; it is added to the table's cost. ``oracle``: the same with problems split by how
-    often all strategies solve them, which no prediction can know.
+    ``spent``: what predicting cost; it is added to the table's cost, which may then be above the budget, since table
+    and single strategy choose from the same ones. ``oracle``: the same with problems split by how often all strategies
+    solve them, which no prediction can know.
     """
     rows = []
     easy = [mean([o.right[i] for o in found.values()]) for i in range(len(scores))]
@@ -116,9 +117,11 @@ def judged(
 def line(row: dict[str, Any]) -> str:
     """One row of `judged` for readers."""
     low, high = (100 * x for x in row["interval"])
+    table, single = (row[f"{name}_cost"] / 1e9 for name in ("table", "single"))
     return (
-        f"{row['budget'] / 1e9:.3g} GFLOP: table {row['table']:.1%}, best single {row['single']:.1%} "
-        f"({100 * row['difference']:+.1f} points, {low:+.1f} to {high:+.1f}), oracle bins {row['oracle']:.1%}"
+        f"{row['budget'] / 1e9:.3g} GFLOP: table {row['table']:.1%} at {table:.3g}, best single {row['single']:.1%} at "
+        f"{single:.3g} ({100 * row['difference']:+.1f} points, {low:+.1f} to {high:+.1f}), "
+        f"oracle bins {row['oracle']:.1%}"
     )
 
 
