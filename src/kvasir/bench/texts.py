@@ -68,13 +68,18 @@ class Texts:
 
 
 def life(
-    worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, first: int, known: Known
+    worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, first: int, known: Known, cached: bool = False
 ) -> dict[str, list[Any]]:
-    """Metrics of one life of an engine, with a value for each round: the rate, and the counts of drafts."""
+    """Metrics of one life of an engine, with a value for each round: the rate, and the counts of drafts.
+
+    ``cached``: the engine has a prefix cache. Then a run that does not count computes the prompts, since the time of
+    the prompts is subtracted: both runs that count must find them cached.
+    """
     found: dict[str, list[Any]] = {}
     for number in (*range(-WARM_ROUNDS, 0), *range(first, first + count)):
         prompts, stop = texts.prompts(kind, batch, number)
-        begun, _ = worker.complete(prompts, 1, stop)
+        for _ in range(1 + cached):
+            begun, _ = worker.complete(prompts, 1, stop)
         seconds, outputs = worker.complete(prompts, batch.output, stop)
         if number < 0:
             continue
