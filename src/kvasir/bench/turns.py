@@ -4,9 +4,10 @@ A conversation starts with ``shared`` random tokens, which one request computes.
 answer and a tool's result would, and asks for one token: the first token of that turn. *Cold* is the first token of
 prompts as long that nothing in the cache begins. Each round has another conversation.
 
-Then every arm decodes repeated text (`kvasir.bench.texts`), with suffix drafts and without. The peer has the turns
-alone; its options say how it caches states. An arm is written when it is done, in case the run is cut short, and the
-others are measured where one after the first fails.
+Then every arm decodes answers that it has given before, with suffix drafts and without: with random weights a hybrid
+repeats nothing by itself (`kvasir.bench.texts`). The peer has the turns alone; its options say how it caches states. An
+arm is written when it is done, in case the run is cut short, and the others are measured where one after the first
+fails.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def measure_repeated(worker: Worker, vocab: int, repeats: int, known: texts.Know
     found: dict[str, Any] = {}
     for batch in (Batch(f"repeated{n}", n, REPEATED, ANSWER) for n in BATCHES):
         for name, values in texts.life(
-            worker, "repeated", batch, texts.Texts("", vocab), repeats, 0, known, cached=True
+            worker, "repeated", batch, texts.Texts("", vocab), repeats, 0, known, again=True
         ).items():
             found[name] = texts.mean(values) if isinstance(values[0], dict) else spread(values)
     return found
