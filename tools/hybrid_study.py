@@ -7,6 +7,7 @@ Parts are *needle* (five depths at each of four lengths), *tasks*, *drift*, *bf1
 alone, with ``--state-dtype bfloat16``), *harder* and *prose*, in this order, so that a run that is cut has what matters
 most. Every part is measured through the engine with ``kvasir eval``, except the drift. OUT.json is written after each
 part; a part that it holds is not measured again, and one that would begin after ``--minutes`` is left to the next call.
+Where an evaluation fails, the other parts are still measured, and the exit status is 1.
 
 *Drift*: held-out prose is read token by token in plain torch, once with states in fp32 and once with states rounded to
 bf16 after every token, as a decode step would store them. ``kl`` is the mean divergence of the two distributions in
@@ -210,7 +211,7 @@ def speed(out: Path, recipe_name: str, device: str, steps: int) -> None:
         )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--hybrid", help="folder of a trained hybrid")
@@ -234,10 +235,10 @@ def main() -> None:
             options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
             options.steps,
         )
-        return
+        return 0
     if options.hybrid is None:
         parser.error("give --hybrid FOLDER, or --speed")
-    began = time.monotonic()
+    began, failed = time.monotonic(), False
     done = {a["name"]: a for a in json.loads(options.out.read_text())["arms"]} if options.out.exists() else {}
     for part in options.only or PARTS:
         for name, model in (("base-hybrid", options.hybrid), ("base", options.base)):
@@ -257,7 +258,12 @@ def main() -> None:
             else:
                 tasks, usual = EVALUATED[ROUNDED.get(part, part)]
                 config = {"tasks": tasks, "problems": options.problems or usual}
-                metrics = evaluate(model, part, options.problems, options.device)
+                try:
+                    metrics = evaluate(model, part, options.problems, options.device)
+                except subprocess.CalledProcessError as e:
+                    failed = True
+                    print(f"{key}: failed with exit status {e.returncode}; its messages are above", flush=True)
+                    continue
             done[key] = arm(key, {"model": Path(model).name, **config}, metrics)
             found = result("hybrid-study", list(done.values()))
             if (record := Path(options.hybrid) / "training.json").exists():
@@ -266,7 +272,8 @@ def main() -> None:
                 found["trained"] = {k: told[k] for k in kept if k in told}
             options.out.write_text(as_json(found))
             print(f"{key}: {time.monotonic() - begin:.0f} s", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

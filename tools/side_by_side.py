@@ -4,10 +4,11 @@
     python -m tools.side_by_side LIST.toml OUT --part first second
 
 LIST.toml has tables ``[[PART]]`` with ``name``, ``seconds`` and ``command``, a shell command in which OUT stands for
-the folder. ``gpu`` (default: all) names the GPUs that the command sees, and ``after`` a file that must be there before
-it starts (OUT and environment variables stand for their values). Several parts run at the same time. Commands of
-``together`` start at once and measure no time: they share a GPU. Commands of every other part run in their order, one
-at a time.
+the folder, `kvasir` runs this tree, and environment variables that it names must be set. ``gpu`` (default: all) names
+the GPUs that the command sees, and ``after`` a file that must be there before it starts (OUT and environment variables
+stand for their values). Several parts run at the same time. Commands of ``together`` start at once and measure no time:
+they share a GPU. Commands of every other part run in their order, one at a time. A part that runs alone on a machine
+with fewer GPUs than it names gets the first ones.
 
 Each command has its own process group and is asked to end (SIGTERM) after its seconds, or when --seconds of the whole
 run are over, so it must write what it has as it goes. It may then end its servers; whatever is left of it and of the
@@ -21,12 +22,13 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -37,6 +39,8 @@ ROOT = Path(__file__).parent.parent
 AT_ONCE = "together"  # The part whose commands all start at once.
 GRACE = 20.0  # Seconds between asking a command to end and ending it.
 LEAST = 20.0  # A command does not begin with fewer seconds left.
+# A machine with a GPU may have the dependencies, and no installed kvasir.
+KVASIR = 'kvasir() { python -m kvasir.cli.main "$@"; }\n'
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Running:
         tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
         with (out / f"{study.name}.log").open("w") as log:
             self.process = subprocess.Popen(
-                study.command.replace("OUT", str(out)),
+                KVASIR + study.command.replace("OUT", str(out)),
                 shell=True,
                 cwd=ROOT,
                 env={"OMP_NUM_THREADS": "2", **os.environ, "PATH": tools, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -170,6 +174,39 @@ def read(file: Path, parts: list[str], only: str) -> dict[str, list[Study]]:
     return {part: [study for study in those if study.name in wanted] for part, those in studies.items()}
 
 
+def gpus() -> int:
+    """Number of GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def placed(studies: dict[str, list[Study]], count: int) -> dict[str, list[Study]]:
+    """The studies with GPUs that are among ``count`` (0: a dry run without any, which changes nothing). Raises
+    ConfigError where parts that run at the same time, or a command, name more."""
+
+    def moved(study: Study) -> Study:
+        wanted = [int(number) for number in study.gpu.split(",") if number]
+        if not count or max(wanted, default=0) < count:
+            return study
+        if len(wanted) > count or len(studies) > 1:
+            raise ConfigError(
+                f"{study.name} needs GPU {study.gpu}, and GPUs here are numbered 0 to {count - 1}: run fewer parts at "
+                "a time, or use a machine with more GPUs"
+            )
+        return replace(study, gpu=",".join(map(str, range(len(wanted)))))
+
+    return {part: [moved(study) for study in those] for part, those in studies.items()}
+
+
+def check_variables(studies: dict[str, list[Study]]) -> None:
+    """Raise ConfigError for an environment variable that a study names and that is not set."""
+    for study in (study for those in studies.values() for study in those):
+        for name in re.findall(r"\$\{?([A-Z][A-Z_]*)\b(?!:-)", f"{study.after} {study.command}"):
+            if name != "OUT" and name not in os.environ and not (study.gpu and name == "CUDA_VISIBLE_DEVICES"):
+                raise ConfigError(f"{study.name} needs the environment variable {name}: set it, as the list says")
+
+
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("list", type=Path)
@@ -179,6 +216,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=570.0, help="of the whole run")
     options = parser.parse_args(given)
     studies, end = read(options.list, options.part, options.only), time.monotonic() + options.seconds
+    check_variables(studies)
+    studies = placed(studies, gpus())
     out = options.output.resolve()
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the studies, too

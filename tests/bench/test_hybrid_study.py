@@ -4,6 +4,7 @@ ways to train are timed."""
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -26,9 +27,9 @@ def folder(tmp_path_factory):
     return found
 
 
-def study(monkeypatch, *options):
+def study(monkeypatch, *options, status=0):
     monkeypatch.setattr(sys, "argv", ["hybrid_study.py", *map(str, options)])
-    hybrid_study.main()
+    assert hybrid_study.main() == status
 
 
 def test_parts_are_measured_once(monkeypatch, folder, tmp_path):
@@ -52,6 +53,19 @@ def test_parts_are_measured_once(monkeypatch, folder, tmp_path):
     assert not measured, "there is no time for another part"
     study(monkeypatch, *given)
     assert measured == [("base", "tasks")] and len(json.loads(out.read_text())["arms"]) == 4
+
+
+def test_a_part_that_fails_leaves_the_others(monkeypatch, folder, tmp_path):
+    out = tmp_path / "study.json"
+
+    def evaluate(model, part, problems, device):
+        if part == "needle":
+            raise subprocess.CalledProcessError(2, "kvasir eval")
+        return {"chain": {"exact": 1.0}}
+
+    monkeypatch.setattr(hybrid_study, "evaluate", evaluate)
+    study(monkeypatch, out, "--hybrid", folder, "--only", "needle", "--only", "tasks", status=1)
+    assert [a["name"] for a in json.loads(out.read_text())["arms"]] == ["base-hybrid tasks", "base tasks"]
 
 
 @pytest.mark.slow

@@ -104,6 +104,43 @@ def test_a_file_that_never_comes_does_not_hold_the_run(tmp_path, monkeypatch):
     assert json.loads((out / "never.status.json").read_text())[0]["how"] == "no time left"
 
 
+def test_a_part_alone_takes_the_gpus_that_are_there(tmp_path, monkeypatch):
+    file, out = tmp_path / "list.toml", tmp_path / "out"
+    file.write_text(LANES)
+    monkeypatch.setattr(side_by_side, "gpus", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="makes needs GPU 1, and GPUs here are numbered 0 to 0: run fewer parts"):
+        side_by_side.main([str(file), str(out), "--part", "one", "two"])
+    assert side_by_side.main([str(file), str(out), "--part", "two"]) == 0
+    assert (out / "ready").read_text() == "0\n"
+    file.write_text(LANES.replace('gpu = "1"', 'gpu = "0,1"'))
+    with pytest.raises(ConfigError, match="makes needs GPU 0,1"):
+        side_by_side.main([str(file), str(out), "--part", "two"])
+
+
+@pytest.mark.parametrize("where", ["after", "command"])
+def test_a_variable_that_is_not_set_is_refused_at_once(where, tmp_path, monkeypatch):
+    monkeypatch.delenv("SITE", raising=False)
+    study = {"after": "OUT", "command": "true OUT"} | {where: "$SITE/ready ${OTHER:-none}"}
+    file = tmp_path / "list.toml"
+    file.write_text("[[one]]\nname = 'peer'\nseconds = 9\n" + "".join(f"{k} = '{v}'\n" for k, v in study.items()))
+    with pytest.raises(ConfigError, match="peer needs the environment variable SITE"):
+        side_by_side.main([str(file), str(tmp_path / "out"), "--part", "one"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_kvasir_runs_this_tree_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(side_by_side.sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").symlink_to(sys.base_prefix + "/bin/python3")
+    file, out = tmp_path / "list.toml", tmp_path / "out"
+    command = "kvasir --version > OUT/version.txt"
+    file.write_text(f"[[one]]\nname = 'version'\nseconds = 99\ncommand = '{command}'\n")
+    monkeypatch.setenv("PYTHONPATH", str(Path(typer.__file__).parents[1]))
+    assert side_by_side.main([str(file), str(out), "--part", "one"]) == 0, (out / "version.log").read_text()
+    assert (out / "version.txt").read_text().strip()
+
+
 SERVES = """
 import os, signal, subprocess, sys, time
 def leave(*_):

@@ -8,6 +8,7 @@ import pytest
 
 from kvasir.bench import turns
 from kvasir.bench.workloads import SHAPES
+from kvasir.errors import ConfigError
 from kvasir.models import cost
 from kvasir.models.families import build_spec
 
@@ -31,7 +32,7 @@ def small(monkeypatch, name="qwen3.5-9b", **changes):
     parts = {"text_config": shape["text_config"] | SMALL | changes} if "text_config" in shape else SMALL | changes
     monkeypatch.setitem(SHAPES, name, shape | parts | {"vocab_size": SMALL["vocab_size"]})
     monkeypatch.setattr(turns, "REPEATED", 96)
-    monkeypatch.setattr(turns, "ANSWER", 8)
+    monkeypatch.setattr(turns, "ANSWER", 20)
     monkeypatch.setattr(turns, "BATCHES", (1,))
     return name
 
@@ -72,7 +73,7 @@ def test_a_turn_finds_the_conversation(name, monkeypatch, capsys, tmp_path):
     small(monkeypatch, name, intermediate_size=32, **(EXPERTS if "a3b" in name else {}))
     monkeypatch.setattr(turns, "Worker", Here)
     output = tmp_path / "turns.json"
-    settings = dict(dtype="float32", max_num_seqs=2)
+    settings = dict(dtype="float32", max_num_seqs=2, draft_control="fixed")
     turns.run(
         settings, shape=name, shared=96, new=40, turns=2, repeats=1, peer=None, site=None, output=output, commit="x"
     )
@@ -82,7 +83,48 @@ def test_a_turn_finds_the_conversation(name, monkeypatch, capsys, tmp_path):
     assert metrics["turns.prompt_tokens"]["values"] == [136, 176]
     assert hits[0] == 96 and 96 < hits[1] <= 136, "a turn starts from the end of the turn before"
     assert 0 < metrics["state_share"] < 1 and metrics["turns.cold_s"]["n"] == 2
-    assert drafted["metrics"]["repeated1.drafts"]["same_outputs"] == 1 and "turns.turn_s" not in drafted["metrics"]
+    drafts = drafted["metrics"]["repeated1.drafts"]
+    assert drafts["same_outputs"] == 1 and "turns.turn_s" not in drafted["metrics"]
+    assert drafts["acceptance"] > 0.5, "an answer is what was answered before"
+
+
+class Counted:
+    """A worker that computes nothing and has a prefix cache: tokens of a prompt that it has not seen take a second
+    each, and those of an answer a tenth of one."""
+
+    name, facts = "kvasir", {"start_s": 1.0, "version": "x"}
+
+    def __init__(self, name, folder, options, site=None):
+        self.seen, self.counts = set(), {}
+        if options.get("drafter") == turns.DRAFTER:
+            raise self.fails
+
+    def seconds(self, prompts, num_tokens):
+        new = [p for p in prompts if tuple(p) not in self.seen]
+        self.seen |= set(map(tuple, prompts))
+        return sum(map(len, new)) + 0.1 * num_tokens
+
+    def complete(self, prompts, num_tokens, stop):
+        return self.seconds(prompts, num_tokens), [[1] * num_tokens for _ in prompts]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("fails, last", [(ConfigError("refused"), "transformers"), (SystemExit(143), "kvasir")])
+def test_rates_leave_prompts_out_and_other_arms_are_kept(fails, last, monkeypatch, capsys, tmp_path):
+    small(monkeypatch)
+    monkeypatch.setattr(turns, "Worker", Counted)
+    monkeypatch.setattr(turns, "check_peer", lambda *_: None)
+    monkeypatch.setattr(Counted, "fails", fails, raising=False)
+    output, given = tmp_path / "turns.json", dict(shared=96, new=40, turns=1, repeats=1, site=None, commit="x")
+    turns.run({}, shape="qwen3.5-9b", peer="transformers", output=output, **given)
+    found = json.loads(output.read_text())
+    assert [a["name"] for a in found["arms"]][-1] == last and "suffix" not in [a["name"] for a in found["arms"]]
+    assert found["arms"][0]["metrics"]["repeated1.decode_tok_s"]["median"] == pytest.approx(19 / 1.9)
 
 
 def test_targets_are_judged():

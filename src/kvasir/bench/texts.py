@@ -1,8 +1,9 @@
 """Prompts with structure, for engines that draft: how fast they are, and how many of their drafts are accepted.
 
-``repeated``: a passage of ``PASSAGE`` random tokens, again and again. Random weights soon repeat themselves after it,
-too. ``tasks``: problems of the lab for its models, which decide where an answer ends. ``edits``: solutions to be
-repaired or combined; answers copy most of the prompt.
+``repeated``: a passage of ``PASSAGE`` random tokens, again and again. Attention with random weights soon repeats itself
+after it, too; 256 tokens of a hybrid with recurrent layers repeated nothing. ``tasks``: problems of the lab for its
+models, which decide where an answer ends. ``edits``: solutions to be repaired or combined; answers copy most of the
+prompt.
 
 Decoding is greedy. Drafts should leave the outputs of an engine as they are without drafts, up to near-ties; the share
 of equal outputs is measured. Rates are those of decoding: the tokens after the first, over the time beyond that of the
@@ -68,12 +69,18 @@ class Texts:
 
 
 def life(
-    worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, first: int, known: Known
+    worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, first: int, known: Known, again: bool = False
 ) -> dict[str, list[Any]]:
-    """Metrics of one life of an engine, with a value for each round: the rate, and the counts of drafts."""
+    """Metrics of one life of an engine, with a value for each round: the rate, and the counts of drafts.
+
+    ``again``: every round first gives its answers in a run that does not count. Then drafters have read the answers,
+    and both runs that count find the prompts in the engine's prefix cache, if it has one.
+    """
     found: dict[str, list[Any]] = {}
     for number in (*range(-WARM_ROUNDS, 0), *range(first, first + count)):
         prompts, stop = texts.prompts(kind, batch, number)
+        if again:
+            worker.complete(prompts, batch.output, stop)
         begun, _ = worker.complete(prompts, 1, stop)
         seconds, outputs = worker.complete(prompts, batch.output, stop)
         if number < 0:

@@ -4,8 +4,10 @@ A conversation starts with ``shared`` random tokens, which one request computes.
 answer and a tool's result would, and asks for one token: the first token of that turn. *Cold* is the first token of
 prompts as long that nothing in the cache begins. Each round has another conversation.
 
-Then every arm decodes repeated text (`kvasir.bench.texts`), with suffix drafts and without. The peer has the turns
-alone; its options say how it caches states. An arm is written when it is done, in case the run is cut short.
+Then every arm decodes answers that it has given before, with suffix drafts and without: with random weights a hybrid
+repeats nothing by itself (`kvasir.bench.texts`). The peer has the turns alone; its options say how it caches states. An
+arm is written when it is done, in case the run is cut short, and the others are measured where one after the first
+fails.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench import texts
+from kvasir.bench.compare import kept
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
 from kvasir.bench.speculation import save
 from kvasir.bench.worker import Worker, check_peer
@@ -70,7 +73,9 @@ def measure_repeated(worker: Worker, vocab: int, repeats: int, known: texts.Know
     """Decode rates of repeated text, with the counts of drafts. ``known``: outputs of the arm without drafts."""
     found: dict[str, Any] = {}
     for batch in (Batch(f"repeated{n}", n, REPEATED, ANSWER) for n in BATCHES):
-        for name, values in texts.life(worker, "repeated", batch, texts.Texts("", vocab), repeats, 0, known).items():
+        for name, values in texts.life(
+            worker, "repeated", batch, texts.Texts("", vocab), repeats, 0, known, again=True
+        ).items():
             found[name] = texts.mean(values) if isinstance(values[0], dict) else spread(values)
     return found
 
@@ -104,7 +109,10 @@ def run(
         dummy = {"load_format": "dummy"}
         for name, engine, options in plans:
             own = {"skip_tokenizer_init": True} if engine == "kvasir" else {}
-            with Worker(engine, folder, dummy | own | options, site if engine == peer else None) as worker:
+            with (
+                kept(lambda: entries) as state,
+                Worker(engine, folder, dummy | own | options, site if engine == peer else None) as worker,
+            ):
                 metrics: dict[str, Any] = {"start_s": worker.facts["start_s"]}
                 if "state_share" in worker.facts:
                     metrics["state_share"] = round(worker.facts["state_share"], 4)
@@ -113,9 +121,11 @@ def run(
                 if engine == "kvasir":
                     metrics |= measure_repeated(worker, vocab, repeats, known)
                 facts = {"version": worker.facts["version"]} if "version" in worker.facts else {}
-            config = {"shape": shape, "shared": shared, "new": new, **options} if not entries else options
-            entries.append(arm(name, config | facts, metrics))
-            save(_result(shape, entries), output, commit)
+                config = {"shape": shape, "shared": shared, "new": new, **options} if not entries else options
+                entries.append(arm(name, config | facts, metrics))
+                save(_result(shape, entries), output, commit)
+            if state.told_to_end:
+                break
     finish(_result(shape, entries), output, commit)
 
 

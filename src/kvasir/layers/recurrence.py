@@ -50,10 +50,6 @@ def step(
     """Results [T, ...] fp32 of a step's rows. ``table_SW``: int32, its first two columns are the pages that each span
     reads and writes. ``exact``: row by row, whatever the length."""
     starts, lengths, pages = batch.starts, batch.lengths, [tuple(pair) for pair in table_SW[:, :2].tolist()]
-    if batch.span_lengths is not None:  # every row has a span
-        lengths = batch.span_lengths.tolist()
-        firsts = [row for row, length in enumerate(lengths) if length]
-        starts, lengths, pages = ([part[row] for row in firsts] for part in (starts, lengths, pages))
     spans, at, ahead = [], 0, planes["ahead"].shape[1]
     reads = torch.tensor([read for read, _ in pages], device=rows_TX.device)
     for (read, write), base, start, length in zip(pages, planes["position"][reads, 0].tolist(), starts, lengths):
