@@ -10,10 +10,10 @@ same bits. ``step_reference`` runs a step over state pages so that it may be run
 The decay is one number a head, or one for each channel of its keys (Kimi Delta Attention, Kimi Team 2025,
 arXiv:2510.26692), where exp(g) scales the rows of S. Then a row has H D decays before its strengths, not H after them.
 
-On a GPU ``step`` walks the rows of a short span, and those before it that are not folded yet, in one loop a head: a
-state stays in registers, and a row's bits depend on no cut. It reads and writes 4 D V bytes a head, and a row once for
-each block of values. What heads share of a page is written by a second launch. Longer spans go to
-`kvasir.kernels.gated_chunks`, in exact mode row by row.
+On a GPU ``step`` walks the rows that are not folded yet, and then those of a short span: a state stays in registers,
+and a row's bits depend on no cut. Rows that earlier steps left are folded while the kernel before still runs. It reads
+and writes 4 D V bytes a head, and a row once for each block of values. What heads share of a page is written by a
+second launch. Longer spans go to `kvasir.kernels.gated_chunks`, in exact mode row by row.
 
 Legend: T rows, H heads of values, D key dim, V value dim, C mixed row (queries, keys, values), J taps, N decays of a
 row (H, or H D), X = C + N + H.
@@ -250,7 +250,7 @@ def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
 @jit
 def _load_gates(row_ptr, bias, mask, head, d, D: tl.constexpr, STRENGTH: tl.constexpr, DECAY: tl.constexpr,
                 CHANNELWISE: tl.constexpr):
-    """What a row's decay and write strength are made of, fp32."""
+    """Numbers that a row's write strength and its decay are made of, fp32."""
     b = tl.load(row_ptr + STRENGTH + head).to(tl.float32)
     if CHANNELWISE:
         return b, tl.load(row_ptr + DECAY + head * D + d, mask=mask, other=0.0).to(tl.float32) + bias
