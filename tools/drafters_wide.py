@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from kvasir import LLM  # noqa: E402
-from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.result import arm, result, save  # noqa: E402
 from kvasir.bench.speculation import TASKS, draft_metrics, task_loads  # noqa: E402
 from kvasir.models.checkpoint import resolve  # noqa: E402
 from tools.widen_checkpoint import SIZES  # noqa: E402
@@ -148,8 +148,7 @@ def main() -> int:
                     metrics["tokens_per_second"] / plain[batch]["tokens_per_second"], 4
                 )
                 print(label, ratios[f"tokens_per_second {label}/plain"], metrics, flush=True)
-            told = result(f"drafters-wide-{options.size}", arms, ratios=ratios)
-            options.output.write_text(as_json(told | ({"commit": options.commit} if options.commit else {})))
+            save(result(f"drafters-wide-{options.size}", arms, ratios=ratios), options.output, options.commit)
     return 0
 
 

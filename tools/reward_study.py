@@ -50,7 +50,8 @@ from kvasir.scaling.strategy import load_strategy
 TASK = "countdown:min_numbers=4"  # base solves about 45 % of it
 AT_ONCE = 256  # problems at once: a step of a small model costs the same for many rows
 MAX_TOKENS = 160
-# What is trained before which arms run: labels by rollouts take far longer than all others.
+# Models to train, in stages. The arms that a stage makes possible run before the next one, and labels by rollouts come
+# last because they take far longer than the others.
 STAGES = (("outcome", "self"), ("head",), ("judge",), ("rollouts",))
 TRAINED = tuple(name for stage in STAGES for name in stage)
 DIFFICULTY = "difficulty"

@@ -21,8 +21,7 @@ from kvasir.cli.main import app
 from kvasir.errors import ConfigError
 from tools import side_by_side
 
-AUDIT = Path(side_by_side.__file__).parent / "audit_gpu.toml"
-LISTS = sorted(AUDIT.parent.glob("*_gpu.toml"))
+LISTS = sorted(Path(side_by_side.__file__).parent.glob("*_gpu.toml"))
 STUDIES = """
 [[together]]
 name = "short"
@@ -184,14 +183,9 @@ def test_every_study_of_a_list_ends_within_ten_minutes(file):
     told = tomllib.loads(file.read_text())
     for part, studies in side_by_side.read(file, list(told), "").items():
         assert len({study.name for study in studies}) == len(studies), part
-        assert all(study.seconds <= 900 for study in studies)
+        assert all(study.seconds <= 570 for study in studies)
         writes = [study for study in studies if not study.name.startswith("tests-")]
         assert all("OUT/" in study.command or "OUT " in study.command for study in writes)
-
-
-def test_the_list_of_the_audit_fits_ten_minutes():
-    parts = side_by_side.read(AUDIT, ["together", "alone"], "")
-    assert all(study.seconds <= 570 for studies in parts.values() for study in studies)
 
 
 class Parsed(Exception):
@@ -217,8 +211,6 @@ def read_options(words: list[str], monkeypatch) -> None:
     words = list(itertools.dropwhile(lambda word: word.split("=")[0].isupper(), words))  # variables of its environment
     files = [word for word in words if word.startswith(("bench/", "tests/", "tools/"))]
     assert all((side_by_side.ROOT / file).exists() for file in files), words
-    if words[:3] == ["python", "-m", "kvasir.cli.main"]:
-        words = ["kvasir", *words[3:]]
     if words[0] == "kvasir":
         command = typer.main.get_command(app)
         words = words[1:]

@@ -28,9 +28,9 @@ async def cluster(count: int = 2, core: str = "SlowCore", drain: float = 0.0, ch
         await it.stop(drain)
 
 
-# What a cluster is given by the signal that hurts it: only a stopped process needs the watchdog, and a busy machine may
-# keep a healthy one waiting for seconds.
-PATIENCE = {signal.SIGKILL: dict(watchdog=60.0), signal.SIGSTOP: dict(watchdog=2.0, startup_timeout=20.0)}
+# Timeouts of a cluster, by the signal that hurts it. Only a stopped process needs a short watchdog, which could end a
+# healthy process on a busy machine.
+TIMEOUTS = {signal.SIGKILL: dict(watchdog=60.0), signal.SIGSTOP: dict(watchdog=2.0, startup_timeout=20.0)}
 
 
 def held(it: ClusterClient) -> list[int]:

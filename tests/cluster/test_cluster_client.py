@@ -12,7 +12,7 @@ import pytest
 from kvasir.client.journal import Entry
 from kvasir.errors import ConfigError, RequestError
 from tests.client.helpers import Reader, request, run, until
-from tests.cluster.helpers import PATIENCE, cluster, held, hurt_in_every_state, kill
+from tests.cluster.helpers import TIMEOUTS, cluster, held, hurt_in_every_state, kill
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -68,7 +68,7 @@ def test_a_death_in_any_state_loses_and_doubles_nothing(how):
     """The replica that holds a request is killed or stopped in each state of the request's life."""
 
     async def body():
-        async with cluster(2, **PATIENCE[how]) as it:
+        async with cluster(2, **TIMEOUTS[how]) as it:
             await hurt_in_every_state(it, lambda holder: kill(it, holder, how))
 
     run(body())

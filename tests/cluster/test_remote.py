@@ -16,7 +16,7 @@ from kvasir.cluster.remote import RemoteChild
 from kvasir.config import Settings
 from kvasir.errors import ConfigError
 from tests.client.helpers import Reader, request, run, until
-from tests.cluster.helpers import PATIENCE, held, hurt_in_every_state
+from tests.cluster.helpers import TIMEOUTS, held, hurt_in_every_state
 from tests.cluster.remote import Host, remote_cluster
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -93,7 +93,7 @@ def test_requests_that_were_cancelled_before_a_cut_end():
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_dead_or_hanging_process_is_replaced_and_its_requests_go_on(how):
     async def body():
-        async with remote_cluster(2, **PATIENCE[how]) as (it, hosts):
+        async with remote_cluster(2, **TIMEOUTS[how]) as (it, hosts):
             readers = [Reader(it, request(i, n=1 + i % 3, max_tokens=150)) for i in range(8)]
             await until(lambda: all(r.events for r in readers) and all(held(it)))
             pid = hosts[1].keeper.child.pid

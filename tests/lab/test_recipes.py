@@ -363,7 +363,7 @@ def test_all_prompts_get_a_reply_in_batches_that_fit(tokenizer, monkeypatch):
 
 
 def test_rows_that_leave_a_batch_free_their_cache_layer_by_layer():
-    """Of four layers, at most one more than before is in memory while rows leave."""
+    """While rows leave, memory holds the old four layers and at most one copy."""
     from kvasir.lab import sample
 
     alive, most = 0, 0

@@ -295,7 +295,7 @@ def test_planted_mistakes_are_seen(whole, monkeypatch):
 
 @pytest.fixture
 def one_thread():
-    """What is learnt may depend on the order of sums, so the test takes as many threads as the study."""
+    """Run with one thread, as the study does: training may depend on the order of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

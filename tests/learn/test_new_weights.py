@@ -1,4 +1,4 @@
-"""What learning does when the served model gets other weights, whatever the trainer and the tracer are doing then."""
+"""Learning when the served model gets other weights, in each state of the trainer and the tracer."""
 
 from __future__ import annotations
 

@@ -13,13 +13,14 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvasir.bench import roofline, texts
 from kvasir.bench.case import Case, Workload
 from kvasir.bench.offline import Samples, decoding, rounds
-from kvasir.bench.result import arm, as_json, finish, judged, ratios_of, result, spread
+from kvasir.bench.result import arm, finish, judged, ratios_of, result, save, spread
 from kvasir.bench.startup import random_checkpoint
 from kvasir.bench.worker import Worker, check_peer
 from kvasir.bench.workloads import SHAPES, shape_folder
@@ -52,13 +53,7 @@ def run_case(
 
 def keeper(output: Path | None, commit: str | None) -> Callable[[dict[str, Any]], None]:
     """A function that writes the result so far to ``output``, if given."""
-
-    def keep(so_far: dict[str, Any]) -> None:
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(as_json(so_far | ({"commit": commit} if commit else {})))
-
-    return keep
+    return partial(save, output=output, commit=commit)
 
 
 def chosen(names: list[str], only: list[str] | None) -> list[str]:

@@ -25,9 +25,8 @@ from typing import Any
 
 from kvasir.bench.client import Call, Reply, send
 from kvasir.bench.provenance import peer_version
-from kvasir.bench.result import arm, finish, ratios_of, result
+from kvasir.bench.result import arm, finish, ratios_of, result, save
 from kvasir.bench.servers import SHARED, Server, flags_of, serving
-from kvasir.bench.speculation import save
 from kvasir.bench.worker import check_peer
 from kvasir.bench.workloads import SHAPES, shape_folder
 from kvasir.config import EngineConfig

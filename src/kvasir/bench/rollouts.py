@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from kvasir.bench.offline import described
-from kvasir.bench.result import arm, finish, percentile, ratios_of, result
-from kvasir.bench.speculation import draft_metrics, save
+from kvasir.bench.result import arm, finish, percentile, ratios_of, result, save
+from kvasir.bench.speculation import draft_metrics
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve

@@ -31,7 +31,7 @@ from typing import Any
 
 from kvasir.bench.offline import described
 from kvasir.bench.provenance import commit as commit_here
-from kvasir.bench.result import arm, as_json, finish, ratios_of, result, spread, without_paths
+from kvasir.bench.result import arm, finish, ratios_of, result, save, spread, without_paths
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError
@@ -352,12 +352,6 @@ def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
         "tokens_per_verification": round((accepted + drafts) / max(1, drafts), 4),
         "tokens_per_sequence_forward": round(generated / max(1, forwards), 4),
     }
-
-
-def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:
-    """Write the result so far, in case the run is cut short."""
-    if output is not None:
-        output.write_text(as_json(so_far | ({"commit": commit} if commit else {})))
 
 
 def run_shape(

@@ -22,8 +22,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from kvasir.bench.offline import described
-from kvasir.bench.result import arm, finish, result
-from kvasir.bench.speculation import save
+from kvasir.bench.result import arm, finish, result, save
 from kvasir.bench.workloads import Batch, shape_folder
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig

@@ -18,8 +18,7 @@ from typing import Any
 
 from kvasir.bench import texts
 from kvasir.bench.compare import kept
-from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
-from kvasir.bench.speculation import save
+from kvasir.bench.result import arm, finish, judged, ratios_of, result, save, spread
 from kvasir.bench.worker import Worker, check_peer
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 

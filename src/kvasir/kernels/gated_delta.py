@@ -248,14 +248,18 @@ def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
 
 
 @jit
-def _load_gates(row_ptr, bias, mask, head, d, D: tl.constexpr, STRENGTH: tl.constexpr, DECAY: tl.constexpr,
-                CHANNELWISE: tl.constexpr):
-    """Numbers that a row's write strength and its decay are made of, fp32."""
+def _load_row(row_ptr, q_at, k_at, v_at, in_d, in_v, bias, head, d, D: tl.constexpr, STRENGTH: tl.constexpr,
+              DECAY: tl.constexpr, CHANNELWISE: tl.constexpr):
+    """Query, key and value of a row before the convolution, and inputs of its write strength and decay, fp32."""
+    q = tl.load(row_ptr + q_at, mask=in_d, other=0.0).to(tl.float32)
+    k = tl.load(row_ptr + k_at, mask=in_d, other=0.0).to(tl.float32)
+    v = tl.load(row_ptr + v_at, mask=in_v, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + STRENGTH + head).to(tl.float32)
     if CHANNELWISE:
-        return b, tl.load(row_ptr + DECAY + head * D + d, mask=mask, other=0.0).to(tl.float32) + bias
+        a = tl.load(row_ptr + DECAY + head * D + d, mask=in_d, other=0.0).to(tl.float32) + bias
     else:
-        return b, tl.load(row_ptr + DECAY + head).to(tl.float32) + bias
+        a = tl.load(row_ptr + DECAY + head).to(tl.float32) + bias
+    return q, k, v, b, a
 
 
 @jit
@@ -291,7 +295,7 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
           BV: tl.constexpr, EACH: tl.constexpr, LONG: tl.constexpr, CHANNELWISE: tl.constexpr, PDL: tl.constexpr):
     """Some values of one head of one span: row after row from the base of its state. Taps are added from the oldest
     row to the newest. ``STRENGTH``, ``DECAY``: where a row has them. ``LONG``: long spans run here, too. The base is
-    left to ``_settle``, which changes positions. Blocks of a head run at the same time, and read its state together."""
+    left to ``_settle``, which changes positions. Blocks of a head are neighbours in the grid, as in memory."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     block, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -333,13 +337,10 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
         bias = tl.load(bias_ptr + head * D + d, mask=in_d, other=0.0)
     else:
         bias = tl.load(bias_ptr + head)
-    # What earlier steps left is read, and folded into the state, while the kernel before ends.
+    # Earlier steps left these rows, so they are folded into the state while the kernel before ends.
     row = ahead_ptr + read * page_a
     for _ in range(base, start):
-        q3 = tl.load(row + q_at, mask=in_d, other=0.0).to(tl.float32)
-        k3 = tl.load(row + k_at, mask=in_d, other=0.0).to(tl.float32)
-        v3 = tl.load(row + v_at, mask=in_v, other=0.0).to(tl.float32)
-        b, a = _load_gates(row, bias, in_d, head, d, D, STRENGTH, DECAY, CHANNELWISE)
+        q3, k3, v3, b, a = _load_row(row, q_at, k_at, v_at, in_d, in_v, bias, head, d, D, STRENGTH, DECAY, CHANNELWISE)
         key = _convolved(k0, k1, k2, k3, kw0, kw1, kw2, kw3)
         value = _convolved(v0, v1, v2, v3, vw0, vw1, vw2, vw3)
         state = _write(state, key, value, b, a, rate, eps, CHANNELWISE)
@@ -355,10 +356,7 @@ def _walk(rows_ptr, conv_ptr, decay_ptr, bias_ptr, matrix_ptr, tail_ptr, ahead_p
     tl.store(base_ptr + span, base, mask=is_first)
     row, out = rows_ptr + first.to(tl.int64) * X, out_ptr + (first.to(tl.int64) * H + head) * V + v
     for _ in range(0, length):
-        q3 = tl.load(row + q_at, mask=in_d, other=0.0).to(tl.float32)
-        k3 = tl.load(row + k_at, mask=in_d, other=0.0).to(tl.float32)
-        v3 = tl.load(row + v_at, mask=in_v, other=0.0).to(tl.float32)
-        b, a = _load_gates(row, bias, in_d, head, d, D, STRENGTH, DECAY, CHANNELWISE)
+        q3, k3, v3, b, a = _load_row(row, q_at, k_at, v_at, in_d, in_v, bias, head, d, D, STRENGTH, DECAY, CHANNELWISE)
         query = _convolved(q0, q1, q2, q3, qw0, qw1, qw2, qw3)
         key = _convolved(k0, k1, k2, k3, kw0, kw1, kw2, kw3)
         value = _convolved(v0, v1, v2, v3, vw0, vw1, vw2, vw3)
