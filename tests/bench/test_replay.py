@@ -84,6 +84,7 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
         "shape": "small",
         "repeats": 1,
         "settings": {"num_threads": 1, "device": "cpu"},
+        "arms": {"kvasir": {}, "smaller": {"max_num_seqs": 4, "windows": 0}},
         "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 128}},
         "traces": {
             n: {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": s}
@@ -93,7 +94,9 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
     steps = []
     found = replay.measure(parse("c", table), data, site=SITE, keep=steps.append)
     check(found)
-    kvasir, vllm = found["arms"]
+    kvasir, smaller, vllm = found["arms"]
+    assert set(smaller["metrics"]) == {"start_s", "more.capacity_requests_s", "half.capacity_requests_s"}
+    assert "half.capacity_requests_s smaller/kvasir" in found["ratios"]
     for entry in found["arms"]:
         assert entry["metrics"]["half.capacity_requests_s"] == entry["metrics"]["more.capacity_requests_s"]
     assert vllm["metrics"]["more.window_s"]["median"] == pytest.approx(
@@ -105,12 +108,26 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
     assert len([e for e in asked if e["op"] == "serve"]) == 1 and len(sent) == 8 + 12 + 2 * (8 + 12)
     assert not {p[:16] for p in sent[28:40]} & {p[:16] for p in sent[48:]}, "other prompts in every window of a life"
 
-    assert [[a["name"] for a in s["arms"]] for s in steps] == [["vllm"]] * 4 + [["kvasir", "vllm"]] * 4
+    assert [[a["name"] for a in s["arms"]] for s in steps] == [["vllm"]] * 4 + [["kvasir", "vllm"]] * 4 + [
+        ["kvasir", "smaller", "vllm"]
+    ] * 2
     capacity, first, _, second = (steps[i]["arms"][0]["metrics"] for i in range(4))
     assert set(capacity) == {"start_s", "more.capacity_requests_s"}, "a run that is cut in its first window has it"
     assert not any("half" in m for m in first) and any("half.ttft" in m for m in second)
     for so_far in steps:
         check(so_far)
+
+
+def test_more_requests_wait_than_run_at_once_when_a_capacity_is_measured():
+    """Of all engines of the largest server. Those that run from the beginning leave no prompts to later steps."""
+    arms = {"two": {"replicas": 2}, "one": {"windows": 0}}
+    peer = {"name": "vllm", "options": {"max_num_seqs": 100, "data_parallel_size": 3}}
+    table = {"model": "nano", "settings": {"max_num_seqs": 128}, "arms": arms, "peer": peer, "traces": {"one": LOAD}}
+    case = parse("c", table)
+    assert replay.most_at_once(case, case.peer) == 300 and replay.most_at_once(case, None) == 256
+    assert case.windows == {"one": 0} and all("windows" not in settings for settings in case.arms.values())
+    with pytest.raises(ConfigError, match="windows = 0 stands in arms of traces"):
+        parse("c", {**table, "arms": {"two": {"windows": 0}}})
 
 
 def test_an_arm_with_a_drafter_tells_how_much_was_drafted(data):

@@ -67,9 +67,10 @@ def test_drafts_outside_exact_mode_are_computed_together(folder):
     for request in fleet(driver):
         driver.run([request])
     install(driver, Scripted(answers(driver), 99))
-    for tag in ("b", "c", "d"):
-        driver.run(fleet(driver, tag))
-        answers(driver, tag)
+    for _ in range(12):  # whole chains leave few steps of a kind to a round
+        driver.outputs.clear()
+        driver.run(fleet(driver))
+        answers(driver)
     assert driver.engine.stats().drafted_tokens
     forms = {key.form for key in driver.engine.runner.way(DecodeGraphs)._ready}
     assert forms - {DECODES, ROW_BY_ROW}, "no wider form was captured"

@@ -9,6 +9,7 @@ on_disk = true                     write a shape's random weights for all engine
 settings = { max_num_seqs = 256 }  settings of each of our arms; with traces a server's, too
 [arms.kvasir]                      one of our arms, with its own settings; targets refer to the first arm
 shape = "llama-8b-mla"             optional, in an arm: its own shape, with the case's vocabulary
+windows = 0                        optional, in an arm of traces: only its capacity is measured
 [peer]
 name = "vllm"
 repeats = [3, 2]                   rounds before ours and after it
@@ -85,6 +86,7 @@ class Case:
     cached: bool = False
     on_disk: bool = False
     shapes: dict[str, str] = field(default_factory=dict)  # of arms that have their own
+    windows: dict[str, int] = field(default_factory=dict)  # of arms that do not have as many as the case repeats
     targets: dict[str, float] = field(default_factory=dict)  # "METRIC ARM/ARM" -> least ratio
 
     @property
@@ -134,6 +136,9 @@ def parse(name: str, table: dict[str, Any]) -> Case:
             raise ConfigError(f"{key}={value!r}: expected a whole number of at least 1")
     arms = {arm: {**table.get("settings", {}), **changes} for arm, changes in table.get("arms", {"kvasir": {}}).items()}
     shapes = {arm: settings.pop("shape") for arm, settings in arms.items() if "shape" in settings}
+    windows = {arm: settings.pop("windows") for arm, settings in arms.items() if "windows" in settings}
+    if windows and ("traces" not in table or set(windows.values()) != {0} or next(iter(arms)) in windows):
+        raise ConfigError("windows = 0 stands in arms of traces, except the first: only their capacity is measured")
     if shapes and (not shape or table.get("on_disk") or "peer" in table):
         raise ConfigError("arms have shapes of their own only beside a shape that is not on disk, without a peer")
     for arm, settings in arms.items():
@@ -193,6 +198,7 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         cached,
         table.get("on_disk", False),
         shapes,
+        windows,
         {metric: float(ratio) for metric, ratio in targets.items()},
     )
 

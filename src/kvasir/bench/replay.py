@@ -33,6 +33,7 @@ from kvasir.bench.servers import SHARED, Server, flags_of, serving
 from kvasir.bench.startup import random_checkpoint
 from kvasir.bench.worker import check_peer
 from kvasir.bench.workloads import shape_folder
+from kvasir.config import SchedulerConfig
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import checkpoint
@@ -43,8 +44,9 @@ LATE_MS = 5.0
 WARMUP = 8
 # Seconds without requests after a server's first ones, so that work of its idle time (ours captures graphs) is done.
 REST = 8.0
-# Least number of requests that wait at once when a capacity is measured.
-FULL = 600
+# Least number of requests that wait at once when a capacity is measured, and how many wait for each that can run. Those
+# that run from the beginning leave no prompts to the steps that are counted.
+FULL, WAITING = 600, 3
 
 
 @dataclass(slots=True)
@@ -176,7 +178,7 @@ def measure(
                     found = capacities[load.stream]
                     if load.share and not capacity:
                         if name not in found:
-                            found[name] = saturate(running.url, load, recorded[n])
+                            found[name] = saturate(running.url, load, recorded[n], most_at_once(case, peer))
                             log.info("%s completes %.2f requests a second of %s", name, found[name], n)
                         if part != "after":
                             arm_so_far.values[f"{n}.capacity_requests_s"] = [round(found[name], 3)]
@@ -187,6 +189,8 @@ def measure(
                     rate = load.share * (capacity or found[peer.name]) if load.share else load.rate
                     calls = load.calls(recorded[n], rate)
                     counted = _drafts(running) if options.get("drafter") and server == "kvasir" else {}
+                    if not count:
+                        continue
                     for metrics in windows(
                         running.url, calls, min(count, load.windows or count), first=1 + number * count
                     ):
@@ -198,7 +202,10 @@ def measure(
                         arm_so_far.values.setdefault(f"{n}.step_time_error_{kind}", []).append(error)
                     keep(_result(case, loads, measured, site))
 
-        plans = [(name, "kvasir", settings, "own", repeats or case.repeats) for name, settings in case.arms.items()]
+        plans = [
+            (name, "kvasir", settings, "own", case.windows.get(name, repeats or case.repeats))
+            for name, settings in case.arms.items()
+        ]
         if peer:
             before, after = peer.repeats
             plans = [(peer.name, peer.name, peer.options, "before", before), *plans]
@@ -258,9 +265,21 @@ def _shifted(prompt: list[int], number: int) -> list[int]:
     return [low + (t - low + number) % (high - low) for t in prompt]
 
 
-def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
-    """Requests a second that the server completes when ``num_requests`` (at least FULL) wait at once."""
-    calls = dataclasses.replace(load, num_requests=max(load.num_requests, FULL)).calls(trace, float("inf"))
+def most_at_once(case: Case, peer: Peer | None) -> int:
+    """The most sequences that run at once on any server of the case, over all its engines."""
+    engines = ("replicas", "data_parallel_size")
+    servers = [*case.arms.values(), *([peer.options] if peer else [])]
+    usual = SchedulerConfig().max_num_seqs
+    return max(
+        options.get("max_num_seqs", usual) * max(options.get(name, 1) for name in engines) for options in servers
+    )
+
+
+def saturate(url: str, load: Load, trace: list[traces.Recorded], at_once: int) -> float:
+    """Requests a second that the server completes when many wait: ``num_requests``, and at least FULL and WAITING times
+    ``at_once``, the most that run at once."""
+    count = max(load.num_requests, FULL, WAITING * at_once)
+    calls = dataclasses.replace(load, num_requests=count).calls(trace, float("inf"))
     replies, _ = asyncio.run(client.replay(url, client.served_model(url), calls))
     return client.capacity(replies)
 

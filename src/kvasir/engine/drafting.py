@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from kvasir.config import SpeculationConfig
+from kvasir.engine.chained_drafts import STATE_DRAFTS, check_exact, check_states, in_one_chain
 from kvasir.engine.draft_savings import Savings
 from kvasir.engine.draft_times import DraftTimes
 from kvasir.engine.runner import Runner
@@ -24,7 +25,6 @@ from kvasir.engine.spans import NO_TAIL, ONE_SAMPLE, Tail, rows_left
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.taps import Listener
 from kvasir.errors import ConfigError
-from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.budgets import Optimal
@@ -42,24 +42,8 @@ PLAIN_SAMPLES, FIRST_PLAIN = 8, 16
 HIDDEN_LEAD = 16
 # Failures in a row after which a drafter is switched off.
 MAX_FAILURES = 8
-# Most drafts of a sequence in a model with recurrent layers: these and the last token wait in look-ahead slots.
-STATE_DRAFTS = LOOK_AHEAD - 1
 # Bytes and operations a second, by kind of device, that no current device exceeds by much.
 BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}
-
-
-def check_states(drafter: Drafter, max_draft_tokens: int) -> None:
-    """Say how drafts of a model with recurrent layers differ. Raises ConfigError for a drafter that does not fit."""
-    if drafter.guests is not None:
-        raise ConfigError(
-            f"--drafter {drafter.name} adds rows of its own to a step, which would go into the states of this model's "
-            "recurrent layers. Choose a drafter of chains, such as --drafter suffix or ngram."
-        )
-    log.info(
-        "recurrent layers: drafts are chains of at most %d tokens; %s's trees are cut to their likeliest path",
-        min(max_draft_tokens, STATE_DRAFTS),
-        drafter.name,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +79,9 @@ class Drafting:
         self._times = DraftTimes(_roofline(runner), runner.graphs, runner.device.type == "cuda")
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
         self._savings = Savings(self._times.measured_plain)
-        self._chains = bool(runner.parts.packer.states)
+        self._states = bool(runner.parts.packer.states)
+        # Rows of a tree have their keys in other slots than those of a chain, and a GPU adds them in another order.
+        self._chains = self._states or (runner.model.place.exact and runner.device.type == "cuda")
         self._lengths = {"length": Lengths, "optimal": Optimal}.get(config.draft_control, lambda: None)()
         self._pending: dict[Sequence, tuple[Many[DraftTree], int]] = {}  # a step's trees, and which of them
         # Outcomes that the controller has not seen yet: the trees of a step, which of them were verified, and their
@@ -114,8 +100,10 @@ class Drafting:
         self._ended = 0.0  # when the last step ended
         drafter.attach(runner.model, runner.capture())
         self.listen()
-        if self._chains:
+        if self._states:
             check_states(drafter, config.max_draft_tokens)
+        elif self._chains:
+            check_exact(drafter)
         if config.draft_control != "fixed":
             for part in drafter.parts:
                 part.use_times(self._times.predict)
@@ -170,7 +158,7 @@ class Drafting:
             self._lengths,
             self._config.max_draft_tokens,
         )
-        if self._chains:
+        if self._states:
             most = min(most, STATE_DRAFTS)
         if self.controller.most_nodes is not None:
             most = min(most, self.controller.most_nodes)
@@ -226,7 +214,7 @@ class Drafting:
             # runs in no graph.
             trees = [tree if tree.guests else tree.trunk() for tree in trees]
         if self._chains:
-            trees = [tree.trunk() for tree in trees]
+            trees = [in_one_chain(tree, self.drafter.tail) for tree in trees]
         # Prompts need rows, too. Drafts get the rows that prompts and decodes leave, and at least a quarter of the step
         # less the decodes.
         budget = max(self._max_rows // 4, self._max_rows - rows) - decodes
