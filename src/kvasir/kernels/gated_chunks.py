@@ -39,7 +39,7 @@ CHUNK = 64  # rows
 BLOCK = 16  # rows that are solved one after the other; the blocks of a chunk are joined by products
 VALUES = 32  # most values of a program that carries a state
 EXPONENT = 40.0  # a decay is made of two factors if they are within e^-40 and e^40: then their product is finite
-PART, WARPS = 64, 4  # with a decay for each channel: channels whose factors are multiplied at once, warps for a block
+PART, WARPS = 64, 2  # channels whose factors are multiplied at once, where each has its decay; warps for a block
 STAGES = 3  # loads of chunks on their way while one is computed, with a model of 16 bits
 
 
@@ -411,7 +411,7 @@ def scan(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch
     system = empty(num, heads, CHUNK, CHUNK, dtype=torch.float32)
     _compare[(CHUNK // BLOCK, heads, num)](
         mixed, total, strength, system, within, heads, keys, key_dim, channels, CHUNK, BLOCK, block_d, precision,
-        channelwise, EXPONENT, min(PART, block_d), num_warps=WARPS if channelwise else 2, num_stages=1)
+        channelwise, EXPONENT, min(PART, block_d), num_warps=WARPS, num_stages=1)
     query, key = (empty(num, heads, CHUNK, key_dim) for _ in range(2)) if channelwise else (mixed, mixed)
     _solve[(heads, num)](
         mixed, total, strength, system, seen, given, query, key, heads, keys, key_dim, value_dim, channels, CHUNK,
