@@ -8,6 +8,7 @@ import itertools
 import json
 import runpy
 import shlex
+import signal
 import sys
 import time
 import tomllib
@@ -232,6 +233,7 @@ def read_options(words: list[str], monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
         patch.setattr(sys, "argv", [tool, *arguments])
+        patch.setattr(signal, "signal", lambda *_: None)  # some tools set one first, which would stay
         with pytest.raises(Parsed):
             if as_module:
                 runpy.run_module(tool, run_name="__main__")

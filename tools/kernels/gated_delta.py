@@ -47,7 +47,8 @@ from tools.kernels.frame import (
 
 SHAPES = {"Qwen 3.5 9B": WIDE["9B"], "Kimi Linear": WIDE["Kimi Linear"]}
 WALKS = ((32, 4), (64, 4), (64, 2), (32, 2), (16, 4), (16, 2), (16, 1), (8, 1))  # values and warps of a step's program
-COMPARES = ((64, 1), (64, 2), (64, 4), (64, 8), (32, 1), (32, 2), (32, 4), (128, 8))  # channels at once and warps for a block
+# Channels at once, and warps for a block.
+COMPARES = ((64, 1), (64, 2), (64, 4), (64, 8), (32, 1), (32, 2), (32, 4), (128, 8))
 CARRIES = ((32, 1), (32, 2), (32, 3), (64, 1), (64, 2), (128, 1))
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PROBES = {"heads of 8": GatedDeltaSpec(1, 2, 8, 8, NormSpec()), "heads of 16": GatedDeltaSpec(1, 2, 16, 16, NormSpec())}
