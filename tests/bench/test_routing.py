@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvasir import technique
-from kvasir.bench import front, routing
+from kvasir.bench import front, front_http, routing
 from kvasir.bench.traces import BLOCK, Recorded
 from kvasir.cluster.router import ROUTERS, Router
 from kvasir.errors import ConfigError
@@ -59,3 +59,9 @@ def test_a_trace_without_blocks_is_refused(tmp_path):
 def test_the_front_carries_simulated_engines():
     found = asyncio.run(front.measure(4, requests=24, tokens=10, at_once=12, router="cost"))
     assert found["front_us_token"] > 0 and found["front_requests_s"] > 0
+
+
+def test_a_server_streams_the_tokens_of_simulated_engines():
+    found = front_http.measure(2, at_once=12, tokens=10)
+    assert found["server_us_token"] > 0 and found["server_tokens_s"] > 0
+    assert 1 <= found["tokens_per_event"] <= 10

@@ -282,8 +282,8 @@ class Generation:
         if branch.last is None:
             branch.first = now
         else:
-            for _ in event.token_ids:
-                self.metrics.inter_token.observe((now - branch.last) / len(event.token_ids))
+            count = len(event.token_ids)
+            self.metrics.inter_token.observe((now - branch.last) / count, count)
         branch.last = now
 
 

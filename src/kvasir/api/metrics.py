@@ -6,11 +6,14 @@ exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.metrics_core import Sample
+from prometheus_client.utils import floatToGoString
 
 from kvasir import __version__
 from kvasir.api.metric_definitions import BY_NAME, DEFINITIONS, Definition
@@ -21,13 +24,35 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ALIASES = {f"kvasir:{d.name}": [f"vllm:{name}" for name in d.vllm] for d in DEFINITIONS if d.vllm}
 
 
+class TokenHistogram:
+    """A histogram that is filled once a token by one thread. It adds to a list; prometheus' own takes a lock for the
+    bucket, one for the sum, and walks through the bounds, which is a tenth of what the server does for a token."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text = name, text
+        self._bounds = [*bounds, float("inf")]
+        self._counts, self._sum = [0] * len(self._bounds), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count ``value`` so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram, as the registry asks for it."""
+        buckets = list(zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class Metrics:
     """The server's own measurements. ``render`` adds the engine's."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.first_token = self._histogram("time_to_first_token_seconds")
-        self.inter_token = self._histogram("inter_token_seconds")
+        found = BY_NAME["inter_token_seconds"]
+        self.inter_token = TokenHistogram(f"kvasir:{found.name}", found.text, found.buckets)
+        self.registry.register(self.inter_token)
         self.request_time = self._histogram("request_seconds")
         self.queue_time = self._histogram("queue_seconds")
         self.prefill_time = self._histogram("prefill_seconds")

@@ -141,12 +141,17 @@ def command(name: str, model: str, port: int, flags: list[str]) -> list[str]:
     raise ConfigError(f"the benchmark knows no server of '{name}'; it knows those of kvasir and vllm")
 
 
+def free_port() -> int:
+    """A port of this host on which nothing listens."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 @contextlib.contextmanager
 def serving(name: str, model: str, flags: list[str], site: str | None = None) -> Iterator[Server]:
     """Start a server, and yield it at exec; call ``wait`` for readiness. Ends the process and its children."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     argv = command(name, model, port, flags)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     # The server inherits the limit: a thousand requests at once are a thousand connections.

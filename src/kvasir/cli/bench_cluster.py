@@ -49,6 +49,7 @@ def front(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 100,
     at_once: Annotated[int, typer.Option(min=1, help="Requests that run at once on each replica.")] = 32,
     router: Annotated[str, typer.Option(help="Rule by which replicas get requests.")] = ServerConfig().router,
+    http: Annotated[bool, typer.Option("--http", help="The whole server; as many requests as run at once.")] = False,
     output: JSONFile = None,
 ) -> None:
     """Measure what the front of many replicas costs: processor time a token, and requests a second."""
@@ -56,7 +57,8 @@ def front(
 
     check_output(output, make=True)
     counts = replicas or [1, 2, 4, 8, 16, 32, 64]
-    command.run(replicas=counts, requests=requests, tokens=tokens, at_once=at_once, router=router, output=output)
+    sizes = {"requests": requests, "tokens": tokens, "at_once": at_once}
+    command.run(replicas=counts, **sizes, router=router, http=http, output=output)
 
 
 @app.command("routing", cls=Command)
