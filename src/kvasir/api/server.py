@@ -20,7 +20,6 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from uvicorn.loops.auto import auto_loop_factory
 
 from kvasir import __version__
 from kvasir.api import protocol, protocol_pooling
@@ -347,8 +346,7 @@ def serve(settings: Settings, client: Front | None = None) -> None:
             "the server needs the tokenizer: drop --skip-tokenizer-init (it is for LLM(...) with token ids)"
         )
     client = client or open_client(settings)
-    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop, where it is installed
-        runner.run(_serve(settings, client))
+    asyncio.run(_serve(settings, client))
 
 
 async def _serve(settings: Settings, client: Front) -> None:
