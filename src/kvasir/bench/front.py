@@ -130,21 +130,12 @@ async def measure(replicas: int, requests: int, tokens: int, at_once: int, route
     }
 
 
-def run(
-    *, replicas: list[int], requests: int, tokens: int, at_once: int, router: str, http: bool, output: Path | None
-) -> None:
-    """Measure with each number of replicas, print and write. ``http``: the whole server, whose requests all come at
-    once."""
-    from kvasir.bench import front_http
-
+def run(*, replicas: list[int], requests: int, tokens: int, at_once: int, router: str, output: Path | None) -> None:
+    """Measure with each number of replicas, print and write."""
     arms = []
     for count in replicas:
-        config: dict[str, Any] = {"tokens": tokens, "at_once": at_once * count}
-        if http:
-            metrics = front_http.measure(count, at_once * count, tokens)
-        else:
-            config |= {"requests": requests, "router": router}
-            metrics = asyncio.run(measure(count, requests, tokens, at_once * count, router))
+        metrics = asyncio.run(measure(count, requests, tokens, at_once * count, router))
+        config = {"requests": requests, "tokens": tokens, "at_once": at_once * count, "router": router}
         arms.append(arm(f"{count} replicas", config, metrics))
-    found = result("front-http" if http else "front", arms)
+    found = result("front", arms)
     finish(found, output)

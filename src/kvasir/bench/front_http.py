@@ -14,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from kvasir.bench import client
 from kvasir.bench.client import Call
 from kvasir.bench.front import Clock, SimulatedChild
+from kvasir.bench.result import arm, finish, result
 from kvasir.bench.servers import END_SECONDS, Server, free_port
 from kvasir.bench.workloads import shape_folder
 from kvasir.cluster.cluster_client import ClusterClient
@@ -63,6 +65,15 @@ def measure(replicas: int, at_once: int, tokens: int) -> dict[str, float]:
         "tokens_per_event": round(sent / sum(len(reply.events) for reply in replies), 3),
         "tokens_s_as_run": round(sent / wall, 1),
     }
+
+
+def run(*, replicas: list[int], tokens: int, at_once: int, output: Path | None) -> None:
+    """Measure with each number of replicas, print and write. ``at_once``: streams on each replica."""
+    arms = []
+    for count in replicas:
+        metrics = measure(count, at_once * count, tokens)
+        arms.append(arm(f"{count} replicas", {"tokens": tokens, "at_once": at_once * count}, metrics))
+    finish(result("front-http", arms), output)
 
 
 def run_server(port: int, replicas: int, folder: str) -> None:

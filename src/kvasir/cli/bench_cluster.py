@@ -54,11 +54,14 @@ def front(
 ) -> None:
     """Measure what the front of many replicas costs: processor time a token, and requests a second."""
     from kvasir.bench import front as command
+    from kvasir.bench import front_http
 
     check_output(output, make=True)
     counts = replicas or [1, 2, 4, 8, 16, 32, 64]
-    sizes = {"requests": requests, "tokens": tokens, "at_once": at_once}
-    command.run(replicas=counts, **sizes, router=router, http=http, output=output)
+    if http:
+        front_http.run(replicas=counts, tokens=tokens, at_once=at_once, output=output)
+    else:
+        command.run(replicas=counts, requests=requests, tokens=tokens, at_once=at_once, router=router, output=output)
 
 
 @app.command("routing", cls=Command)
