@@ -134,7 +134,7 @@ class Reader:
 
 def _runner(folder: str) -> SimpleNamespace:
     """Stand-in, without a model, for the runner that ``Drafting`` asks."""
-    spec, place = build_spec(read_config(resolve(folder))), SimpleNamespace(dtype=torch.float32)
+    spec, place = build_spec(read_config(resolve(folder))), SimpleNamespace(dtype=torch.float32, exact=False)
     model = SimpleNamespace(spec=spec, weight_bytes=4, place=place)
     pool = SimpleNamespace(page_slots=16, move_slots=lambda group, sources, targets: None)
     return SimpleNamespace(

@@ -230,7 +230,9 @@ class Simulation:
             parts=SimpleNamespace(taps=None, packer=SimpleNamespace(states=())),
             capture=lambda: None,
             sampler=SimpleNamespace(num_top=0),
-            model=SimpleNamespace(spec=spec, weight_bytes=2, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))),
+            model=SimpleNamespace(
+                spec=spec, weight_bytes=2, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2), exact=False)
+            ),
         )
         self.drafting = None
         if drafter is not None:
