@@ -119,7 +119,8 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
 
 
 def test_more_requests_wait_than_run_at_once_when_a_capacity_is_measured():
-    """Of all engines of the largest server. Those that run from the beginning leave no prompts to later steps."""
+    """The places of all engines of the largest server count, since requests that run from the beginning leave no
+    prompts to later steps."""
     arms = {"two": {"replicas": 2}, "one": {"windows": 0}}
     peer = {"name": "vllm", "options": {"max_num_seqs": 100, "data_parallel_size": 3}}
     table = {"model": "nano", "settings": {"max_num_seqs": 128}, "arms": arms, "peer": peer, "traces": {"one": LOAD}}
