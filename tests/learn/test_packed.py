@@ -127,10 +127,10 @@ def test_rows_that_are_missing_end_paths_alone(case):
 def test_a_causal_mask_in_place_of_the_branch_mask_is_noticed(case, monkeypatch):
     head, *_ = case
 
-    def causal(packed, device):
-        rows, count = len(packed.committed), 0
+    def causal(placed):
+        rows, count = len(placed.committed), 0
         masks = []
-        for j, level in enumerate(packed.levels):
+        for j, level in enumerate(placed.levels):
             count = count + len(level.root) if j else 0
             here = torch.arange(len(level.root)) + (rows + count - len(level.root) if j else 0)
             masks.append(here[:, None] >= torch.arange(rows + count))
@@ -167,7 +167,7 @@ def test_only_committed_rows_count_without_rejected_ones(case):
     both = branch_loss(head, base, pack(traces, head.shape.depth), 0.0)
     alone = branch_loss(head, base, pack(traces, head.shape.depth, rejected=False), 0.25)
     assert float(both.loss) == pytest.approx(float(alone.loss), rel=1e-5)
-    assert torch.allclose(both.by_level, alone.by_level, rtol=1e-5) and both.counts == alone.counts
+    assert torch.allclose(both.nats, alone.nats, rtol=1e-5) and both.counts == alone.counts
     assert float(branch_loss(head, base, pack(traces, head.shape.depth), 1.0).loss) > float(both.loss)
 
 

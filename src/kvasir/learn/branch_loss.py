@@ -15,7 +15,7 @@ import torch
 
 from kvasir.learn import losses
 from kvasir.learn.base import Base
-from kvasir.learn.packed import Packed
+from kvasir.learn.packed import Packed, place
 from kvasir.speculation.head import Head
 
 ROWS = 256  # guesses that have logits at a time
@@ -23,46 +23,39 @@ ROWS = 256  # guesses that have logits at a time
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``pull``: a number whose gradient is the loss's; ``loss``: the loss; ``by_level`` [D]: mean nats along committed
-    text; ``counts`` [D]: guesses they are the mean of. All are on the device."""
+    """``pull``: a number whose gradient is the loss's; ``loss``: the loss; ``nats`` [D]: sums by level along committed
+    text, all three on the device; ``counts`` [D]: guesses in these sums."""
 
     pull: torch.Tensor
     loss: torch.Tensor
-    by_level: torch.Tensor
+    nats: torch.Tensor
     counts: list[int]
 
 
 def branch_loss(head: Head, base: Base, packed: Packed, lam: float, num_rows: int = ROWS) -> Found:
-    """The loss of all guesses of ``packed``; of those along rejected branches times ``lam``. Raises ValueError where no
-    guess is judged."""
-    states = packed.states.to(base.device, non_blocking=True)
-    normed = base.normed(states[:, -1])
-    committed = torch.from_numpy(packed.committed).to(base.device)
-    rejected = [level.rejected[level.judge >= 0] for level in packed.levels]
+    """The loss of all guesses of ``packed``; of those along rejected branches times ``lam``. Nothing waits for the
+    device. Raises ValueError where no guess is judged."""
+    judged = [np.flatnonzero(level.judge >= 0) for level in packed.levels]
+    rejected = [level.rejected[places] for level, places in zip(packed.levels, judged)]
     num_rejected = sum(int(x.sum()) for x in rejected)
     num_committed = sum(map(len, rejected)) - num_rejected
     if not num_committed:
         raise ValueError("nothing to learn from: no guess can be judged")
-    guesses = head.unroll_paths(
-        packed.read_by(head, states[committed]),
-        normed[committed],
-        torch.from_numpy(packed.positions).to(base.device),
-        int(packed.positions.max()) + len(packed.levels) + 1,
-        packed.to_levels(base),
-    )
-    pull, loss, means = states.new_zeros((), dtype=torch.float32), states.new_zeros((), dtype=torch.float32), []
+    discounts = losses.weights(len(packed.levels), torch.device("cpu")).tolist()
+    further: list[np.ndarray] = []
+    for level, places, branch, discount in zip(packed.levels, judged, rejected, discounts):
+        shares = np.where(branch, lam / max(1, num_rejected), 1 / num_committed) * discount
+        further += [places, level.judge[places], shares.astype(np.float32), (~branch).astype(np.float32)]
+    placed = place(packed, base.device, further)
+    normed = base.normed(placed.states[:, -1])
+    pull, loss = normed.new_zeros((), dtype=torch.float32), normed.new_zeros((), dtype=torch.float32)
+    sums = []
     with base.autocast():
-        for level, guess_ME, branch, discount in zip(
-            packed.levels, guesses, rejected, losses.weights(len(packed.levels), torch.device("cpu")).tolist()
-        ):
-            judged = np.flatnonzero(level.judge >= 0)
-            guess = guess_ME[torch.from_numpy(judged).to(base.device)]
-            wanted = normed[torch.from_numpy(level.judge[judged]).to(base.device)]
-            nats, gradient = losses.pulled(base.logits, guess, wanted, num_rows)
-            shares = np.where(branch, lam / max(1, num_rejected), 1 / num_committed) * discount
-            weight = torch.from_numpy(shares.astype(np.float32)).to(base.device)
-            pull = pull + (guess.float() * gradient.float() * weight[:, None]).sum()
-            loss = loss + (nats * weight).sum()
-            kept = torch.from_numpy((~branch).astype(np.float32)).to(base.device)
-            means.append(losses.weighted_mean(nats, kept))
-    return Found(pull, loss, torch.stack(means), [int((~branch).sum()) for branch in rejected])
+        for j, guess_ME in enumerate(placed.unroll(head, base, normed)):
+            places, judge, share, kept = placed.further[4 * j : 4 * j + 4]
+            guess = guess_ME[places]
+            nats, gradient = losses.pulled(base.logits, guess, normed[judge], num_rows)
+            pull = pull + (guess.float() * gradient.float() * share[:, None]).sum()
+            loss = loss + (nats * share).sum()
+            sums.append((nats * kept).sum())
+    return Found(pull, loss, torch.stack(sums), [int((~branch).sum()) for branch in rejected])

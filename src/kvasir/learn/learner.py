@@ -25,7 +25,7 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.learn.base import Base
 from kvasir.learn.branch_loss import branch_loss
-from kvasir.learn.packed import pack
+from kvasir.learn.packed import pack, place
 from kvasir.learn.pieces import Pieces, cut
 from kvasir.learn.trace import REJECTED, Trace
 from kvasir.learn.walk import walk
@@ -170,8 +170,11 @@ class Learner:
                 yield from self._gate()
 
     def _step(self) -> Iterator[int]:
-        """One optimizer step, in as many slices as its rows need."""
-        rows, parts, ok, sums = 0, 0, True, np.zeros((2, self._depth))
+        """One optimizer step, in as many slices as its rows need. What the device has found is read once, at the
+        end."""
+        rows, parts, counts = 0, 0, np.zeros(self._depth)
+        # Sums of nats by level, and of losses.
+        nats, lost = torch.zeros(self._depth, device=self.base.device), torch.zeros(1, device=self.base.device)
         while rows < self.recipe.rows and (drawn := self.pieces.draw(min(self.slice_rows, self.recipe.rows - rows))):
             count = sum(trace.num_rows for trace in drawn)
             rows += count
@@ -184,9 +187,9 @@ class Learner:
                 continue
             found.pull.backward()
             parts += 1
-            ok = ok and math.isfinite(float(found.loss))
-            for level, (nats, number) in enumerate(zip(found.by_level.tolist(), found.counts)):
-                sums[:, level] += nats * number, number
+            lost += found.loss
+            nats[: len(found.counts)] += found.nats
+            counts[: len(found.counts)] += found.counts
             yield count
         if not parts:
             return
@@ -195,16 +198,16 @@ class Learner:
             if p.grad is not None:
                 p.grad /= parts
         norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        if ok and math.isfinite(float(norm)):
+        *by_level, lost_sum, size = torch.cat([nats, lost, norm[None]]).tolist()
+        if math.isfinite(lost_sum) and math.isfinite(size):
             for group in self._optimizer.param_groups:
                 group["lr"] = self.rate
             self._optimizer.step()
             self.steps += 1
             self._failed = 0
-            for level in range(self._depth):
-                if sums[1, level]:
-                    new, old = float(sums[0, level] / sums[1, level]), self.by_level[level]
-                    self.by_level[level] = new if not old else RECENT * old + (1 - RECENT) * new
+            for level in np.flatnonzero(counts):
+                new, old = by_level[level] / counts[level], self.by_level[level]
+                self.by_level[level] = float(new if not old else RECENT * old + (1 - RECENT) * new)
         else:
             self._give_up()
         self._optimizer.zero_grad(set_to_none=True)
@@ -220,7 +223,7 @@ class Learner:
 
     def _gate(self) -> Iterator[int]:
         """Judge the present weights on the newest held-back traces, one slice a trace."""
-        if not all(bool(p.isfinite().all()) for p in self.head.parameters()):
+        if not bool(torch.stack([p.isfinite().all() for p in self.head.parameters()]).all()):
             self._give_up()
             return
         weights = {name: p.to(self.base.dtype) for name, p in self._copied().items()}
@@ -263,23 +266,17 @@ class Learner:
 def tokens_and_forwards(head: Head, base: Base, trace: Trace) -> tuple[int, int]:
     """Tokens of a trace's reply, and the forwards that they take with greedy chains of this head."""
     packed = pack([trace], head.shape.depth, rejected=False)
-    states = packed.states.to(base.device)[torch.from_numpy(packed.committed).to(base.device)]
-    levels = packed.to_levels(base)
+    placed = place(packed, base.device)
     size = len(trace.tokens)
-    right_JT = np.zeros((head.shape.depth, size), bool)
-    guesses = head.unroll_paths(
-        packed.read_by(head, states),
-        base.normed(states[:, -1]),
-        torch.from_numpy(packed.positions).to(base.device),
-        int(packed.positions.max()) + len(levels) + 1,
-        levels,
-    )
     with base.autocast():
-        for j, (level, guess_ME) in enumerate(zip(packed.levels, guesses)):
-            likeliest = np.concatenate([base.logits(part).argmax(-1).cpu().numpy() for part in guess_ME.split(256)])
-            place = packed.positions[level.root] - trace.start
-            known = (place + 2 + j < size) & ((level.judge >= 0) | (j == 0))
-            right_JT[j, place[known]] = likeliest[known] == trace.tokens[place[known] + 2 + j]
+        guesses = list(placed.unroll(head, base, base.normed(placed.states[:, -1])))
+        found = torch.cat([base.logits(part).argmax(-1) for guess_ME in guesses for part in guess_ME.split(256)])
+    right_JT, likeliest, at = np.zeros((head.shape.depth, size), bool), found.cpu().numpy(), 0
+    for j, level in enumerate(packed.levels):
+        guessed = likeliest[at : (at := at + len(level.root))]
+        position = packed.positions[level.root] - trace.start
+        known = (position + 2 + j < size) & ((level.judge >= 0) | (j == 0))
+        right_JT[j, position[known]] = guessed[known] == trace.tokens[position[known] + 2 + j]
     begin = max(1, trace.prompt - trace.start, int(packed.positions[0]) - trace.start + 1)
     forwards, _ = walk(right_JT, begin, size)
     return max(0, size - 1 - begin), forwards

@@ -16,7 +16,7 @@ Legend: R committed rows, A all rows, M guesses of a level, K keys, L tapped lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,18 +55,76 @@ class Packed:
     text: np.ndarray
     levels: tuple[Guesses, ...]
 
-    def read_by(self, head: Head, states: torch.Tensor) -> torch.Tensor:
-        """The part of ``states`` [R, L, E] that a head reads: the layers of its shape."""
-        wanted = head.shape.layers
-        return states if wanted == self.layers else states[:, [self.layers.index(layer) for layer in wanted]]
 
-    def to_levels(self, base: Base) -> list[Level]:
-        """The arguments of `Head.unroll_paths`, on the device of ``base``."""
-        on, masks = base.device, branch_mask(self, base.device)
-        return [
-            Level(_on(level.root, on), _on(level.above, on), base.embed(_on(level.token, on)), mask)
-            for level, mask in zip(self.levels, masks)
+class PlacedGuesses(NamedTuple):
+    """What a head reads of the guesses of one level, on a device."""
+
+    root: torch.Tensor
+    above: torch.Tensor
+    token: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What a head reads of `Packed` rows, on a device, by the same names. ``further``: other arrays that came along."""
+
+    packed: Packed
+    states: torch.Tensor
+    committed: torch.Tensor
+    positions: torch.Tensor
+    text: torch.Tensor
+    levels: tuple[PlacedGuesses, ...]
+    further: list[torch.Tensor]
+
+    def unroll(self, head: Head, base: Base, normed_AE: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The guesses of each level, as `Head.unroll_paths` yields them. ``normed_AE``: all rows' last states, after
+        the model's final norm."""
+        layers, wanted = self.packed.layers, head.shape.layers
+        states = self.states
+        if wanted != layers:
+            states = torch.stack([states[:, layers.index(layer)] for layer in wanted], 1)
+        levels = [
+            Level(level.root, level.above, base.embed(level.token), mask)
+            for level, mask in zip(self.levels, branch_mask(self))
         ]
+        num_positions = int(self.packed.positions.max()) + len(levels) + 1
+        return head.unroll_paths(
+            states[self.committed], normed_AE[self.committed], self.positions, num_positions, levels
+        )
+
+
+def place(packed: Packed, device: torch.device, further: Sequence[np.ndarray] = ()) -> Placed:
+    """Copy rows, and ``further`` arrays, to a device in two transfers. With one for each array a slice would wait for
+    the device a hundred times, and each time let those who share it go first."""
+    states = packed.states
+    arrays = [packed.committed, packed.positions, packed.text]
+    arrays += [array for level in packed.levels for array in (level.root, level.above, level.token)]
+    buffer = torch.from_numpy(np.concatenate([_in_words(array) for array in (*arrays, *further)]))
+    if device.type == "cuda":
+        states, buffer = states.pin_memory(), buffer.pin_memory()
+    moved, at, found = buffer.to(device, non_blocking=True), 0, []
+    for array in (*arrays, *further):
+        words = len(_in_words(array))
+        kind = torch.from_numpy(array[:0]).dtype
+        found.append(moved[at : at + words].view(kind)[: array.size])
+        at += words
+    committed, positions, text, *rest = found
+    levels = tuple(PlacedGuesses(*rest[3 * i : 3 * i + 3]) for i in range(len(packed.levels)))
+    return Placed(
+        packed,
+        states.to(device, non_blocking=True),
+        committed,
+        positions,
+        text,
+        levels,
+        rest[3 * len(levels) :],
+    )
+
+
+def _in_words(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array [N] as int64, with zeros at the end where they do not fill the last word."""
+    bytes_ = np.ascontiguousarray(array).view(np.uint8)
+    return np.pad(bytes_, (0, -bytes_.size % 8)).view(np.int64)
 
 
 def pack(traces: Sequence[Trace], depth: int, rejected: bool = True) -> Packed:
@@ -112,19 +170,19 @@ def pack(traces: Sequence[Trace], depth: int, rejected: bool = True) -> Packed:
     )
 
 
-def branch_mask(packed: Packed, device: torch.device) -> list[torch.Tensor]:
+def branch_mask(placed: Placed) -> list[torch.Tensor]:
     """Visible keys of the guesses of each level [M, K]: rows of their text up to their root, and of each level
     from 1 on the guess on their own path."""
-    position, text = _on(packed.positions, device), _on(packed.text, device)
+    position, text = placed.positions, placed.text
     seen_RR = (text[:, None] == text) & (position[:, None] >= position)
     found, trails = [], []
-    for j, level in enumerate(packed.levels):
+    for j, level in enumerate(placed.levels):
         if j:
-            above, count = _on(level.above, device), len(level.root)
-            trails = [(trail[above], size) for trail, size in trails]
-            trails.append((torch.arange(count, device=device), count))
-        own = [trail[:, None] == torch.arange(size, device=device) for trail, size in trails]
-        found.append(torch.cat([seen_RR[_on(level.root, device)], *own], 1))
+            count = len(level.root)
+            trails = [(trail[level.above], size) for trail, size in trails]
+            trails.append((torch.arange(count, device=position.device), count))
+        own = [trail[:, None] == torch.arange(size, device=position.device) for trail, size in trails]
+        found.append(torch.cat([seen_RR[level.root], *own], 1))
     return found
 
 
@@ -175,7 +233,3 @@ def _along_branches(trace: Trace, committed: np.ndarray, depth: int) -> list[_Gu
 def _token_after(trace: Trace, row: int) -> int:
     """The committed token after a committed row's."""
     return int(trace.tokens[trace.positions[row] + 1 - trace.start])
-
-
-def _on(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
