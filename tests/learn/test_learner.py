@@ -317,7 +317,7 @@ def test_rows_grow_beside_a_device_whose_slices_vary():
 
 def test_a_slice_that_loads_kernels_is_no_reason_to_sleep_for_a_minute():
     pace = Pace(0.1, lambda: 0.0)
-    assert pace.rest(0.1) == pytest.approx(0.9) and pace.rest(7.0) == pytest.approx(9 * LONGEST)
+    assert pace.rest(0.01) == pytest.approx(0.09) and pace.rest(7.0) == pytest.approx(9 * LONGEST)
     assert pace.rows(LEAST_ROWS, LEAST_ROWS, 1024, 7.0) > LEAST_ROWS, "and none for small slices"
 
 

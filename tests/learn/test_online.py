@@ -128,8 +128,10 @@ def test_a_candidate_is_a_whole_folder_and_waits_for_its_verdict(made, base, tmp
     online.hear(messages.Accepted(version=9))
     assert online.learner.candidate is None
     assert all(torch.equal(online.learner._served[name], p) for name, p in weights.items())
+    online._report()
     report = engine.of(messages.Report)[-1]
     assert report.gaining, "no gate has passed without a gain"
+    assert report.slice_rows > 0 and report.slice_ms > 0
     assert report.traced >= 0 and 0 <= report.busy_share <= 1 and len(report.kl_by_depth) == 4
 
 

@@ -151,7 +151,6 @@ class Engine:
             seq.parent = next(iter(live.branches.values()), None)  # the first that has not ended
             live.branches[branch] = seq
             self.scheduler.add(seq)
-        self._stats.prompt_tokens += len(request.prompt_ids)
         if request.params.grammar is not None:
             self._start_compiling(live)
         for seq in list(live.branches.values()):
@@ -427,6 +426,7 @@ class Engine:
             forced=forced_places(index, forced, pushed),
         )
         if index == 0:
+            self._stats.prompt_tokens += seq.num_prompt if seq.parent is None else 0
             event.prompt_logprobs, event.score = prompt_logprobs(seq), prompt_score(seq)
             event.queued = None if seq.branch else seq.first_scheduled - request.arrival
         if reason is not None:

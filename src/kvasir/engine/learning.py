@@ -205,6 +205,7 @@ class Learning:
                 self._next = message
             elif isinstance(message, messages.Report):
                 self._stats.kl_by_depth, self._stats.busy_share = message.kl_by_depth, message.busy_share
+                self._stats.slice_rows, self._stats.slice_ms = message.slice_rows, message.slice_ms
                 self._stats.learned_tokens, self._stats.steps = message.traced, message.steps
                 self._gaining = message.gaining
         if self._trainer.ended and not self._stats.ended:

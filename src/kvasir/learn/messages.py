@@ -79,12 +79,15 @@ class Candidate(msgspec.Struct, tag=True):
 
 class Report(msgspec.Struct, tag=True, kw_only=True):
     """News for the metrics, about every second. ``kl_by_depth``: recent mean of KL(p || q) in nats; ``traced``: tokens
-    learned from since the start; ``busy_share``: recent share of time spent computing; ``steps``: optimizer steps;
-    ``gaining``: candidates still gain, so more traces are worth their copies."""
+    learned from since the start; ``busy_share``: recent share of time spent computing; ``slice_rows``, ``slice_ms``:
+    rows and milliseconds of the last slice that learned; ``steps``: optimizer steps; ``gaining``: candidates still
+    gain, so more traces are worth their copies."""
 
     kl_by_depth: list[float] = []
     traced: int = 0
     busy_share: float = 0.0
+    slice_rows: int = 0
+    slice_ms: float = 0.0
     steps: int = 0
     gaining: bool = False
 

@@ -66,6 +66,7 @@ class Online:
         self._version, self._sent = order.version, -1  # of the next candidate, and of the one that is judged now
         self._base_version, self._target = order.base_version, order.target
         self._resting, self._reported = False, 0.0
+        self._slice = 0, 0.0  # rows and seconds of the last one that learned
 
     def run(self) -> None:
         """Learn until the engine says Stop or is gone. Raises ConfigError when learning cannot go on."""
@@ -90,6 +91,7 @@ class Online:
             torch.cuda.synchronize(self._device)
         seconds = self._clock() - begun
         if rows:
+            self._slice = rows, seconds
             self.learner.slice_rows = self._pace.rows(rows, self.learner.slice_rows, self.learner.recipe.rows, seconds)
         if self.learner.candidate is not None and self._sent < 0:
             self._send_candidate()
@@ -133,6 +135,8 @@ class Online:
                 kl_by_depth=list(learner.by_level),
                 traced=learner.traced,
                 busy_share=self._pace.busy_share,
+                slice_rows=self._slice[0],
+                slice_ms=round(1000 * self._slice[1], 2),
                 steps=learner.steps,
                 gaining=not learner.settled,
             )

@@ -16,7 +16,7 @@ from collections.abc import Callable
 SLICE_SECONDS = 0.005  # time that a slice's rows may always take
 LEAST_ROWS = 32
 MARGIN = 0.9  # part of that time which is aimed at
-FIRST, LONGEST = 16, 0.2  # slices that load and compile, and the seconds of each that are followed by a rest
+FIRST, LONGEST = 16, 0.05  # slices that load and compile, and the seconds of each that are followed by a rest
 SLOWER, FASTER = 0.5, 1.8  # factors by which the rows of a slice change at most
 SHOWN_SECONDS = 10.0  # time over which the shown share is a mean
 

@@ -57,7 +57,7 @@ class Packed:
 
 
 class PlacedGuesses(NamedTuple):
-    """What a head reads of the guesses of one level, on a device."""
+    """The guesses of one level as a head reads them, on a device."""
 
     root: torch.Tensor
     above: torch.Tensor
@@ -66,7 +66,8 @@ class PlacedGuesses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What a head reads of `Packed` rows, on a device, by the same names. ``further``: other arrays that came along."""
+    """The rows of `Packed` as a head reads them, on a device, by the same names. ``further``: arrays that
+    came along."""
 
     packed: Packed
     states: torch.Tensor
