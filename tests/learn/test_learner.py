@@ -280,7 +280,7 @@ def test_kinds_that_cannot_learn_are_refused_with_those_that_can(base):
     [(0.0, 1e-4, 60, 90), (0.02, 1e-5, 1024, 1024), (0.02, 1e-4, 200, 260), (0.1, 1e-3, 120, 160)],
 )
 def test_the_pace_keeps_share_and_slices(launch, row, least, most):
-    """The rows of a slice take as long as a slice of the fewest, or 5 ms where that is more."""
+    """The rows of a slice take at most as long as a slice of the fewest rows, or 5 ms where that is more."""
     now = [0.0]
     pace = Pace(0.1, lambda: now[0])
     rows = LEAST_ROWS
@@ -297,7 +297,7 @@ def test_the_pace_keeps_share_and_slices(launch, row, least, most):
 
 
 def test_the_share_is_kept_by_slices_of_a_second():
-    """Those of a trainer that waits for a busy device again and again. The first ones are too few to count."""
+    """A trainer that waits for a busy device again and again has such slices, after the first ones as well."""
     now = [0.0]
     pace = Pace(0.1, lambda: now[0])
     for _ in range(FIRST + 20):
@@ -307,7 +307,7 @@ def test_the_share_is_kept_by_slices_of_a_second():
 
 
 def test_rows_grow_beside_a_device_whose_slices_vary():
-    """A slice of the same rows takes from 20 to 24 ms there, many times more than its rows."""
+    """Slices of the same rows differ by up to 4 ms there, many times more than what their rows add."""
     pace, rows, random, seen = Pace(0.1, lambda: 0.0), LEAST_ROWS, np.random.default_rng(0), []
     for _ in range(200):
         rows = pace.rows(rows, rows, 1024, 0.02 + 0.004 * random.random() + rows * 2e-5)

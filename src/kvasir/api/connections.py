@@ -20,9 +20,8 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close
 
 
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """The protocol of uvicorn on httptools with further limits: the length of a request's head,
-    which httptools does not limit, its time to arrive, the time that a reply may stay unread, and the number of
-    connections."""
+    """The protocol of uvicorn on httptools with further limits: the length of a request's head, which httptools does
+    not limit, its time to arrive, the time that a reply may stay unread, and the number of connections."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -29,7 +29,7 @@ class Pace:
         self._busy = 0.0  # seconds, of which the past fades
         self._begun = self._noted = clock()
         self._least = math.inf  # seconds of the shortest slice
-        self._slices = 0
+        self._slices = 0  # so far
 
     def rows(self, rows: int, planned: int, most: int, seconds: float) -> int:
         """Rows to plan for the next slice, after one of ``rows`` that took ``seconds`` and for which ``planned`` were

@@ -95,21 +95,20 @@ class Placed:
 
 
 def place(packed: Packed, device: torch.device, further: Sequence[np.ndarray] = ()) -> Placed:
-    """Copy rows, and ``further`` arrays, to a device in two transfers. With one for each array a slice would wait for
-    the device a hundred times, and each time let those who share it go first."""
+    """Copy rows, and ``further`` arrays [N], to a device in two transfers. With one for each array a slice would wait
+    for the device some fifty times, and each time let those who share it go first."""
     states = packed.states
     arrays = [packed.committed, packed.positions, packed.text]
     arrays += [array for level in packed.levels for array in (level.root, level.above, level.token)]
-    buffer = torch.from_numpy(np.concatenate([_in_words(array) for array in (*arrays, *further)]))
+    arrays += further
+    words = [_in_words(array) for array in arrays]
+    buffer = torch.from_numpy(np.concatenate(words))
     if device.type == "cuda":
         states, buffer = states.pin_memory(), buffer.pin_memory()
-    moved, at, found = buffer.to(device, non_blocking=True), 0, []
-    for array in (*arrays, *further):
-        words = len(_in_words(array))
-        kind = torch.from_numpy(array[:0]).dtype
-        found.append(moved[at : at + words].view(kind)[: array.size])
-        at += words
-    committed, positions, text, *rest = found
+    parts = buffer.to(device, non_blocking=True).split([len(part) for part in words])
+    committed, positions, text, *rest = [
+        part.view(torch.from_numpy(array[:0]).dtype)[: array.size] for part, array in zip(parts, arrays)
+    ]
     levels = tuple(PlacedGuesses(*rest[3 * i : 3 * i + 3]) for i in range(len(packed.levels)))
     return Placed(
         packed,

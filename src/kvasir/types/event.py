@@ -150,8 +150,8 @@ class LearnStats:
     trainer's recent mean of KL(model || drafter), in nats. ``traced``, ``dropped``: tokens that went to the trainer,
     and that were recorded and lost. ``learned_tokens``: those that it has learned from, in ``steps`` optimizer steps.
     ``swaps``: times that served weights were replaced. ``candidates``, ``accepted``, ``rollbacks``: versions that came,
-    that passed, and that were refused or taken back. ``busy_share``: the trainer's; ``slice_rows``, ``slice_ms``: its
-    last slice. ``ended``: why nothing more is learned."""
+    that passed, and that were refused or taken back. ``busy_share``: the trainer's; ``slice_rows``, ``slice_ms``: rows
+    and milliseconds of its last slice. ``ended``: why nothing more is learned."""
 
     version: int = 0
     kl_by_depth: list[float] = field(default_factory=list)
