@@ -293,6 +293,17 @@ def test_limits(source, monkeypatch):
     assert e.value.status == 400
 
 
+def test_one_pause_of_the_interpreter_is_not_the_template_s(monkeypatch):
+    """A garbage collection between two checks may take longer than the limit; templates that work go on failing."""
+    template = ChatTemplate("{% for a in range(3) %}{{ a }}{% endfor %}")
+    clock = iter([0.0, 5.0, *[5.1] * 99])
+    monkeypatch.setattr("kvasir.models.chat_template.time.thread_time", lambda: next(clock))
+    assert template.render({}) == "012"
+    clock = iter([0.0, 5.0, 10.0, *[10.1] * 99])
+    with pytest.raises(RequestError, match="longer than 1 s"):
+        template.render({})
+
+
 def test_a_template_of_a_client_runs_apart():
     tokenizer = make("byte_level")
     messages = [{"role": "user", "content": "hi"}]
