@@ -61,8 +61,8 @@ class LimitError(Exception):
 class Clock:
     """The time limit of one rendering.
 
-    A pause between two checks counts for at most half of the limit: the interpreter may collect its garbage there,
-    which takes a second in a large process and is no work of the template.
+    The time between two checks counts for at most half of the limit. The interpreter may collect its garbage there,
+    which takes long in a large process and is not the template's work.
     """
 
     def __init__(self) -> None:
