@@ -122,6 +122,25 @@ def test_it_learns_and_proposes_what_gains(base, replay):
     assert all(torch.equal(learner._served[name], weights[name].float()) for name in weights)
 
 
+@pytest.mark.parametrize("rows", [64, 24])
+def test_a_step_launches_nothing_for_the_few_rows_that_are_left(base, rows):
+    learner, steps, now = learner_for(base, replace(TINY, every=1000)), [], []
+    learner.slice_rows = rows
+    for i in range(60):
+        learner.add(trace_of(base, (3,), STEPS[i % 3 :], seed=i, request=f"r{i}"))
+    for found in learner.slices():
+        if found is None:
+            break
+        if found:
+            now.append(found)
+        elif now:
+            steps.append(now)
+            now = []
+    assert len(steps) > 3
+    # The last step may have ended for want of traces.
+    assert all(sum(step[:-1]) < 56 <= sum(step) for step in steps[:-1])
+
+
 def test_old_traces_leave_the_pool_before_a_trainer_has_used_them_up(base):
     pieces, new = Pieces(1 << 40, 1 << 40, num_rows=200), set()
     for trace in traces_for(base, 120):  # more than is drawn

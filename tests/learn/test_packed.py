@@ -103,6 +103,53 @@ def test_packed_loss_and_gradient_are_the_sum_over_single_paths(case):
     assert differs(case) < 1e-5
 
 
+@pytest.mark.parametrize("multiple", [1, 7, 64])
+def test_idle_guesses_change_nothing(case, multiple):
+    """Their number is that of a whole multiple: what is multiplied has few shapes."""
+    head, base, traces, wanted, gradients = case
+    packed = pack(traces, head.shape.depth)
+    even = packing.evened(packed, multiple)
+    assert len(even.committed) - len(packed.committed) == -len(packed.committed) % multiple
+    assert all(len(level.root) % multiple == 0 and len(level.root) == len(level.judge) for level in even.levels)
+    found = branch_loss(head, base, packed, LAM, num_rows=multiple, multiple=multiple)
+    assert float(found.loss) == pytest.approx(wanted, rel=1e-5)
+    plain = branch_loss(head, base, packed, LAM)
+    assert found.counts == plain.counts and torch.allclose(found.nats, plain.nats, rtol=1e-4)
+    for mine, g in zip(backward(head, found.pull), gradients):
+        assert float((mine - g).abs().max() / g.abs().max().clamp(min=1e-6)) < 1e-5
+
+
+def test_idle_rows_of_a_real_text_are_noticed(case, monkeypatch):
+    """The control: rows that belong to the first text are seen by its guesses."""
+    head, base, traces, wanted, _ = case
+    if head.kind != "eagle":
+        pytest.skip("the other head sees no rows but its own")
+
+    def of_the_first_text(packed, multiple, real=packing.evened):
+        even = real(packed, multiple)
+        return replace(even, text=even.text.clip(min=0))
+
+    monkeypatch.setattr(module, "evened", of_the_first_text)
+    found = branch_loss(head, base, pack(traces, head.shape.depth), LAM, multiple=64)
+    assert float(found.loss) != pytest.approx(wanted, rel=1e-4)
+
+
+def test_paths_are_attended_without_plans_for_their_shapes(base, monkeypatch):
+    """cuDNN would make one for each, in every slice."""
+    head, allowed = head_for("eagle", base), []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    branch_loss(head, base, pack([trace_of(base, head.shape.layers, STEPS)], head.shape.depth), LAM)
+    assert len(allowed) == head.shape.depth and not any(allowed)
+    noted(*torch.zeros(3, 1, 1, 4, 8))
+    assert allowed[-1]
+
+
 def test_rows_that_are_missing_end_paths_alone(case):
     """A prefix from the cache, and a gap in the middle, as steps without traces leave it. (Along one text ``unroll``
     counts positions without gaps, so eagle has none.)"""

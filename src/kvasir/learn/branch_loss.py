@@ -15,10 +15,11 @@ import torch
 
 from kvasir.learn import losses
 from kvasir.learn.base import Base
-from kvasir.learn.packed import Packed, place
+from kvasir.learn.packed import Packed, evened, place
 from kvasir.speculation.head import Head
 
 ROWS = 256  # guesses that have logits at a time
+MULTIPLE = 64  # of numbers of rows and guesses on a GPU, see `evened`
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,14 @@ class Found:
     counts: list[int]
 
 
-def branch_loss(head: Head, base: Base, packed: Packed, lam: float, num_rows: int = ROWS) -> Found:
+def branch_loss(
+    head: Head, base: Base, packed: Packed, lam: float, num_rows: int = ROWS, multiple: int | None = None
+) -> Found:
     """The loss of all guesses of ``packed``; of those along rejected branches times ``lam``. Nothing waits for the
-    device. Raises ValueError where no guess is judged."""
+    device. ``multiple``: of rows and guesses that are computed (None: as the device likes it). Raises ValueError where
+    no guess is judged."""
+    if multiple is None:
+        multiple = MULTIPLE if base.device.type == "cuda" else 1
     judged = [np.flatnonzero(level.judge >= 0) for level in packed.levels]
     rejected = [level.rejected[places] for level, places in zip(packed.levels, judged)]
     num_rejected = sum(int(x.sum()) for x in rejected)
@@ -45,8 +51,10 @@ def branch_loss(head: Head, base: Base, packed: Packed, lam: float, num_rows: in
     further: list[np.ndarray] = []
     for level, places, branch, discount in zip(packed.levels, judged, rejected, discounts):
         shares = np.where(branch, lam / max(1, num_rejected), 1 / num_committed) * discount
-        further += [places, level.judge[places], shares.astype(np.float32), (~branch).astype(np.float32)]
-    placed = place(packed, base.device, further)
+        columns = places, level.judge[places], shares.astype(np.float32), (~branch).astype(np.float32)
+        # Zeros behind them: guess 0, with no share in anything.
+        further += [np.pad(column, (0, -len(places) % multiple)) for column in columns]
+    placed = place(evened(packed, multiple), base.device, further)
     normed = base.normed(placed.states[:, -1])
     pull, loss = normed.new_zeros((), dtype=torch.float32), normed.new_zeros((), dtype=torch.float32)
     sums = []

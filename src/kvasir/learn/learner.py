@@ -34,6 +34,7 @@ from kvasir.speculation import heads
 from kvasir.speculation.head import Head
 
 CLIP, GAIN = 0.5, 1.01
+ENOUGH = 0.875  # share of a step's rows from which on no slice is launched for what is left
 IDLE_GATES = 3  # candidates in a row without a gain, after which the rate falls
 CHANGED = 0.95  # share of their best tokens a forward below which the served weights meet other traffic
 WIDTH, MOST_SCALED = 4096, 20  # width that the rates are for, and the most that they are multiplied by
@@ -175,7 +176,8 @@ class Learner:
         rows, parts, counts = 0, 0, np.zeros(self._depth)
         # Sums of nats by level, and of losses.
         nats, lost = torch.zeros(self._depth, device=self.base.device), torch.zeros(1, device=self.base.device)
-        while rows < self.recipe.rows and (drawn := self.pieces.draw(min(self.slice_rows, self.recipe.rows - rows))):
+        enough = ENOUGH * self.recipe.rows
+        while rows < enough and (drawn := self.pieces.draw(min(self.slice_rows, self.recipe.rows - rows))):
             count = sum(trace.num_rows for trace in drawn)
             rows += count
             try:

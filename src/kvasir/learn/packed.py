@@ -17,7 +17,7 @@ Legend: R committed rows, A all rows, M guesses of a level, K keys, L tapped lay
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -167,6 +167,37 @@ def pack(traces: Sequence[Trace], depth: int, rejected: bool = True) -> Packed:
         np.concatenate([trace.positions[rows] for trace, rows in zip(traces, committed)]).astype(np.int64),
         np.repeat(np.arange(len(traces)), [len(rows) for rows in committed]),
         tuple(levels),
+    )
+
+
+def evened(packed: Packed, multiple: int) -> Packed:
+    """The same rows and guesses, and behind them as many again as make their numbers multiples of ``multiple``. Those
+    are judged by nothing, and no other guess sees them, so that they change no loss.
+
+    A GPU chooses how to compute a product when it first meets its shape. That takes longer than the product itself, and
+    no two slices draw equally many rows."""
+    count = len(packed.committed)
+    added = -count % multiple
+    levels = []
+    for j, level in enumerate(packed.levels):
+        more = -len(level.root) % multiple
+        # Those of the context are a text of their own; those of other levels repeat their level's first guess.
+        own = np.arange(count, count + more) if j == 0 else np.repeat(level.root[:1], more)
+        levels.append(
+            Guesses(
+                np.concatenate([level.root, own]),
+                np.concatenate([level.above, own if j == 0 else np.repeat(level.above[:1], more)]),
+                np.concatenate([level.token, np.repeat(level.token[:1], more)]),
+                np.pad(level.judge, (0, more), constant_values=-1),
+                np.pad(level.rejected, (0, more)),
+            )
+        )
+    return replace(
+        packed,
+        committed=np.pad(packed.committed, (0, added)),
+        positions=np.pad(packed.positions, (0, added)),
+        text=np.pad(packed.text, (0, added), constant_values=-1),
+        levels=tuple(levels),
     )
 
 
