@@ -80,6 +80,20 @@ def test_what_is_put_is_taken_in_order(ring, tmp_path):
     reader.close()
 
 
+def test_a_trace_goes_in_by_its_parts(tmp_path):
+    """Its large arrays are copied once: into the ring."""
+    ring, trace = TraceRing.create(tmp_path, 16 << 20), a_trace()
+    parts = trace.parts()
+    assert any(np.shares_memory(part, trace.states) for part in parts)
+    assert b"".join(part.tobytes() for part in parts) == trace.encode()
+    assert ring.put(parts, 1)
+    reader = TraceRing.open(tmp_path)
+    assert reader.take() == trace.encode()
+    reader.close()
+    ring.close()
+    assert ring._map.closed, "its memory is given back"
+
+
 def test_a_full_ring_drops_the_oldest_and_keeps_a_sample(ring, tmp_path):
     for i in range(1000):
         assert ring.put(i.to_bytes(4, "little") + bytes(396), 3)

@@ -308,7 +308,7 @@ class Tracer:
             request=one.request,
             prompt=one.prompt,
         )
-        if self._ring.put(trace.encode(), count):
+        if self._ring.put(trace.parts(), count):
             self.traced += count
         else:
             self._dropped += count

@@ -8,6 +8,9 @@ The memory has no name in a file system: it is anonymous, and ``ring`` in the fo
 descriptor. Traces therefore never reach a disk, and are gone with the two processes. Where the system has no anonymous
 files, ``ring`` is an ordinary file.
 
+Bytes are copied by numpy, which lets go of the interpreter meanwhile: records of some megabytes come many times a
+second, in a thread beside the engine's steps.
+
 A record is a head of four words (size, tokens, checksum, place) and its bytes, padded to 8. Only the writer writes, but
 for one word that says how far the reader is. The reader copies a record, and then looks whether the writer has come by
 meanwhile; the checksum finds what that look may miss on a machine that reorders memory.
@@ -20,7 +23,10 @@ import mmap
 import os
 import random
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 NAME = "ring"
 # Words of the head: bytes ever written, oldest byte that is whole, bytes ever read, sizes of the two parts, tokens
@@ -40,8 +46,9 @@ class TraceRing:
     """One end of the ring. ``create`` gives the writer's, ``open`` the reader's. Neither end is for several threads."""
 
     def __init__(self, memory: mmap.mmap, descriptor: int, link: Path | None, seed: int = 0) -> None:
-        self._map, self._descriptor, self._link = memory, descriptor, link
+        self._map, self._descriptor, self._link, self._closed = memory, descriptor, link, False
         self._words = memoryview(memory)[:HEAD_BYTES].cast("Q")
+        self._bytes = np.frombuffer(memory, np.uint8)
         self._random = random.Random(seed)
 
     @classmethod
@@ -84,26 +91,35 @@ class TraceRing:
 
     # ------------------------------------------------------------------------------------------------------ the writer
 
-    def put(self, data: bytes, tokens: int = 0) -> bool:
+    def put(self, data: bytes | Sequence[np.ndarray], tokens: int = 0) -> bool:
         """Write a record of ``tokens`` tokens over the oldest ones. Never waits. False: it is longer than ``largest``
-        or the ring is closed, and nothing was written."""
-        if self._map.closed or not data or len(data) > self.largest:
+        or the ring is closed, and nothing was written. ``data``: its bytes, or pieces [N] uint8 of them."""
+        parts = [np.frombuffer(data, np.uint8)] if isinstance(data, bytes) else data
+        count = sum(map(len, parts))
+        if self._closed or not count or count > self.largest:
             return False
         words, size = self._words, self._words[SIZE]
-        length = _padded(len(data))
+        length = _padded(count)
         at = words[WRITTEN]
         if at % size + length > size:  # a record does not wrap: it starts over
             at += size - at % size
         self._make_room(at + length)
-        self._write(HEAD_BYTES + at % size, data, tokens, at)
+        self._write(HEAD_BYTES + at % size, parts, tokens, at)
         words[WRITTEN] = at + length
         return True
 
-    def _write(self, place: int, data: bytes, tokens: int, at: int) -> None:
+    def _write(self, place: int, parts: Sequence[np.ndarray], tokens: int, at: int) -> None:
         """Write head and bytes of a record to ``place``."""
-        head = memoryview(self._map)[place : place + RECORD_BYTES].cast("Q")
-        head[0], head[1], head[2], head[3] = len(data), tokens, zlib.crc32(data), at
-        self._map[place + RECORD_BYTES : place + RECORD_BYTES + len(data)] = data
+        head, checksum, end = self._head(place), 0, place + RECORD_BYTES
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        head[:] = sum(map(len, parts)), tokens, checksum, at
+        for part in parts:
+            self._bytes[end : (end := end + len(part))] = part
+
+    def _head(self, place: int) -> np.ndarray:
+        """The four words of the head of the record at ``place``."""
+        return self._bytes[place : place + RECORD_BYTES].view(np.uint64)
 
     def _make_room(self, end: int) -> None:
         """Give up the oldest records, so that what is written up to ``end`` meets none of them."""
@@ -129,8 +145,7 @@ class TraceRing:
         size = self._words[SIZE]
         if at % size + RECORD_BYTES > size:
             return None
-        place = HEAD_BYTES + at % size
-        length, tokens, _, mine = memoryview(self._map)[place : place + RECORD_BYTES].cast("Q")
+        length, tokens, _, mine = self._head(HEAD_BYTES + at % size).tolist()
         return (length, tokens) if mine == at else None
 
     def _keep(self, place: int, length: int, tokens: int) -> None:
@@ -141,9 +156,8 @@ class TraceRing:
         free = next((i for i in range(SLOTS) if words[_turn(i)] == words[_turn(i) + 1]), None)
         slot = self._random.randrange(words[LOST]) if free is None else free
         if slot < SLOTS:
-            data = bytes(self._map[place + RECORD_BYTES : place + RECORD_BYTES + length])
             words[_turn(slot)] += 1  # odd: the reader leaves it alone
-            self._write(self._slot(slot), data, tokens, slot)
+            self._write(self._slot(slot), [self._bytes[place + RECORD_BYTES :][:length]], tokens, slot)
             words[_turn(slot)] += 1
 
     def _slot(self, slot: int) -> int:
@@ -155,7 +169,7 @@ class TraceRing:
         """The oldest record that was not read, or one of the reservoir where all others were. None: there is none.
 
         Never waits. A record that is overwritten while it is read is left out."""
-        if self._map.closed:
+        if self._closed:
             return None
         words, size = self._words, self._words[SIZE]
         while (at := max(words[READ], words[OLDEST])) < words[WRITTEN]:
@@ -174,8 +188,8 @@ class TraceRing:
 
     def _copied(self, place: int, length: int, most: int) -> bytes | None:
         """The bytes of the record at ``place``; None where they do not match the checksum."""
-        checksum = memoryview(self._map)[place : place + RECORD_BYTES].cast("Q")[2]
-        data = bytes(self._map[place + RECORD_BYTES : place + RECORD_BYTES + min(length, most)])
+        checksum = int(self._head(place)[2])
+        data = self._bytes[place + RECORD_BYTES :][: min(length, most)].tobytes()
         return data if zlib.crc32(data) == checksum else None
 
     def _from_reservoir(self) -> bytes | None:
@@ -184,7 +198,7 @@ class TraceRing:
             turn, place = words[_turn(slot)], self._slot(slot)
             if turn % 2 or turn == words[_turn(slot) + 1]:
                 continue
-            data = self._copied(place, memoryview(self._map)[place : place + 8].cast("Q")[0], words[RESERVED] // SLOTS)
+            data = self._copied(place, int(self._head(place)[0]), words[RESERVED] // SLOTS)
             if words[_turn(slot)] == turn:
                 words[_turn(slot) + 1] = turn
                 if data is not None:
@@ -200,9 +214,11 @@ class TraceRing:
 
     def close(self) -> None:
         """Give the memory back. Further calls of ``put`` and ``take`` do nothing."""
-        if self._map.closed:
+        if self._closed:
             return
+        self._closed = True
         self._words.release()
+        self._bytes = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):
             self._map.close()
         if self._link is not None:

@@ -68,6 +68,10 @@ class Trace:
 
     def encode(self) -> bytes:
         """The trace as bytes: magic, checksum, length of the head, the head as msgpack, then the arrays."""
+        return b"".join(part.tobytes() for part in self.parts())
+
+    def parts(self) -> list[np.ndarray]:
+        """The bytes of `encode` in pieces [N] uint8, of which the large ones are views of this trace's arrays."""
         head: dict[str, Any] = {}
         arrays = []
         for field in fields(self):
@@ -76,12 +80,15 @@ class Trace:
                 kind = HOLDS[self.dtype] if field.name == "states" else TYPES[field.name]
                 array = np.ascontiguousarray(value, kind)
                 head[field.name] = array.shape
-                arrays.append(array.tobytes())
+                arrays.append(array.reshape(-1).view(np.uint8))
             else:
                 head[field.name] = value
         packed = msgspec.msgpack.encode(head)
-        body = b"".join([len(packed).to_bytes(4, "little"), packed, *arrays])
-        return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+        first = np.frombuffer(len(packed).to_bytes(4, "little") + packed, np.uint8)
+        checksum = 0
+        for part in (first, *arrays):
+            checksum = zlib.crc32(part, checksum)
+        return [np.frombuffer(MAGIC + checksum.to_bytes(4, "little"), np.uint8), first, *arrays]
 
     @classmethod
     def decode(cls, data: bytes) -> Trace:
