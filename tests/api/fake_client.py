@@ -149,6 +149,7 @@ class FakeClient:
         return EngineStats(
             forwards=4,
             draft_saved_seconds=-0.5,
+            draft_gain=0.9,
             step_time_error={"eager": 0.25, "graph": 0.125},
             step=7,
             restarts=2,

@@ -56,7 +56,15 @@ class Scripted:
         return [Event(kind="tokens", request_id=n, token_ids=[1] * (3 if drafts else 1)) for n in self.names]
 
     def stats(self):
-        return SimpleNamespace(forwards=2 * self.steps, drafted_tokens=self.drafted, learning=None)
+        drafts = 2 * self.drafted
+        return SimpleNamespace(
+            forwards=2 * self.steps,
+            drafted_tokens=self.drafted,
+            drafts=drafts,
+            accepted_tokens=2 * drafts,
+            draft_gain=self.steps / 100,
+            learning=None,
+        )
 
 
 def test_steps_without_drafts_are_measured_for_themselves(monkeypatch):
@@ -68,6 +76,8 @@ def test_steps_without_drafts_are_measured_for_themselves(monkeypatch):
     found = load.undrafted.metrics()
     assert found["tokens_per_s"] == 2.0 and found["gap_p50_ms"] == found["gap_p99_ms"] == 1000
     assert found["seconds"] == 40.0, "half of the last two thirds"
+    curve = day0.metrics_of(windows, [])["curve"]
+    assert set(curve["tokens_per_draft"]) == {3.0} and curve["predicted_gain"][-1] == pytest.approx(0.9, abs=0.05)
     rates = [w.tokens for w in windows]
     assert sum(rates) / 120 == pytest.approx(10 / 4, rel=0.1) and seen == list(range(1, len(windows) + 1))
 

@@ -5,6 +5,9 @@ then with ``--learn on``. The output is a curve: tokens a second and tokens a fo
 the version that was served; and after how many seconds and tokens the windows reached 1.2 and 1.5 times plain. It is
 written after every window.
 
+The curve also says why drafts are made or not: the tokens that verified drafts gave, and the gain that the engine
+predicted of drafting.
+
 Steps without drafts are measured for themselves, after a third of the time: what they lose to those without learning is
 what the trainer takes, for example of the engine's own GPU.
 """
@@ -37,12 +40,16 @@ PROBLEMS = 2048  # different problems of each task, before they come again
 @dataclasses.dataclass(slots=True)
 class Window:
     """A point of the curve: seconds since the start at its end, tokens and forwards in it, and the version of the
-    weights at its end."""
+    weights at its end. ``drafts`` and ``accepted``: verified drafts in it, and their accepted tokens; ``gain``: of
+    drafting, as the engine predicted it last (`EngineStats.draft_gain`)."""
 
     seconds: float
     tokens: int
     forwards: int
     version: int
+    drafts: int = 0
+    accepted: int = 0
+    gain: float | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,7 +83,8 @@ class Load:
         fails."""
         windows: list[Window] = []
         stats = self._engine.stats()
-        tokens, before, drafted = 0, stats.forwards, stats.drafted_tokens
+        tokens, drafted = 0, stats.drafted_tokens
+        before = stats.forwards, stats.drafts, stats.accepted_tokens
         self.gaps.clear()
         self.undrafted = Undrafted()
         begun = mark = now = time.perf_counter()
@@ -94,8 +102,10 @@ class Load:
             drafted = stats.drafted_tokens
             if now - mark >= min(WINDOW, seconds / 2):
                 version = stats.learning.version if stats.learning else 0
-                windows.append(Window(now - begun, tokens, stats.forwards - before, version))
-                mark, tokens, before = now, 0, stats.forwards
+                counted = stats.forwards, stats.drafts, stats.accepted_tokens
+                forwards, drafts, accepted = (count - then for count, then in zip(counted, before))
+                windows.append(Window(now - begun, tokens, forwards, version, drafts, accepted, stats.draft_gain))
+                mark, tokens, before = now, 0, counted
                 note(windows)
         return windows
 
@@ -136,6 +146,8 @@ def metrics_of(windows: list[Window], gaps: list[float], plain: float = 0.0) -> 
             "tokens_per_s": [round(rate, 1) for rate in rates],
             "tokens_per_forward": [round(w.tokens / max(1, w.forwards), 3) for w in windows],
             "version": [w.version for w in windows],
+            "tokens_per_draft": [round(1 + w.accepted / w.drafts, 3) if w.drafts else None for w in windows],
+            "predicted_gain": [None if w.gain is None else round(w.gain, 3) for w in windows],
         },
     }
     for goal in GOALS if plain else ():

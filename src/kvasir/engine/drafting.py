@@ -438,7 +438,7 @@ class Drafting:
         stats.draft_steps, stats.drafts = s.steps, s.verified
         stats.drafted_tokens, stats.accepted_tokens = s.drafted, s.accepted
         stats.accepted_by_depth, stats.drafted_by, stats.drafted_by_depth = s.by_depth, s.by_source, s.by_source_depth
-        stats.draft_saved_seconds = self._savings.seconds
+        stats.draft_saved_seconds, stats.draft_gain = self._savings.seconds, self.controller.gain
 
     def _committed(self, span: Span, result: SpanResult) -> Any:
         """Hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""

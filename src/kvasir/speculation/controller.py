@@ -220,6 +220,7 @@ class Controller:
         self._in_a_row = 0  # drafted steps since the last plain one
         self._drafted_last = False  # whether the last decision was to draft because it pays
         self._accepted = 0  # accepted nodes of the step that is being observed
+        self.gain: float | None = None  # the last predicted gain, see ``_gain``
         self.most_nodes: int | None = None  # most nodes worth proposing for a sequence; None: no limit
 
     # ---------------------------------------------------------------------------------------------------------- decide
@@ -310,6 +311,7 @@ class Controller:
             if rank < 8 or rank % 8 == 7:
                 drafted = self._seconds(num_seqs, context, round((tail + spread * slots) * num_seqs), True)
                 best = max(best, tokens * plain / drafted)
+        self.gain = best
         return best
 
     def allocate(

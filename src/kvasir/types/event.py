@@ -204,6 +204,7 @@ class EngineStats:
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: parent accepted
     drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same for each drafter
     draft_saved_seconds: float | None = None  # estimate (engine/draft_savings.py); negative: lost; None: unknown
+    draft_gain: float | None = None  # predicted tokens a second with drafts over those without; None: not predicted yet
     learning: LearnStats | None = None  # None: nothing is learned
     startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill" (the weights) overlaps other phases
     weight_bytes: int = 0  # bytes of weights read and copied at the start
