@@ -117,9 +117,11 @@ class Running:
         return over
 
     def told(self) -> dict[str, object]:
-        """Return how the study ended (``done``, ``cut off`` after its seconds, or ``failed``), and its seconds."""
+        """Return how the study ended (``done``, ``cut off`` after its seconds, or ``failed``), and the seconds that it
+        took."""
         how = "cut off" if self.asked else "failed" if self.process.returncode else "done"
-        return {"how": how, "seconds": round(self.took, 1), "status": self.process.returncode} | vars(self.study)
+        took = {"how": how, "took": round(self.took, 1), "status": self.process.returncode}
+        return vars(self.study) | took
 
 
 class Lane:
@@ -141,7 +143,7 @@ class Lane:
                 break
             if left < LEAST:
                 self.waiting.remove(study)
-                self._tell({"how": "no time left"} | vars(study))
+                self._tell(vars(study) | {"how": "no time left", "took": 0.0})
             elif not study.after or Path(os.path.expandvars(study.after.replace("OUT", str(self.out)))).exists():
                 self.waiting.remove(study)
                 self.running.append(Running(study, self.out, left))
@@ -155,7 +157,7 @@ class Lane:
 
     def _tell(self, what: dict[str, object]) -> None:
         self.told.append(what)
-        print(f"{what['name']}: {what['how']} after {what.get('seconds', 0)} s", flush=True)
+        print(f"{what['name']}: {what['how']} after {what['took']} s", flush=True)
         (self.out / f"{self.part}.status.json").write_text(json.dumps(self.told, indent=1) + "\n")
 
 

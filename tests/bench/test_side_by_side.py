@@ -50,6 +50,7 @@ def test_studies_end_by_their_time_and_keep_what_they_wrote(tmp_path):
     told = {one["name"]: one for one in json.loads((out / "together.status.json").read_text())}
     assert {name: one["how"] for name, one in told.items()} == {"short": "done", "long": "cut off", "wrong": "failed"}
     assert told["wrong"]["status"] == 3
+    assert told["long"]["took"] >= 0.3 == told["long"]["seconds"], "what it took, and what it was given"
     assert (out / "long.txt").read_text() == "part\n"
     assert side_by_side.main([str(file), str(out), "--part", "alone"]) == 0
     assert (out / "first.log").read_text() == "told\n"
