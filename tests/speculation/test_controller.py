@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvasir.speculation.controller import MAX_PAUSE, TRIAL_STEPS, Controller
+from kvasir.speculation.controller import MAX_PAUSE, START_GAIN, TRIAL_STEPS, Controller
 from kvasir.speculation.tree import DraftTree
 
 
@@ -60,10 +60,13 @@ def test_good_drafts_where_rows_are_cheap_are_verified_whole():
 def test_bad_drafts_are_left_out_but_for_rare_trials():
     price = seconds(0.02, sync=0.1)
     control = Controller(price)
+    assert control.gain is None
     slots = drive(control, 3 * MAX_PAUSE, 0.0, price)
+    assert control.gain < 1.0, "what is shown says why nothing is drafted"
     drafted = sum(1 for s in slots[MAX_PAUSE:] if s)
     assert 0 < drafted <= 6 * TRIAL_STEPS, "they are tried again, at long intervals"
     assert set(drive(control, 3 * MAX_PAUSE, 0.95, price)[-100:]) != {0}, "and pay when they get better"
+    assert control.gain > START_GAIN
 
 
 def test_slots_follow_the_price_of_a_row():

@@ -46,7 +46,7 @@ RECENT = 0.98  # weight of the past in the shown means
 class Recipe:
     """Settings of learning. ``every``: steps between candidates; ``lam``: weight of rejected branches; ``rate`` and
     ``settled_rate``: learning rates of a model of width WIDTH, while candidates gain and when they no longer do;
-    ``rows``: of a step; ``pool``: steps whose rows are kept to draw from; ``held_rows``: most rows held back;
+    ``rows``: of a step, at most; ``pool``: steps whose rows are kept to draw from; ``held_rows``: most rows held back;
     ``forwards``: fewest on which a candidate is judged, and four times as many are the most; ``num_bytes``: of traces
     to learn from."""
 

@@ -22,8 +22,8 @@ from kvasir.kernels.norm import rms_norm
 from kvasir.speculation.head import Head, Level
 
 NEG_INF = -float("inf")
-# Forms of attention that take a new shape as it comes. cuDNN makes a plan for it first: on an H100's host that took 40
-# ms a call, the others 0.2 ms. Paths have new shapes in every slice of a trainer.
+# Forms of attention that take a new shape as it comes. cuDNN makes a plan for it first, on the host, and paths have new
+# shapes in every slice of a trainer: on an H100 the plans took most of its time (docs/methods/learning.md).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
