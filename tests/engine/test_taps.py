@@ -39,9 +39,6 @@ class Recorder(Drafter):
         self.rows.setdefault(key, {}).update((start + i, row.clone()) for i, row in enumerate(hidden))
         self.ids[key] = list(seq.tokens)
 
-    def observe(self, seq, tree, path, hidden=None):
-        self.ingest(seq, hidden, seq.num_computed - len(hidden))
-
     def propose(self, asks):
         return [DraftTree() for _ in asks] if self.hostile is None else self.hostile.propose(asks)
 

@@ -210,9 +210,9 @@ def test_tokens_add_up_and_follow_the_renewal_formula(folder, monkeypatch):
     d = driver(f"idlm:model={folder},layout=chain", max_model_len=128, num_pages=512)
     real = MaskDrafter.observe
 
-    def observe(self, seq, tree, path, hidden=None):
+    def observe(self, seq, tree, path):
         passes.append((len(tree), len(path)))
-        real(self, seq, tree, path, hidden)
+        real(self, seq, tree, path)
 
     monkeypatch.setattr(MaskDrafter, "observe", observe)
     d.run(requests(d, 0.0, max_tokens=60, logprobs=None))

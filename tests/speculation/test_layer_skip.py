@@ -225,7 +225,8 @@ def drive(drafter: Drafter, model: Exits, seq: Sequence, rounds: int) -> None:
             accepted += 1
         seq.tokens += [7] * (accepted + 1)
         seq.num_computed = len(seq.tokens) - 1
-        drafter.observe(seq, tree, list(range(accepted)), torch.zeros(accepted + 1, 3, 4))
+        drafter.observe(seq, tree, list(range(accepted)))
+        drafter.ingest(seq, torch.zeros(accepted + 1, 3, 4), seq.num_computed - accepted - 1)
 
 
 def fresh() -> Drafter:

@@ -359,15 +359,18 @@ class Drafting:
         if trees is not self._verified and self._alone and isinstance(trees, Forest):
             self.learn()
             self._verified = trees
+        hidden = self._committed(span, result)
         if trees is self._verified:
             self._which.append(i)
             self._paths.append(result.path)
+            self.ingest(span, hidden)
             return
         tree = trees[i]
         path = tree.path(result.tokens)
         if tree.tokens:
             self.controller.observe(tree, path)
-        self._guarded(self.drafter.observe, span.seq, tree, path, self._committed(span, result))
+        self._guarded(self.drafter.observe, span.seq, tree, path)
+        self.ingest(span, hidden)
         self._answer(span, tree, result)
 
     def _answer(self, span: Span, tree: DraftTree, result: SpanResult) -> None:
@@ -392,8 +395,7 @@ class Drafting:
             self.ingest(span, listener.of(result.hidden))
 
     def ingest(self, span: Span, hidden: Any) -> None:
-        """Hand the drafter the hidden states [K, layers, E] of a committed span's first rows; None: there are none. The
-        span verified none of its drafts."""
+        """Hand the drafter the hidden states [K, layers, E] of a span's committed rows; None: there are none."""
         if hidden is not None and span.valid and self._failures < MAX_FAILURES:
             self._open(span.seq)
             self._guarded(self.drafter.ingest, span.seq, hidden, span.start)

@@ -150,8 +150,7 @@ class Drafter(Technique):
 
     - ``exact``: False asks for a verification that keeps the distribution of the tokens, not the tokens themselves.
     - ``hidden_layers``: layers of the served model whose outputs the drafter reads, known after ``attach``. ``ingest``
-      and
-      ``observe`` get these outputs as [rows, layers, E] on the model's device.
+      gets these outputs as [rows, layers, E] on the model's device.
     - ``guests``: embeddings [guests, E] in the model's dtype and place, which its trees may put behind nodes
       (`DraftTree.guests`). The model computes these rows together with the step's own, and ``answer`` gets what they
       guess. Known after ``attach``, later changed in place only. ``guessing`` says how they guess; ``guest_variant`` is
@@ -212,6 +211,7 @@ class Drafter(Technique):
     def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
         """Read the outputs of ``hidden_layers`` for committed rows from position ``start`` on.
 
+        Rows of a verified draft come after ``observe`` was told of it: up to its anchor, and along the accepted path.
         Rows may be missing: those of a prefix that came from the cache, and those of steps without drafting. After a
         preemption they come again."""
 
@@ -225,11 +225,10 @@ class Drafter(Technique):
         this step; eight in a row turn the drafter off."""
         raise NotImplementedError
 
-    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
+    def observe(self, seq: Sequence, tree: DraftTree, path: list[int]) -> None:
         """Learn that ``tree`` was verified and the nodes of ``path`` were accepted.
 
-        ``seq.tokens`` holds them and one more token. ``hidden``: outputs of ``hidden_layers`` for the rows committed in
-        this step; the last row is position ``seq.num_computed`` - 1."""
+        ``seq.tokens`` holds them and one more token."""
 
     def answer(self, seq: Sequence, tree: DraftTree, node: int, guesses: list[list[Guess]]) -> None:
         """Read what guest rows guess. Called after ``observe`` for trees with guests, and after a prompt with a

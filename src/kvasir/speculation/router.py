@@ -151,7 +151,7 @@ class Router(Drafter):
 
     # ----------------------------------------------------------------------------------------------------------- learn
 
-    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
+    def observe(self, seq: Sequence, tree: DraftTree, path: list[int]) -> None:
         right, reached = set(path), {-1, *path}
         for node, parent in enumerate(tree.parents):
             if parent in reached:
@@ -162,11 +162,8 @@ class Router(Drafter):
         ):
             counts[0] = DECAY * counts[0] + len(path)
             counts[1] = DECAY * counts[1] + 1.0
-        for name, drafter in self.drafters.items():
-            if hidden is not None and name in self._columns:
-                drafter.observe(seq, tree, path, hidden[:, self._columns[name]])
-            elif name == tree.source:
-                drafter.observe(seq, tree, path)
+        if tree.source in self.drafters:
+            self.drafters[tree.source].observe(seq, tree, path)
 
     def answer(self, seq: Sequence, tree: DraftTree, node: int, guesses: list[list[Guess]]) -> None:
         self._open(seq, self._host.name)

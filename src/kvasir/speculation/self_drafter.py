@@ -38,7 +38,7 @@ class SelfDrafter(Drafter):
         found = seq.state.get(self.name)
         return found[1] if found is not None and found[0] == len(seq.tokens) else []
 
-    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: object = None) -> None:
+    def observe(self, seq: Sequence, tree: DraftTree, path: list[int]) -> None:
         if not tree.tokens:
             return
         deepest = 1 + max(tree.depths[node] for node, parent in enumerate(tree.parents) if parent in {-1, *path})

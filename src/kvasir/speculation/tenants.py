@@ -71,8 +71,8 @@ class Tenants(Drafter):
     def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
         self._of(seq).ingest(seq, hidden, start)
 
-    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
-        self._of(seq).observe(seq, tree, path, hidden)
+    def observe(self, seq: Sequence, tree: DraftTree, path: list[int]) -> None:
+        self._of(seq).observe(seq, tree, path)
 
     def close(self, seq: Sequence) -> None:
         self._of(seq).close(seq)

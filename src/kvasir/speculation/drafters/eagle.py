@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -139,10 +138,6 @@ class EagleDrafter(Drafter):
             self._flush()
         self._num_waiting += lane.end - first
         self._queue.append(_Piece(lane, first, hidden[first - start :], seq.tokens[first + 1 : lane.end + 1]))
-
-    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
-        if hidden is not None:
-            self.ingest(seq, hidden, seq.num_computed - len(hidden))
 
     def close(self, seq: Sequence) -> None:
         lane = self._lanes.pop(seq, None)

@@ -153,10 +153,8 @@ class LayerSkip(Drafter):
             stops.append(0.0 if self.config.static else self._evidence(ask.seq, after).threshold)
         return [DraftTree.chain(tokens, sure) for tokens, sure in self._model.draw(short, after, stops)]
 
-    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
-        if hidden is not None:
-            self.ingest(seq, hidden, seq.num_computed - len(hidden))
-        elif tree.source == self.name:
+    def observe(self, seq: Sequence, tree: DraftTree, path: list[int]) -> None:
+        if not self.hidden_layers and tree.source == self.name:
             after = self._known(seq).drafted
             self._learn(seq, after, [(node in path, est) for node, est in zip(range(len(path) + 1), tree.est)])
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -79,10 +78,6 @@ class MedusaDrafter(Drafter):
     def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
         last = hidden[-1:, 0]
         seq.state["medusa"] = start + len(hidden), last.clone() if len(hidden) > KEPT else last
-
-    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
-        if hidden is not None:
-            self.ingest(seq, hidden, seq.num_computed - len(hidden))
 
     @torch.inference_mode()
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
