@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -309,6 +310,39 @@ def test_a_captured_draft_is_the_eager_one(eagle):
             for a, b in zip(eager, static):
                 assert a.est == pytest.approx(b.est, rel=1e-4) and a.parents == b.parents
     assert len(captured) == 3
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_captured_keys_of_committed_rows_are_the_eager_ones(eagle, width):
+    """Rows of steps, padded and replayed, leave in every lane what eager ones do, and so the same drafts.
+
+    Mutation: padding rows belong to the first lane."""
+    _, model, folder = eagle
+    drafters = [EagleDrafter(Config(model=str(folder), width=width, window=64, lanes=3)) for _ in range(2)]
+    for drafter, how in zip(drafters, (None, lambda work: work)):
+        drafter.attach(model, how)
+    seqs, rng = [sequence([i + 1] * (5 + 30 * i)) for i in range(3)], random.Random(3)
+    generator = torch.Generator().manual_seed(3)
+    lengths = {seq: len(seq.tokens) - 1 for seq in seqs}
+    for _ in range(12):
+        for seq, length in lengths.items():
+            features = torch.randn(length, 3, DIM, generator=generator)
+            for drafter in drafters:
+                drafter.ingest(seq, features, len(seq.tokens) - 1 - length)
+        eager, static = (drafter.propose([Ask(seq, 6, 3) for seq in seqs]) for drafter in drafters)
+        for a, b in zip(eager, static):
+            assert a.tokens and a.tokens == b.tokens and a.parents == b.parents and a.depths == b.depths
+            assert a.est == pytest.approx(b.est, rel=1e-4)
+        lanes = [(drafters[0]._lanes[seq].index, drafters[1]._lanes[seq].index) for seq in seqs]
+        for mine, other in lanes:
+            assert torch.equal(drafters[0]._positions[mine], drafters[1]._positions[other])
+            for name in ("_k", "_v", "_states"):
+                a, b = (getattr(drafter, name)[at] for drafter, at in zip(drafters, (mine, other)))
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        for seq in seqs:
+            lengths[seq] = rng.randint(1, 4)
+            seq.tokens += [rng.randrange(50) for _ in range(lengths[seq])]
+    assert any(shape.replay for key, shape in drafters[1]._shapes.items() if len(key) == 1), "no rows were replayed"
 
 
 @torch.no_grad()

@@ -227,3 +227,9 @@ def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A small host array on the device, without waiting for it."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def send_to(array: np.ndarray, there: torch.Tensor) -> None:
+    """Copy a small host array into a tensor, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    there.copy_(tensor.pin_memory() if there.is_cuda else tensor, non_blocking=True)

@@ -7,7 +7,7 @@ that the model would draw at its position if its distribution were the head's: t
 ``width=1`` gives chains, which run in the CUDA graphs of decode steps.
 
 Where decode steps are CUDA graphs or tapes, drafting is captured, too, for every number of sequences and of slots that
-comes back.
+comes back, and so are the keys of the rows of a step.
 
 The single layer makes keys of committed rows cheap: they depend on the row's own hidden states and the token after it,
 not on attention. They lie in *lanes*: rings of the last ``window`` positions of a sequence, each key with its position.
@@ -37,6 +37,7 @@ from kvasir.types import Sequence
 
 LEAST = 64  # smallest number of slots that are read; larger ones are powers of two
 EAGER_STEPS = 2  # runs of a shape before it is captured, in which its kernels are compiled
+CAPTURED_ROWS = 256  # most committed rows whose keys are computed by a replay; more are a prompt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Shape:
-    """The static buffers of one shape of drafting, and its replay once there is one."""
+    """The static buffers of one shape of work, and its replay once there is one."""
 
     given: torch.Tensor
     found: torch.Tensor | None = None
@@ -101,12 +102,13 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         head = self._head = heads.load_for("eagle", self.config.model, model)
-        self._capture, self._shapes = capture, {}
+        self._capture = capture
+        self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._host_noise = model.place.device.type == "cpu"  # which no tape sees
         self._model, self.hidden_layers = model, head.shape.layers
         self._depth = self.config.max_depth or head.shape.depth
         self._device, dtype = model.place.device, model.place.dtype
-        size = (self.config.lanes, self.config.window)
+        size = (self.config.lanes + 1, self.config.window)  # the last lane is nobody's: padding rows write there
         self._k, self._v = (
             torch.zeros(*size, head.shape.kv_heads, head.shape.head_dim, device=self._device, dtype=dtype)
             for _ in range(2)
@@ -114,16 +116,20 @@ class EagleDrafter(Drafter):
         self._positions = torch.full(size, -1, device=self._device)
         head.reserve(model.spec.max_position + self._depth)
         self._states = torch.zeros(size[0], head.shape.dim, device=self._device, dtype=dtype)  # last row of each lane
+        rows = CAPTURED_ROWS, len(head.shape.layers), head.shape.dim
+        self._hidden = torch.zeros(rows, device=self._device, dtype=dtype)  # those that replays read
 
     def device_bytes(self, model: ServedModel) -> int:
-        """Number of bytes of weights and rotations, and of the keys, values, positions and state of each lane."""
+        """Number of bytes of weights and rotations, of the keys, values, positions and state of each lane, and of the
+        rows that a replay reads."""
         shape, weights = heads.planned("eagle", self.config.model, model)
         slot = 2 * shape.kv_heads * shape.head_dim * model.place.dtype.itemsize + 8
         rotations = (model.spec.max_position + (self.config.max_depth or shape.depth)) * (shape.head_dim // 2) * 8
+        lanes, rows = self.config.lanes + 1, CAPTURED_ROWS * len(shape.layers)
         return (
-            (weights + self.config.lanes * shape.dim) * model.place.dtype.itemsize
+            (weights + (lanes + rows) * shape.dim) * model.place.dtype.itemsize
             + rotations
-            + self.config.lanes * self.config.window * slot
+            + lanes * self.config.window * slot
         )
 
     # --------------------------------------------------------------------------------------------------- committed rows
@@ -170,25 +176,59 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def _flush(self) -> None:
         """Compute the keys and values of the waiting rows."""
-        queue, self._queue, self._num_waiting = self._queue, [], 0
+        queue, self._queue, count, self._num_waiting = self._queue, [], self._num_waiting, 0
         if not queue:
             return
-        rows = [(piece.lane.index, piece.start + i, token) for piece in queue for i, token in enumerate(piece.tokens)]
-        ends = np.cumsum([len(piece.tokens) for piece in queue]) - 1
-        last = {piece.lane.index: end for piece, end in zip(queue, ends.tolist())}
-        sent = heads.send(
-            np.concatenate(
-                [np.array(rows, np.int64).T.ravel(), np.array([[*last], [*last.values()]], np.int64).ravel()]
-            ),
-            self._device,
-        )
-        lane_R, position_R, token_R = sent[: 3 * len(rows)].view(3, -1)
-        owner, end = sent[3 * len(rows) :].view(2, -1)
-        state_RE = self._head.fuse(torch.cat([piece.hidden for piece in queue]))
+        nobody = self.config.lanes
+        size = padded_rows(count) if self._capture is not None and count <= CAPTURED_ROWS else count
+        # By row: its lane, position and token, and the lane whose last row it is.
+        rows_4R = np.zeros((4, size), np.int64)
+        rows_4R[0], rows_4R[3] = nobody, nobody
+        end, last = 0, {}
+        for piece in queue:
+            start, end = end, end + len(piece.tokens)
+            rows_4R[0, start:end] = piece.lane.index
+            rows_4R[1, start:end] = np.arange(piece.start, piece.start + end - start)
+            rows_4R[2, start:end] = piece.tokens
+            last[piece.lane.index] = end - 1
+        rows_4R[3, [*last.values()]] = [*last]
+        hidden = [piece.hidden for piece in queue]
+        if size > CAPTURED_ROWS or self._capture is None:
+            self._remember(heads.send(rows_4R, self._device), torch.cat(hidden))
+            return
+        shape = self._shape((size,), rows_4R)
+        torch.cat(hidden, out=self._hidden[:count])
+        self._run(shape, lambda: self._remember(shape.given, self._hidden[:size]))
+
+    def _remember(self, rows_4R: torch.Tensor, hidden_RLE: torch.Tensor) -> None:
+        """Write keys, values and positions of these rows to their lanes, and the states of the last ones."""
+        lane_R, position_R, token_R, owner_R = rows_4R
+        state_RE = self._head.fuse(hidden_RLE)
         _, k_RGD, v_RGD = self._head.attention(self._head.mix(state_RE, self._model.embed(token_R)), position_R)
         slot_R = position_R % self.config.window
         self._k[lane_R, slot_R], self._v[lane_R, slot_R], self._positions[lane_R, slot_R] = k_RGD, v_RGD, position_R
-        self._states[owner] = state_RE[end]
+        self._states[owner_R] = state_RE
+
+    # ------------------------------------------------------------------------------------------------------- capturing
+
+    def _shape(self, key: tuple[int, ...], given: np.ndarray) -> _Shape:
+        """The shape of this key, with ``given`` in its buffer."""
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = _Shape(torch.zeros(given.shape, dtype=torch.int64, device=self._device))
+        heads.send_to(given, shape.given)
+        return shape
+
+    def _run(self, shape: _Shape, work: Callable[[], None]) -> None:
+        """Run ``work`` on the buffers of a shape; by a replay once the shape has come back."""
+        shape.uses += 1
+        if shape.replay is None and shape.uses > EAGER_STEPS:
+            try:
+                shape.replay = self._capture(work)
+            except Exception as error:  # drafting works without a replay
+                self._capture = None
+                log.warning("drafting is not captured any more (%s: %s)", type(error).__name__, error)
+        (shape.replay or work)()
 
     # --------------------------------------------------------------------------------------------------------- drafting
 
@@ -204,9 +244,9 @@ class EagleDrafter(Drafter):
             deepest = max(ask.max_depth for _, ask, _ in ready)
             self._deepest = max(self._deepest, deepest)  # one depth for all steps: fewer shapes to capture
             depth = min(self._depth, deepest if self._capture is None else self._deepest)
-            found = self._draft([ask.seq for _, ask, _ in ready], [lane for *_, lane in ready], depth).tolist()
-            for (i, ask, _), *nodes in zip(ready, *found):
-                trees[i] = _best(*nodes, ask)
+            found = self._draft([ask.seq for _, ask, _ in ready], [lane for *_, lane in ready], depth).numpy()
+            for (i, *_), tree in zip(ready, _best(found, [ask for _, ask, _ in ready], self.config.width == 1)):
+                trees[i] = tree
         return trees
 
     @torch.inference_mode()
@@ -222,12 +262,9 @@ class EagleDrafter(Drafter):
         if self._capture is None or hot and self._host_noise:
             return self._expand(heads.send(given, self._device), slots, depth, hot).cpu()
         size = 1 << (count - 1).bit_length()
-        shape = self._shapes.setdefault(
-            (size, slots, depth, hot), _Shape(torch.zeros(len(given), size, dtype=torch.int64, device=self._device))
-        )
         padded = np.repeat(given[:, :1], size, 1)  # padding repeats the first sequence
         padded[:, :count] = given
-        shape.given.copy_(heads.send(padded, self._device))
+        shape = self._shape((size, slots, depth, hot), padded)
 
         def work() -> None:
             found = self._expand(shape.given, slots, depth, hot)
@@ -235,16 +272,7 @@ class EagleDrafter(Drafter):
                 shape.found = torch.empty_like(found)
             shape.found.copy_(found)
 
-        shape.uses += 1
-        if shape.replay is None and shape.uses > EAGER_STEPS:
-            try:
-                shape.replay = self._capture(work)
-            except Exception as error:  # drafting works without a replay
-                self._capture = None
-                log.warning(
-                    "drafting is not captured: %d sequences cannot be (%s: %s)", size, type(error).__name__, error
-                )
-        (shape.replay or work)()
+        self._run(shape, work)
         return shape.found[:, :count].cpu()
 
     def _expand(self, given_5B: torch.Tensor, slots: int, depth: int, hot: bool) -> torch.Tensor:
@@ -272,17 +300,20 @@ class EagleDrafter(Drafter):
                 sees_BNS = torch.cat([sees_BNS, itself], 2)
             state_BNE = head.finish(state_BNE, _attend(q_BNHD, k_BSGD, v_BSGD, sees_BNS))
             log_BNV = heads.guess(model.read_out(head.norm(state_BNE)), draws, position_BN + 1)
-            log_BNC, id_BNC = log_BNV.topk(min(width, log_BNV.shape[-1]), -1)
+            log_BNC, id_BNC = log_BNV.topk(min(width, log_BNV.shape[-1]), -1) if width > 1 else log_BNV.max(-1, True)
             sum_BNC = joint_BN[..., None] + log_BNC
             columns = [id_BNC, place_BN[..., None].expand(-1, -1, id_BNC.shape[2]), log_BNC, sum_BNC]
             found.append(torch.stack([x.flatten(1).float() for x in columns]))
             if d + 1 == depth:
                 break
             fanout = id_BNC.shape[2]
-            joint_BN, chosen = sum_BNC.flatten(1).topk(min(width, count * fanout), -1)
-            token_BN, place_BN = id_BNC.flatten(1).gather(1, chosen), total + chosen
-            position_BN = (root_B + d + 1)[:, None].expand(-1, chosen.shape[1])
-            if count > 1 or chosen.shape[1] > 1:
+            position_BN = position_BN[:, :1] + 1
+            if width == 1:  # there is nothing to choose from
+                joint_BN, token_BN, place_BN = sum_BNC[..., 0], id_BNC[..., 0], place_BN + 1
+            else:
+                joint_BN, chosen = sum_BNC.flatten(1).topk(min(width, count * fanout), -1)
+                token_BN, place_BN = id_BNC.flatten(1).gather(1, chosen), total + chosen
+                position_BN = position_BN.expand(-1, chosen.shape[1])
                 parent = chosen // fanout
                 state_BNE = state_BNE.gather(1, parent[..., None].expand(-1, -1, state_BNE.shape[2]))
                 sees_BNS = sees_BNS.gather(1, parent[..., None].expand(-1, -1, sees_BNS.shape[2]))
@@ -298,7 +329,7 @@ class EagleDrafter(Drafter):
         heads.write_tensors(self._head, weights, folder, heads.facts_of(self._model))
 
     def state_bytes(self) -> int:
-        return sum(x.nbytes for x in (self._k, self._v, self._positions, self._states))
+        return sum(x.nbytes for x in (self._k, self._v, self._positions, self._states, self._hidden))
 
 
 def _attend(q_BNHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, sees_BNS: torch.Tensor) -> torch.Tensor:
@@ -312,13 +343,31 @@ def _attend(q_BNHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, se
     return out.view(batch, groups, count, each, size).transpose(1, 2).reshape(batch, count, num_heads, size)
 
 
-def _best(tokens: list[float], parents: list[float], logs: list[float], sums: list[float], ask: Ask) -> DraftTree:
-    """The nodes of largest joint probability. A parent's is never less than its child's, and it stands before it."""
-    tree, places = DraftTree(), {-1: -1}
-    for i in sorted(range(len(tokens)), key=lambda i: -sums[i]):
-        parent = places.get(int(parents[i]))
-        if len(tree) == ask.max_nodes:
-            break
-        if parent is not None and (tree.depths[parent] + 1 if parent >= 0 else 0) < ask.max_depth:
-            places[i] = tree.add(parent, int(tokens[i]), float(np.exp(logs[i])))
-    return tree.keep(range(len(tree)))
+def padded_rows(count: int) -> int:
+    """The number of rows that ``count`` committed rows are padded to."""
+    return next(size for size in (*range(8, 65, 8), *range(96, CAPTURED_ROWS + 1, 32)) if size >= count)
+
+
+def _best(found_4BN: np.ndarray, asks: list[Ask], chains: bool) -> list[DraftTree]:
+    """By sequence the nodes of largest joint probability. A parent's is never less than its child's, and it stands
+    before it. ``found``: as from ``_expand``; ``chains``: each node follows the one before it."""
+    tokens_BN, parents_BN = found_4BN[:2].astype(np.int64).tolist()  # below 2^24, exact in fp32
+    est_BN = np.exp(found_4BN[2].astype(np.float64)).tolist()
+    trees = []
+    if chains:
+        for ask, tokens, est in zip(asks, tokens_BN, est_BN):
+            places = range(min(ask.max_nodes, ask.max_depth, len(tokens)))
+            size = len(places)
+            trees.append(DraftTree(tokens[:size], [i - 1 for i in places], est[:size], [*places]))
+        return trees
+    orders = np.argsort(-found_4BN[3], 1, kind="stable").tolist()
+    for ask, tokens, parents, est, order in zip(asks, tokens_BN, parents_BN, est_BN, orders):
+        tree, at = DraftTree(), {-1: -1}
+        for i in order:
+            parent = at.get(parents[i])
+            if len(tree) == ask.max_nodes:
+                break
+            if parent is not None and (tree.depths[parent] + 1 if parent >= 0 else 0) < ask.max_depth:
+                at[i] = tree.add(parent, tokens[i], est[i])
+        trees.append(tree.keep(range(len(tree))))
+    return trees
