@@ -15,6 +15,8 @@ from tests import checkpoints
 from tests.engine.driver import Driver
 from tests.engine.stepwise import Stepwise
 from tests.engine.test_overlap import KINDS, fleet, outcome
+from tests.speculation import helpers
+from tests.speculation.helpers import Hostile, WithGuests
 
 
 def forced(driver: Driver) -> list[int]:
@@ -61,6 +63,51 @@ def test_same_tokens(options, alone):
     driver.run(fleet(driver, KINDS), gap=1)
     assert outcome(driver) == alone
     assert len(ran) >= 9 and any(rows < size for size, rows in ran), "nothing was padded"
+
+
+@pytest.mark.parametrize("guests", [False, True])
+def test_trees_beside_prompts(guests):
+    """Steps that hold trees, alone or with prompts, run in pieces, too. Negative control: without the bits of ancestors
+    the rows of a tree see each other."""
+    expected = helpers.plain(1.0)
+    told = {key: tokens for key, (tokens, _) in expected.items()}
+
+    def run(blind: bool) -> tuple[dict, int]:
+        driver = helpers.driver("replay", pieces=True, max_num_seqs=8, max_num_batched_tokens=48)
+        drafter = WithGuests(told, driver.engine.runner.model.spec.hidden_size) if guests else Hostile(told)
+        helpers.install(driver, drafter)
+        mixed = driver.engine.runner.way(MixedSteps)
+        mixed._uses.update(dict.fromkeys(mixed.sizes, EAGER_STEPS))
+        forward, with_trees = mixed.forward, []
+
+        def seen(frame, batch):
+            if batch.ancestors is not None:
+                with_trees.append(any(batch.prompts))
+                batch.ancestors = None if blind else batch.ancestors
+            return forward(frame, batch)
+
+        mixed.forward = seen
+        driver.run(helpers.requests(driver, 1.0), gap=1, preempt_every=7)
+        assert not driver.engine._drafting._failures and False in with_trees
+        found, stats = helpers.outputs(driver), driver.engine.stats()
+        driver.close()
+        assert blind or stats.accepted_tokens > 10
+        return found, sum(with_trees)
+
+    found, beside_prompts = run(blind=False)
+    assert found == expected and beside_prompts
+    assert run(blind=True)[0] != expected
+
+
+def test_trees_of_more_rows_than_bits_of_a_word_run_elsewhere():
+    driver = Driver(pieces=True, max_num_seqs=8, max_num_batched_tokens=512)
+    mixed = driver.engine.runner.way(MixedSteps)
+    mixed._uses.update(dict.fromkeys(mixed.sizes, EAGER_STEPS))
+    for rows, taken in ((64, True), (65, False)):
+        tree = span(driver, rows)
+        tree.parents = [-1, *[0] * (rows - 1)]
+        assert (mixed.frame([tree]) is not None) == taken
+    driver.close()
 
 
 def test_preemption_and_a_tight_pool(alone):

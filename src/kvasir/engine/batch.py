@@ -39,8 +39,8 @@ class Frame:
 
     @staticmethod
     def words(rows: int, wanted: int, num_groups: int) -> int:
-        """Number of int64 elements that ``memory`` must hold."""
-        return (2 + num_groups) * rows + wanted + rows // 2 + rows
+        """Number of int64 elements that ``memory`` must hold, a word of ancestor bits for each row among them."""
+        return (2 + num_groups) * rows + wanted + rows // 2 + rows + rows
 
     def parts(
         self, num_groups: int
@@ -72,7 +72,7 @@ class Packer:
         self._buffers: list[dict[torch.dtype, tuple[torch.Tensor, np.ndarray]]] = [{}, {}]
 
     def pack(self, spans: list[Span], frame: Frame | None = None) -> StepBatch:
-        """The batch of these spans; with ``frame``, of spans without trees, in that frame."""
+        """The batch of these spans; with ``frame``, of spans whose trees have at most 64 rows, in that frame."""
         self._buffers.reverse()
         num_spans, size = len(spans), self.page_slots
         lengths = [s.length for s in spans]
@@ -86,11 +86,12 @@ class Packer:
         varied = any(s.varied for s in spans) if frame is None else frame.varied
 
         padded, wanted_rows = (num_rows, len(logit_rows)) if frame is None else (frame.rows, frame.wanted)
-        wide_sizes = [padded, padded, *[padded] * self.num_groups, wanted_rows, num_rows * words]
+        wide_sizes = [padded, padded, *[padded] * self.num_groups, wanted_rows]
         wide_sizes.append((padded + 1) // 2 if varied else 0)  # two variants in a word
         wide_sizes.append(padded if frame is not None and frame.guests else 0)
+        wide_sizes.append(num_rows * words)  # behind all that lies at a fixed place in a frame
         narrow_sizes = [num_spans + 1, num_spans, *[num_spans * width] * self.num_groups]
-        wide, (ids, positions, *slots, wanted, bits, variants, own) = self._stage(torch.int64, wide_sizes)
+        wide, (ids, positions, *slots, wanted, variants, own, bits) = self._stage(torch.int64, wide_sizes)
         narrow, (first_row, context, *tables) = self._stage(torch.int32, narrow_sizes)
         first_row[:], context[:], wanted[: len(logit_rows)] = row_start, starts, logit_rows
         if frame is not None:
@@ -139,7 +140,7 @@ class Packer:
             if frame is None
             else frame.memory[: len(wide)].copy_(wide, non_blocking=True)
         )
-        ids_t, positions_t, *slots_t, wanted_t, bits_t, variants_t, _ = _sections(there, wide_sizes)
+        ids_t, positions_t, *slots_t, wanted_t, variants_t, _, bits_t = _sections(there, wide_sizes)
         first_t, context_t, *tables_t = _sections(narrow.to(self.device, non_blocking=True), narrow_sizes)
         return StepBatch(
             input_ids=ids_t,

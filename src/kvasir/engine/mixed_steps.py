@@ -53,6 +53,8 @@ STRIDES = ((1024, 32), (2048, 64), (4096, 128), (1 << 30, 256))
 LEAST = 512
 # Most rows with logits that room is made for because of drafts. The last layer computes all of them.
 DRAFTED = 640
+# Most rows of a tree: those whose ancestors fit a word.
+WORD = 64
 # One in so many sizes is captured first, and stands in for those below it.
 COARSE = 4
 
@@ -222,7 +224,7 @@ class MixedSteps(CapturingWay):
         self._tapped = taps.memory(self.sizes[-1])
 
     def takes(self, spans: list[Span]) -> bool:
-        """Trees are left to other ways."""
+        """Trees of more than ``WORD`` rows are left to other ways."""
         self._next = self.frame(spans) if self._parts.varied(spans) == self._varied else None
         return self._next is not None
 
@@ -242,7 +244,7 @@ class MixedSteps(CapturingWay):
         captured, once they were missed often."""
         rows = wanted = 0
         for span in spans:
-            if span.parents:
+            if span.parents and span.length > WORD:
                 return None
             rows += span.length
             wanted += sum(map(len, span.want.values()))
