@@ -7,6 +7,7 @@ import pytest
 
 from kvasir.decoding import rows, walk
 from kvasir.engine import batch
+from kvasir.engine.drafting import Drafting
 from kvasir.kv.pool import KVPool
 from tests.speculation.helpers import WithGuests, driver, install, outputs, plain, requests
 
@@ -54,7 +55,15 @@ def backwards(self, group, sources, targets):
         REAL_MOVE(self, group, [source], [target])
 
 
+def a_step_late(self):
+    """Move what the step before has noted."""
+    self.before, self._moves = self._moves, getattr(self, "before", {})
+    REAL_MOVE_NOTED(self)
+
+
 REAL_MOVE = KVPool.move_slots
+REAL_MOVE_NOTED = Drafting._move_noted
+MUTATIONS["slots are moved a step late"] = (Drafting, "_move_noted", a_step_late)
 MUTATIONS["slots are moved one by one, backwards"] = (KVPool, "move_slots", backwards)
 
 
@@ -85,6 +94,26 @@ def run(expected) -> dict:
 
 def test_unchanged_it_passes(expected):
     assert run(expected) == expected
+
+
+def test_the_slots_of_a_step_are_moved_at_once(expected, monkeypatch):
+    """One call moves those of all sequences, however many accepted paths leave the leftmost one."""
+    counts, noted = [], []
+    real = Drafting._move
+
+    def note(self, span, rows):
+        noted.append(span.seq)
+        real(self, span, rows)
+
+    def move(self, group, sources, targets):
+        counts.append(len(noted))
+        noted.clear()
+        REAL_MOVE(self, group, sources, targets)
+
+    monkeypatch.setattr(Drafting, "_move", note)
+    monkeypatch.setattr(KVPool, "move_slots", move)
+    assert run(expected) == expected
+    assert max(counts) > 1 and not noted
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

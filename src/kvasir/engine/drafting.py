@@ -88,6 +88,7 @@ class Drafting:
         # paths.
         self._verified: Forest | None = None
         self._which: list[int] = []
+        self._moves: dict[int, tuple[list[int], list[int]]] = {}  # by group of pages, from which slots to which
         self._paths: list[list[int]] = []
         # Whether only the controller observes outcomes. It gets those of all trees of a step at once.
         self._alone = type(drafter).observe is Drafter.observe
@@ -314,8 +315,8 @@ class Drafting:
     # ----------------------------------------------------------------------------------------------------- after a step
 
     def commit(self, span: Span, result: SpanResult, kept: list[int]) -> None:
-        """Prepare the commit of the ``kept`` tokens of a span that verified a draft: move rows that lie off the
-        leftmost path."""
+        """Prepare the commit of the ``kept`` tokens of a span that verified a draft: rows that lie off the leftmost
+        path will move."""
         path, count = result.path, len(kept)
         if count > 1 and path[count - 1] - path[0] >= count:
             self._move(span, path[:count])
@@ -335,12 +336,19 @@ class Drafting:
                 entry.drafter = source
 
     def _move(self, span: Span, rows: list[int]) -> None:
+        """Note where rows of the accepted path go."""
         moves = [(span.start + row, span.start + rows[0] + j) for j, row in enumerate(rows) if row != rows[0] + j]
         size = self._runner.pool.page_slots
         for group, table in enumerate(span.seq.tables):
-            sources, targets = zip(
-                *((table[a // size] * size + a % size, table[b // size] * size + b % size) for a, b in moves)
-            )
+            sources, targets = self._moves.setdefault(group, ([], []))
+            for a, b in moves:
+                sources.append(table[a // size] * size + a % size)
+                targets.append(table[b // size] * size + b % size)
+
+    def _move_noted(self) -> None:
+        """Move the rows of all spans of a step at once. Their pages stay theirs until the step is completed."""
+        moves, self._moves = self._moves, {}
+        for group, (sources, targets) in moves.items():
             self._runner.pool.move_slots(group, sources, targets)
 
     def observe(self, span: Span, result: SpanResult, forced: bool = False) -> None:
@@ -401,7 +409,10 @@ class Drafting:
             self._guarded(self.drafter.ingest, span.seq, hidden, span.start)
 
     def completed(self, plan: Plan) -> None:
-        """Charge a step that was read. Its price is all the time since the end of the step before, including waits."""
+        """Move rows of accepted paths, and charge a step that was read: with all the time since the end of the step
+        before, including waits. Called while pages that the step gave up are not given to others yet."""
+        if self._moves:
+            self._move_noted()
         self.learn()
         now = self._clock()
         seconds, self._ended = now - self._ended, now

@@ -358,14 +358,14 @@ class Engine:
         for request_id in self._groups.decided():
             beaten = self._groups.beaten(self._live[request_id].branches.values())
             events += [self._finish(seq, "cancelled") for seq in beaten]
+        if self._drafting is not None:
+            self._drafting.completed(plan)
         self.scheduler.complete(plan)
         now = time.perf_counter()
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), rows
         self._stats.busy_seconds += self._stats.step_seconds
         self._resolved = now
         self._forcing.times.ended(plan.step, now)
-        if self._drafting is not None:
-            self._drafting.completed(plan)
         self._learning.stepped(plan, self._stats.step_seconds, self._num_generated, self._num_forwards)
 
     def idle(self) -> bool:
