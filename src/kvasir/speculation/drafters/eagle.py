@@ -349,7 +349,7 @@ def padded_rows(count: int) -> int:
 
 
 def _best(found_4BN: np.ndarray, asks: list[Ask], chains: bool) -> list[DraftTree]:
-    """By sequence the nodes of largest joint probability. A parent's is never less than its child's, and it stands
+    """The nodes of largest joint probability, by sequence. A parent's is never less than its child's, and it stands
     before it. ``found``: as from ``_expand``; ``chains``: each node follows the one before it."""
     tokens_BN, parents_BN = found_4BN[:2].astype(np.int64).tolist()  # below 2^24, exact in fp32
     est_BN = np.exp(found_4BN[2].astype(np.float64)).tolist()
