@@ -37,6 +37,9 @@ from kvasir.types import Sequence
 
 LEAST = 64  # smallest number of slots that are read; larger ones are powers of two
 EAGER_STEPS = 2  # runs of a shape before it is captured, in which its kernels are compiled
+# Pieces of rows that wait for their keys. While drafting rests, they are computed beside plain steps, whose host has
+# time: left to the next drafted step, they would make it look dear, and drafting not worth its while.
+MOST_WAITING = 64
 CAPTURED_ROWS = 256  # most committed rows whose keys are computed by a replay; more are a prompt's
 
 
@@ -144,6 +147,8 @@ class EagleDrafter(Drafter):
             self._flush()
         self._num_waiting += lane.end - first
         self._queue.append(_Piece(lane, first, hidden[first - start :], seq.tokens[first + 1 : lane.end + 1]))
+        if len(self._queue) >= MOST_WAITING:
+            self._flush()
 
     def close(self, seq: Sequence) -> None:
         lane = self._lanes.pop(seq, None)
@@ -181,16 +186,18 @@ class EagleDrafter(Drafter):
             return
         nobody = self.config.lanes
         size = padded_rows(count) if self._capture is not None and count <= CAPTURED_ROWS else count
+        lanes, positions, tokens = [], [], []
+        last: dict[int, int] = {}
+        for piece in queue:  # once a sequence and step: no call that is not needed
+            length = len(piece.tokens)
+            lanes += [piece.lane.index] * length
+            positions += range(piece.start, piece.start + length)
+            tokens += piece.tokens
+            last[piece.lane.index] = len(lanes) - 1
         # By row: its lane, position and token, and the lane whose last row it is.
         rows_4R = np.zeros((4, size), np.int64)
-        rows_4R[0], rows_4R[3] = nobody, nobody
-        end, last = 0, {}
-        for piece in queue:
-            start, end = end, end + len(piece.tokens)
-            rows_4R[0, start:end] = piece.lane.index
-            rows_4R[1, start:end] = np.arange(piece.start, piece.start + end - start)
-            rows_4R[2, start:end] = piece.tokens
-            last[piece.lane.index] = end - 1
+        rows_4R[:3, :count] = lanes, positions, tokens
+        rows_4R[0, count:], rows_4R[3] = nobody, nobody
         rows_4R[3, [*last.values()]] = [*last]
         hidden = [piece.hidden for piece in queue]
         if size > CAPTURED_ROWS or self._capture is None:
