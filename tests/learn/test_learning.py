@@ -16,6 +16,7 @@ import torch
 
 from kvasir.engine import learning as module
 from kvasir.engine.swap_gate import SwapGate
+from kvasir.engine.tracing import STEPS_TOGETHER
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.learn import link, messages
@@ -108,6 +109,20 @@ def test_what_the_engine_records_can_be_packed(d):
             wanted += trace.positions[row] - trace.positions[anchor] < 4
     assert sum(int(level.rejected.sum()) for level in packed.levels) == wanted > 0
     assert all((level.judge >= 0).all() for level in packed.levels[1:])
+
+
+def test_rows_of_several_steps_go_to_the_host_together(d, monkeypatch):
+    """The thread is woken once in some steps, and what it puts together is the same. Nothing is left behind."""
+    traces(d)
+    tracer, copies, steps = d.engine._learning.tracer, [], []
+    copy, stepped = tracer._copy, tracer.stepped
+    monkeypatch.setattr(tracer, "_copy", lambda part: (copies.append(len(part)), copy(part)))
+    monkeypatch.setattr(tracer, "stepped", lambda: (steps.append(1), stepped()))
+    every = requests(d, 1.0, tag="together")
+    d.run(every)
+    found = traces(d)
+    assert len(found) == len(every) and not tracer._noted
+    assert len(steps) // STEPS_TOGETHER <= len(copies) <= len(steps) // 2
 
 
 def test_who_says_no_is_not_recorded(d):

@@ -273,7 +273,7 @@ class Learning:
 
     def stepped(self, plan: Plan, seconds: float, tokens: int, forwards: int) -> None:
         """Take note of a step that was read. ``tokens`` and ``forwards`` were counted since the start."""
-        self.tracer.send()
+        self.tracer.stepped()
         rows = self._drafting.controller.stats.drafted
         counted, self._counted = self._counted, (tokens, forwards, rows)
         self._steps += 1

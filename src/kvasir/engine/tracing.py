@@ -1,8 +1,7 @@
 """Records what verifications showed, for drafters that learn: rows of steps become traces in a ring in shared memory.
 
-The step loop does little: it notes which rows of a traced span were plain, accepted or rejected. At the end of a step
-all their hidden states go to the host in one copy, in a stream of its own, into pinned memory that was taken at the
-start. A thread makes traces of them. Where it falls behind, or the ring is full or broken, rows are dropped. A step
+The step loop does little: it notes which rows of a traced span were plain, accepted or rejected. The hidden states of
+some steps go to the host in one copy, in a stream of its own, into pinned memory that was taken at the start. A thread makes traces of them. Where it falls behind, or the ring is full or broken, rows are dropped. A step
 never waits.
 
 Legend: R rows, L tapped layers, E model dim.
@@ -34,7 +33,10 @@ SAMPLED = 0.02
 PIECE_ROWS, PIECE_BYTES = 1024, 4_000_000
 # Bytes of a buffer in pinned memory, and their number.
 BUFFER_BYTES, BUFFERS = 16 << 20, 4
-# Steps that may wait for the thread where there are no such buffers.
+# Steps whose rows go to the host together, unless they are so many rows before. Each copy wakes the thread, which then
+# holds Python's interpreter for a while: a step of prompts, whose launch the GPU waits for, would wait for that, too.
+STEPS_TOGETHER, ROWS_TOGETHER = 8, 256
+# Copies that may wait for the thread where there are no such buffers.
 WAITING = 64
 
 
@@ -97,7 +99,8 @@ class Tracer:
         self._ring, self._layers, self._agreed, self._versions = ring, layers, agreed, versions
         self._dtype = str(dtype).removeprefix("torch.")
         self._dropped = 0
-        self._step: list[_Rows] = []
+        self._noted: list[_Rows] = []  # what was recorded and not sent
+        self._num_noted = self._num_steps = 0  # rows in it, and steps since the last copy
         row_bytes = len(layers) * hidden_size * dtype.itemsize
         self._piece_rows = max(1, min(PIECE_ROWS, PIECE_BYTES // row_bytes))
         # A piece is let go of once it is full, so that the last rows of a tree may lie beyond its end.
@@ -146,6 +149,7 @@ class Tracer:
         if not self.wants(seq):
             return
         one: _Open = seq.state["trace"]
+        self._num_noted += span.length
         kept = committed_rows(span, result) if result.path else list(range(seq.num_computed - span.start))
         anchor = result.path[0] if result.path else len(tokens)
         rows, chosen = _Rows(one), []
@@ -184,7 +188,7 @@ class Tracer:
             rows.states = hidden_RLE[first : first + count]
         else:  # rows of a tree, by an index that is sent without waiting for the device
             rows.states = hidden_RLE.index_select(0, send(np.array(chosen), hidden_RLE.device))
-        self._step.append(rows)
+        self._noted.append(rows)
 
     def _end(self, rows: _Rows, seq: Sequence) -> None:
         """Let a piece end with these rows."""
@@ -198,22 +202,29 @@ class Tracer:
         if isinstance(one, _Open) and one.rows:
             rows = _Rows(one)
             self._end(rows, seq)
-            self._step.append(rows)
+            self._noted.append(rows)
+
+    def stepped(self) -> None:
+        """Send what some steps have recorded on its way to the host. Called once a step."""
+        self._num_steps += 1
+        if self._num_steps >= STEPS_TOGETHER or self._num_noted >= ROWS_TOGETHER:
+            self.send()
 
     def send(self) -> None:
-        """Send what was recorded since the last call on its way to the host. Called once a step."""
-        step, self._step = self._step, []
-        if not step or self.failed:
+        """Send all that was recorded on its way to the host."""
+        noted, self._noted = self._noted, []
+        self._num_noted = self._num_steps = 0
+        if not noted or self.failed:
             return
         with torch.inference_mode():
-            for part in self._portions(step):
+            for part in self._portions(noted):
                 self._copy(part)
 
-    def _portions(self, step: list[_Rows]) -> list[list[_Rows]]:
+    def _portions(self, noted: list[_Rows]) -> list[list[_Rows]]:
         """The rows in groups that fit a buffer each."""
         groups: list[list[_Rows]] = [[]]
         size = 0
-        for rows in step:
+        for rows in noted:
             if groups[-1] and size + len(rows.positions) > self._buffer_rows:
                 groups.append([])
                 size = 0
@@ -317,12 +328,12 @@ class Tracer:
 
     def forget(self) -> None:
         """Drop all traces: the model that they were recorded of is gone."""
-        self.send()  # ends of requests that no step followed
         self.drain()
         self._ring.clear()
 
     def drain(self, seconds: float = 5.0) -> None:
-        """Wait until the thread has put all that was sent into the ring, at most ``seconds``."""
+        """Wait until the thread has put all that was recorded into the ring, at most ``seconds``."""
+        self.send()
         done = threading.Event()
         self._work.put(done)
         if self._thread.is_alive():
