@@ -57,6 +57,7 @@ products.matrix = plain.matrix = decoder.matrix = dense
 
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.decoding.sampler import Sampler
+from kvasir.engine import rehearsal
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.step_way import StepParts
 from kvasir.kernels.norm import rms_norm
@@ -86,18 +87,28 @@ def listen(*, src, cache_hit, **_):
 
 triton.knobs.compilation.listener = listen
 os.sched_getaffinity = lambda process: range(4)
+drafts = int(os.environ.get("DRAFTS", 0))
 with compile_ahead.helping() if sys.argv[3:] else contextlib.nullcontext(), compile_ahead.compiling():
-    rehearse(parts)
+    rehearse(parts, drafts)
 first = sorted(compiled)
 made = [line.split() for line in open(sys.argv[2])]
 with compile_ahead.compiling():
-    rehearse(parts)
+    rehearse(parts, drafts)
+again = len(compiled) - len(first)
+if "DRAFTS" in os.environ:  # drafted steps as they come later
+    with torch.inference_mode(), compile_ahead.compiling(), compile_ahead.rehearsing():
+        for rows in (24, 56, 100):
+            for form in backend.together():
+                rehearsal._attend(parts, 0, [(40, 1)] * rows, form)
+        rehearsal._attend(parts, 0, [(9, 30), (40, 9), (70, 1)], 1)
+        rehearsal._draw(parts, True)
+later = len(compiled) - len(first) - again
 try:
     rms_norm(torch.zeros(2, 64, dtype=torch.bfloat16), model.norm.weight, 1e-5)
     launched = True
 except Exception as error:
     launched = type(error).__name__
-print(json.dumps({"first": first, "again": len(compiled) - len(first), "launched": launched, "here": here,
+print(json.dumps({"first": first, "again": again, "later": later, "launched": launched, "here": here,
                   "launchers": sorted(name for name, mine in made if mine == "True"),
                   "elsewhere": sorted(name for name, mine in made if mine == "False"),
                   "named": triton.runtime.cache.triton_key is compile_ahead.fingerprint}))
@@ -144,6 +155,15 @@ def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_p
     assert found["named"] and found["again"] == 0, "what is compiled once is known"
     assert found["launchers"] == found["first"], "each has its launcher made beside it"
     assert found["launched"] is not True, "outside a rehearsal kernels are launched"
+
+
+@pytest.mark.parametrize("codec", ["plain", "int8"])
+def test_drafted_steps_are_compiled_ahead_with_a_drafter(codec, tmp_path):
+    """Steps that verify drafts, and trees beside prompts, meet no kernel that was not compiled. Negative control:
+    without a drafter they are not gone through, and the first drafted steps compile."""
+    found = {drafts: rehearsed(codec, tmp_path, DRAFTS=str(drafts)) for drafts in (8, 0)}
+    assert not found[8]["later"] and not found[8]["again"] and "_merge_tiles" in found[8]["first"]
+    assert found[0]["later"] > 5 and "_merge_tiles" not in found[0]["first"]
 
 
 @pytest.mark.slow  # a minute of compiling, twice

@@ -229,11 +229,11 @@ def build(
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
         parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len, pooling=pooling)
         parts.have(variants.count, variants.hooks is not None)
-        rehearse(parts)
+        max_drafts = config.speculation.max_draft_tokens if config.speculation.drafter else 0
+        rehearse(parts, max_drafts)
         use_graphs = config.runner.cuda_graphs and device.type == "cuda" and backend.graphs
         capture = CudaCapture(device) if use_graphs else None
         pieces = capture if config.runner.fused_kernels else None
-        max_drafts = config.speculation.max_draft_tokens if config.speculation.drafter else 0
         return Runner(parts, ways_to_run(parts, capture, max_drafts, pieces, max_rows))
 
     step_bytes = 0

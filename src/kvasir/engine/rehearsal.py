@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvasir.engine.graph_buckets import SHARED_ROWS
 from kvasir.engine.sizing import pages_for
 from kvasir.kernels._triton import INTERPRETED, use_triton
 from kvasir.kernels.compile_ahead import rehearsing
@@ -26,7 +27,7 @@ from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.logs import log
-from kvasir.types import StepBatch
+from kvasir.types import StepBatch, Together
 
 if TYPE_CHECKING:
     from kvasir.engine.step_way import StepParts
@@ -36,12 +37,12 @@ ROWS = (1, 8, 16, 32, 64, 128)
 
 
 @torch.inference_mode()
-def rehearse(parts: StepParts) -> None:
-    """Go through all kinds of attention and the first steps. A kernel that fails here is compiled when it is met, or
-    fails there."""
+def rehearse(parts: StepParts, max_drafts: int = 0) -> None:
+    """Go through all kinds of attention and the first steps; with drafts, also through those that verify up to
+    ``max_drafts`` of a sequence. A kernel that fails here is compiled when it is met, or fails there."""
     if INTERPRETED or not use_triton(parts.seats.words):
         return
-    calls = [partial(_draw, parts)]  # first what takes the compiler longest
+    calls: list[partial[None]] = [partial(_draw, parts)]  # first what takes the compiler longest
     calls += [
         partial(_attend, parts, layer, spans)
         for spec, layer in parts.model.spec.attentions().items()
@@ -50,6 +51,8 @@ def rehearse(parts: StepParts) -> None:
     calls += [partial(_forward, parts, rows) for rows in ROWS]
     if parts.num_variants:  # the first request of an adapter would hold up all others
         calls += [partial(_forward, parts, rows, True) for rows in (*ROWS, 2 * ROWS[-1])]
+    if max_drafts:  # the first drafted steps would hold up everybody, and so look dear
+        calls += _drafted(parts, max_drafts)
     with rehearsing():
         for call in calls:
             try:
@@ -60,10 +63,38 @@ def rehearse(parts: StepParts) -> None:
                 log.warning("kernels are not compiled ahead: %s (%s: %s)", what, type(error).__name__, error)
 
 
-def _attend(parts: StepParts, layer: int, spans: list[tuple[int, int]]) -> None:
-    """Attend a step of spans (positions before, rows)."""
+def _drafted(parts: StepParts, max_drafts: int) -> list[partial[None]]:
+    """Steps of drafts: captured ones, of which a kernel has a variant for each power of two of rows, and trees beside
+    prompts."""
+    most, sizes = min(SHARED_ROWS, parts.sampler.max_seqs * (1 + max_drafts)), [16]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    layers = parts.model.spec.attentions()
+    calls: list[partial[None]] = [partial(_draw, parts, True)]
+    calls += [
+        partial(_attend, parts, layer, [(0, 1)] * rows, form)
+        for layer in layers.values()
+        for form in parts.backend.together()
+        for rows in sizes
+    ]
+    calls += [
+        partial(_attend, parts, layer, spans, 1)
+        for spec, layer in layers.items()
+        for spans in parts.backend.kinds(spec, parts.sampler.max_seqs)
+        if spans[0][1] > 1
+    ]
+    return calls
+
+
+def _attend(parts: StepParts, layer: int, spans: list[tuple[int, int]], most: int = 0) -> None:
+    """Attend a step of spans (positions before, rows). ``most``: 1: as if one of them were a tree; larger: as if its
+    rows were drafts in a captured step of spans of at most so many."""
     spec = parts.model.spec.layers[layer].mixer.attention()
     batch = _batch(parts, spans)
+    if most:
+        batch.ancestors = torch.ones_like(batch.positions)[:, None]
+    if most > 1:
+        batch.together = Together(torch.zeros_like(batch.positions), torch.ones_like(batch.positions), most)
     q_THD = torch.zeros(
         len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=parts.model.place.dtype, device=parts.device
     )
@@ -88,11 +119,12 @@ def _forward(parts: StepParts, rows: int, varied: bool = False) -> None:
     model.logits(stream.value())
 
 
-def _draw(parts: StepParts) -> None:
-    """Draw and report as decodes do that stay on the device, and as the sampler does."""
+def _draw(parts: StepParts, drafted: bool = False) -> None:
+    """Draw and report as decodes do that stay on the device, and as the sampler does. ``drafted``: rows know their
+    tokens."""
     sampler, seats, device = parts.sampler, parts.seats, parts.device
     places = torch.zeros(1, dtype=torch.int64, device=device)
-    opened = open_rows(seats.kept, places, places, parts.pool.page_slots)
+    opened = open_rows(seats.kept, places, places, parts.pool.page_slots, places if drafted else None)
     how = opened.temperature, opened.top_k, opened.top_p, opened.min_p, opened.stream, places
     logits = torch.zeros(1, sampler.vocab_size, dtype=parts.model.place.dtype, device=device)
     drawn = sample_rows(logits, *how, sampler.tokenizer_size)

@@ -1,8 +1,8 @@
 """Records what verifications showed, for drafters that learn: rows of steps become traces in a ring in shared memory.
 
 The step loop does little: it notes which rows of a traced span were plain, accepted or rejected. The hidden states of
-some steps go to the host in one copy, in a stream of its own, into pinned memory that was taken at the start. A thread makes traces of them. Where it falls behind, or the ring is full or broken, rows are dropped. A step
-never waits.
+some steps go to the host in one copy, in a stream of its own, into pinned memory that was taken at the start. A thread
+makes traces of them. Where it falls behind, or the ring is full or broken, rows are dropped. A step never waits.
 
 Legend: R rows, L tapped layers, E model dim.
 """
