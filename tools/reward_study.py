@@ -49,6 +49,7 @@ from kvasir.scaling.strategy import load_strategy
 
 TASK = "countdown:min_numbers=4"  # base solves about 45 % of it
 AT_ONCE = 256  # problems at once: a step of a small model costs the same for many rows
+SAMPLES = 64  # the most samples that a call of an arm may ask for
 MAX_TOKENS = 160
 # Models to train, in stages. The arms that a stage makes possible run before the next one, and labels by rollouts come
 # last because they take far longer than the others.
@@ -160,6 +161,7 @@ class Engines:
                 own: dict[str, Any] = {"gpu_memory_utilization": self.memory.get(name, 0.12), "max_num_seqs": 1024}
                 if self.device == "cpu":
                     own = {"device": "cpu"}
+                own["max_queued_requests"] = AT_ONCE * SAMPLES  # all samples of all problems at once may wait
                 config = EngineConfig.of(model=self.models[name], max_model_len=1024, **own)
                 self.started[name] = EngineEndpoint(config, name)
                 await self.started[name].start()
@@ -313,7 +315,7 @@ def missing(cells: dict[tuple, dict], planned: list[Arm], options: argparse.Name
 def outcome_of(cells: dict[tuple, dict], planned: list[Arm], options: argparse.Namespace) -> dict[str, Any]:
     """The result of the cells that are there."""
     found = result("reward-study", summed(cells, planned, options) + policies(cells, planned, options))
-    kept, home = ("before", "after", "seconds", "right"), options.output.with_suffix(".models")
+    kept, home = ("plan", "history", "before", "after", "seconds", "right"), options.output.with_suffix(".models")
     found["trained"] = {
         name: {k: v for k, v in json.loads((home / name / "reward.json").read_text()).items() if k in kept}
         for name in TRAINED

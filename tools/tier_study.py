@@ -58,6 +58,7 @@ MAX_TOKENS = 256
 SMALL, LARGE = "nano", "base"
 QUALITY = "quality"
 TRAINED = ("easy", "rater")  # What is trained for a task; a rater takes far longer.
+KEPT = ("plan", "before", "after", "seconds")  # What a result says of a training.
 RATED = 4096  # Replies that a rater learns from; each line of them is continued four times.
 
 
@@ -272,7 +273,7 @@ def store(cells: dict[tuple, dict[str, Any]], options: argparse.Namespace) -> in
     left = sum(len(missing(cells, kind, name, options)) for kind in options.parts.split(",") for name in options.tasks)
     outcome = result("tier-study", summed(cells, options))
     outcome["trained"] = {
-        file.parent.name: {k: v for k, v in json.loads(file.read_text()).items() if k in ("before", "after", "seconds")}
+        file.parent.name: {k: v for k, v in json.loads(file.read_text()).items() if k in KEPT}
         for file in sorted(options.output.with_suffix(".models").glob("*/reward.json"))
     }
     outcome["cells"] = {"done": len(cells), "left": left}

@@ -13,6 +13,7 @@ from kvasir.lab.lookup import load_task
 from kvasir.scaling.strategy import load_strategy
 from tests.bench.test_result import check
 from tools import judge_study as study
+from tools import reward_study, tier_study
 
 OPTIONS = argparse.Namespace(seeds=1, problems=4)
 
@@ -29,6 +30,26 @@ def test_every_arm_loads_and_its_control_is_an_arm():
         assert not one.control or one.control in specs, one
         assert set(one.models) <= {"base", *study.TRAINED} and one.models, one
     assert all(load_task(spec).candidates for spec in study.TASKS.values())
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_all_samples_of_all_problems_at_once_may_wait(device, monkeypatch):
+    """An engine whose queue is full refuses a call, and after five refusals the whole study ends."""
+
+    class Endpoint:
+        def __init__(self, config, name) -> None:
+            self.most = config.scheduler.max_queued_requests
+
+        async def start(self) -> None:
+            pass
+
+    monkeypatch.setattr(reward_study, "EngineEndpoint", Endpoint)
+    (endpoint,) = asyncio.run(study.Engines({"base": "base"}, device)(["base"]))
+    planned = [*study.arms(), *reward_study.arms()]
+    planned += [one for task in tier_study.TASKS for one in tier_study.arms(task)]
+    configs = [load_strategy(one.spec.replace("prm=easy", "prm=easy-path")).config for one in planned]
+    samples = max(getattr(config, name, 0) for config in configs for name in ("n", "N", "last"))
+    assert samples == 40 and endpoint.most >= samples * max(reward_study.AT_ONCE, tier_study.AT_ONCE)
 
 
 def test_a_tournament_is_compared_with_the_check_that_takes_as_many_tokens():
