@@ -212,6 +212,23 @@ def test_when_sizes_are_captured():
     driver.close()
 
 
+def test_a_step_ahead_of_the_last_token_does_not_keep_an_idle_engine_from_capturing():
+    """A request that ends by a stop token leaves the step that was launched behind it. Whoever reads no further, as
+    ``LLM`` does, has an idle engine all the same."""
+    driver = Driver(pieces=True, overlap=True, max_num_seqs=8, max_num_batched_tokens=64)
+    driver.run([driver.request("known", [300] * 9, temperature=0.0, max_tokens=6)])
+    stop = driver.outputs["known", 0].tokens[4]
+    driver.submit(driver.request("r", [300] * 9, temperature=0.0, max_tokens=60, stop_token_ids=[stop]))
+    while ("r", 0) not in driver.outputs or driver.outputs["r", 0].finish_reason is None:
+        driver.step()
+    engine = driver.engine
+    assert engine.num_in_flight == 1 and engine.idle() and not engine.num_in_flight
+    assert (
+        engine.scheduler.num_running == 0 and engine.pages.num_free + engine.pages.num_cached == engine.pages.num_total
+    )
+    driver.close()
+
+
 def span(driver: Driver, rows: int) -> Span:
     seq = Sequence(driver.request("s", [300] * min(rows, 400)))
     return Span(seq, 0, rows, want={"sample": range(rows - 1, rows)}, seat=0)

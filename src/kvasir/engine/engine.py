@@ -371,6 +371,8 @@ class Engine:
     def idle(self) -> bool:
         """Do a bit of work while there are no requests. False: none is left."""
         self._learning.tick()
+        while self._plans and not self._live:  # launched ahead of a token that was the last one
+            self._resolve([])
         return self._num_generated + self._num_pooled > 0 and not self._plans and self.runner.capture_next()
 
     def _close_seat(self, seq: Sequence) -> None:
@@ -473,13 +475,11 @@ class Engine:
         s, scheduler = self._stats, self.scheduler
         s.time = time.monotonic()
         s.num_waiting, s.num_blocked = scheduler.num_waiting, scheduler.num_blocked
-        s.num_running = scheduler.num_running
+        s.num_running, s.preemptions = scheduler.num_running, scheduler.preemptions
         s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
-        s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
         s.generation_tokens, s.forwards = self._num_generated, self._num_forwards
-        s.forced_tokens = self._forcing.num_forced
-        s.failed = dict(self._failed)
+        s.forced_tokens, s.failed = self._forcing.num_forced, dict(self._failed)
         s.step_time_error = self.clock.errors()
         if self._drafting is not None:
             self._drafting.fill(s)
