@@ -55,7 +55,6 @@ def main() -> None:
         arms = arms + errors + [a for a in before if (a["name"], str(a["config"])) not in measured]
         ratios, targets = verdicts(arms)
         found = result(f"kv-codecs-{options.model}", arms, ratios=ratios, targets=targets)
-        found["commit"] = os.environ.get("KVASIR_COMMIT") or found["commit"]
         options.output.write_text(as_json(found))
 
     with tempfile.TemporaryDirectory() as scratch:

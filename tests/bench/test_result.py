@@ -233,3 +233,11 @@ def test_spread():
 )
 def test_percentile(values, share, want):
     assert percentile(values, share) == pytest.approx(want)
+
+
+def test_a_copy_of_the_tree_names_its_commit(monkeypatch):
+    """On a machine whose repository is older, or absent, the variable says what was measured, in every tool."""
+    monkeypatch.setenv("KVASIR_COMMIT", "0123abcd")
+    assert result("x", [])["commit"] == "0123abcd"
+    monkeypatch.delenv("KVASIR_COMMIT")
+    assert result("x", [])["commit"] != "0123abcd"

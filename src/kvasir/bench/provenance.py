@@ -37,7 +37,10 @@ def hardware() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the working tree, with ``+`` when it has changes; empty outside a repository."""
+    """The commit that KVASIR_COMMIT names, for copies without the repository or with an older one; else that of the
+    working tree, with ``+`` when it has changes; empty outside a repository."""
+    if named := os.environ.get("KVASIR_COMMIT"):
+        return named
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent)
