@@ -73,15 +73,6 @@ def spec_of(drafter: str, size: str, folder: Path) -> str:
     return f"{drafter}:model={out}"
 
 
-def rest(llm: LLM) -> None:
-    """Capture graphs, as a server does when it is idle. A round that ended by a stop token leaves the step in flight
-    that was launched ahead, and an engine with one captures nothing."""
-    while llm.engine.has_work():
-        llm.engine.step()
-    while llm.engine.idle():
-        pass
-
-
 def measure(model: Path, drafter: str, batches: list[int], known: dict[int, list[list[int]]]) -> dict[int, Any]:
     """Metrics by batch size. ``known``: the plain outputs by batch size, filled by the plain run."""
     found: dict[int, Any] = {}
@@ -107,7 +98,8 @@ def measure(model: Path, drafter: str, batches: list[int], known: dict[int, list
                     outputs += [list(out.outputs[0].token_ids) for out in done]
                 rates.append(sum(map(len, outputs[before:])) / (time.perf_counter() - began))
                 if r == 0:
-                    rest(llm)
+                    while llm.engine.idle():  # graphs are captured, as a server does that is idle
+                        pass
             metrics: dict[str, Any] = {
                 "tokens_per_second": round(statistics.median(rates[1:]), 2),
                 "rounds": [round(rate, 2) for rate in rates[1:]],
