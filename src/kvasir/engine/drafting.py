@@ -88,8 +88,8 @@ class Drafting:
         # paths.
         self._verified: Forest | None = None
         self._which: list[int] = []
-        self._moves: dict[int, tuple[list[int], list[int]]] = {}  # by group of pages, from which slots to which
         self._paths: list[list[int]] = []
+        self._moves: dict[int, tuple[list[int], list[int]]] = {}  # by group of pages, from which slots to which
         # Whether only the controller observes outcomes. It gets those of all trees of a step at once.
         self._alone = type(drafter).observe is Drafter.observe
         self._measured: dict[int, _Measured | None] = {}  # by step; None: one with drafts and more than decodes
@@ -409,8 +409,8 @@ class Drafting:
             self._guarded(self.drafter.ingest, span.seq, hidden, span.start)
 
     def completed(self, plan: Plan) -> None:
-        """Move rows of accepted paths, and charge a step that was read: with all the time since the end of the step
-        before, including waits. Called while pages that the step gave up are not given to others yet."""
+        """Move rows of accepted paths, and charge a step that was read. Its price is all the time since the end of the
+        step before, including waits. Called before pages that the step gave up may go to others."""
         if self._moves:
             self._move_noted()
         self.learn()

@@ -194,7 +194,7 @@ class EagleDrafter(Drafter):
             positions += range(piece.start, piece.start + length)
             tokens += piece.tokens
             last[piece.lane.index] = len(lanes) - 1
-        # By row: its lane, position and token, and the lane whose last row it is.
+        # Each row has its lane, position and token, and a lane again where it is the last row of that lane.
         rows_4R = np.zeros((4, size), np.int64)
         rows_4R[:3, :count] = lanes, positions, tokens
         rows_4R[0, count:], rows_4R[3] = nobody, nobody
