@@ -31,11 +31,12 @@ class Mixer(RecurrentMixer):
         self.spec, self.exact = spec, place.exact
         self.scan = gated_chunks.scan  # over long spans; a recurrence backend may take its place
         self.results = spec.num_value_heads, spec.value_dim
-        self.mixed = Linear(
-            hidden_size, {"q": keys, "k": keys, "v": spec.values, "z": spec.values}, bias=False, place=place
-        )
-        # Checkpoints keep the two gates plain where they quantise the others.
-        self.gates = Linear(hidden_size, {"b": heads, "a": heads}, bias=False, place=place.plain())
+        mixed, gates = {"q": keys, "k": keys, "v": spec.values}, {"b": heads, "a": heads}
+        # One product, except where a checkpoint quantises the others: it keeps the two gates plain.
+        self.gates = None
+        if place.formats is not None:
+            gates, self.gates = {}, Linear(hidden_size, gates, bias=False, place=place.plain())
+        self.mixed = Linear(hidden_size, mixed | gates | {"z": spec.values}, bias=False, place=place)
         self.o = Linear(spec.values, {"o": hidden_size}, bias=False, place=place)
         self.norm = RMSNorm(spec.value_dim, spec.norm, place)
         numbers = dict(device=place.device, dtype=torch.float32)
@@ -47,10 +48,12 @@ class Mixer(RecurrentMixer):
         )
 
     def project(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if norm is not None and (len(x_TE) > 1 or self.exact):  # two products read it; those of one row apply it
+        two = self.gates is not None
+        if two and norm is not None and (len(x_TE) > 1 or self.exact):  # products of one row apply it
             x_TE, norm = norm(x_TE), None
-        mixed_TC, z_TN = self.mixed(x_TE, norm).split((self.spec.mixed, self.spec.values), -1)
-        return torch.cat((mixed_TC, self.gates(x_TE, norm)), -1), z_TN
+        found_TN = self.mixed(x_TE, norm)
+        rows_TC, z_TN = found_TN.split((found_TN.shape[1] - self.spec.values, self.spec.values), -1)
+        return torch.cat((rows_TC, self.gates(x_TE, norm)), -1) if two else rows_TC, z_TN
 
     def finish(self, out_T: torch.Tensor, gate_T: torch.Tensor) -> torch.Tensor:
         return gated_norm(out_T, gate_T, *self.norm.parameters, silu=True, exact=self.exact, fused=self.norm.fused)
@@ -67,7 +70,8 @@ class Mixer(RecurrentMixer):
         """Weight slots. Those of projections stand apart for each head of keys, with its heads of values, because some
         checkpoints store them in this order."""
         found = self.o.slots()
-        for name, slot in [*self.mixed.slots().items(), *self.gates.slots().items()]:
+        products = [self.mixed] if self.gates is None else [self.mixed, self.gates]
+        for name, slot in [item for product in products for item in product.slots().items()]:
             part, _, leaf = name.rpartition(".")
             for head, rows in enumerate(slot.target.chunk(self.spec.num_key_heads)):
                 found[f"{part}.{head}.{leaf}"] = Slot(rows, types=slot.types)
