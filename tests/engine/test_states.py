@@ -6,6 +6,7 @@ CPU exact mode, poison and invariant checks on. The reference runs every request
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.kernels import gated_delta
 from kvasir.kv.pool import KVPool
+from kvasir.layers.mixers import gated_delta as mixer
 from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
@@ -163,8 +165,8 @@ def test_drafts_leave_no_trace(folder, alone, right, tree):
 def failing(driver: Driver, monkeypatch, every: int = 4, layer: int = 2) -> list[int]:
     """Let every fourth step with company fail in a recurrent layer, by default the third one. Returns a list that gets
     the failures."""
-    mixer, calls, failed = driver.engine.runner.model.blocks[layer].mixer, count(), []
-    real = mixer.forward
+    failing, calls, failed = driver.engine.runner.model.blocks[layer].mixer, count(), []
+    real = failing.forward
 
     def forward(x_TE, angles, cache, backend, batch, *rest, **more):
         if len(batch.starts) > 1 and next(calls) % every == every - 1:
@@ -172,7 +174,7 @@ def failing(driver: Driver, monkeypatch, every: int = 4, layer: int = 2) -> list
             raise RuntimeError("injected")
         return real(x_TE, angles, cache, backend, batch, *rest, **more)
 
-    monkeypatch.setattr(mixer, "forward", forward)
+    monkeypatch.setattr(failing, "forward", forward)
     return failed
 
 
@@ -220,6 +222,20 @@ def test_a_step_fails_after_the_next_was_launched(folder, alone, monkeypatch):
     assert failed and max(failed) == 1 and answers(driver) == first(alone)
 
 
+@pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
+@pytest.mark.parametrize("waiting", [2, 4, LOOK_AHEAD])
+def test_states_may_be_written_once_in_several_steps(folder, alone, waiting, monkeypatch):
+    """As a GPU does with many sequences: until then rows wait in their pages, through copies, drafts and failures."""
+    monkeypatch.setattr(mixer, "step", partial(gated_delta.step, waiting=waiting))
+    test_tokens_in_a_crowd(folder, alone, True, "tight")
+    test_branches_of_a_prompt(folder, alone, True)
+    test_a_hit_ends_where_a_snapshot_is(folder, alone)
+    for right in (0, 1, 99):
+        test_drafts_leave_no_trace(folder, alone, right, False)
+    test_a_failed_step_changes_nothing(folder, alone, True, monkeypatch)
+    test_a_step_fails_after_the_next_was_launched(folder, alone, monkeypatch)
+
+
 # ----------------------------------------------------------------------------------------------------- planted mistakes
 
 
@@ -227,8 +243,8 @@ def in_place(monkeypatch) -> None:
     """The state after all rows of a short span is written over the page's own."""
     real = gated_delta.step_reference
 
-    def wrong(rows, planes, pages, starts, lengths, weights, exact=False):
-        out = real(rows, planes, pages, starts, lengths, weights, exact)
+    def wrong(rows, planes, pages, starts, lengths, weights, exact=False, **more):
+        out = real(rows, planes, pages, starts, lengths, weights, exact, **more)
         for (read, _), start, length in zip(pages, starts, lengths):
             if length <= LOOK_AHEAD:
                 given, dims = (planes["matrix"][read], planes["tail"][read]), planes["matrix"].shape[1:]
@@ -265,11 +281,11 @@ def without_the_walk(monkeypatch) -> None:
     """One draft more is folded than the walk accepted."""
     real = gated_delta.step_reference
 
-    def wrong(rows, planes, pages, starts, lengths, weights, exact=False):
+    def wrong(rows, planes, pages, starts, lengths, weights, exact=False, **more):
         for (read, _), start, length in zip(pages, starts, lengths):
             if start and length <= LOOK_AHEAD and 0 < start - planes["position"][read] < LOOK_AHEAD:
                 planes["position"][read] -= 1
-        return real(rows, planes, pages, starts, lengths, weights, exact)
+        return real(rows, planes, pages, starts, lengths, weights, exact, **more)
 
     monkeypatch.setattr(gated_delta, "step_reference", wrong)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvasir.kernels.gated_delta import Weights, step, step_reference
@@ -87,13 +89,17 @@ def by_scan(*given, **more):
     return by_kernel(*given, exact=False, **more)
 
 
-def by_reference(world: World, rows, tables, starts, lengths):
-    return step_reference(rows, world.pool.layer(0).planes, tables, list(starts), lengths, world.weights, True)
+def by_reference(world: World, rows, tables, starts, lengths, **more):
+    return step_reference(rows, world.pool.layer(0).planes, tables, list(starts), lengths, world.weights, True, **more)
 
 
-def compare(spec: GatedDeltaSpec, dtype: torch.dtype, device: str, near: float = 1e-5, kernel=by_kernel, **how) -> None:
+def compare(
+    spec: GatedDeltaSpec, dtype: torch.dtype, device: str, near: float = 1e-5, kernel=by_kernel, waiting: int = 1, **how
+) -> None:
+    """``waiting``: the rows that wait before a state is written, for the reference; three spans let the kernel wait for
+    one, unless it is told."""
     worlds = [World(spec, dtype, device, **how) for _ in range(2)]
-    got, want = (world.run(run) for world, run in zip(worlds, (kernel, by_reference)))
+    got, want = (world.run(run) for world, run in zip(worlds, (kernel, partial(by_reference, waiting=waiting))))
     torch.testing.assert_close(got, want, atol=near, rtol=1e-4)
     # Numbers of 16 bits round in proportion to what they are.
     rtol = max(1e-4, near)

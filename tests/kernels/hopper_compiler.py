@@ -70,6 +70,7 @@ def compile_for_hopper(
                 "page_m",
                 "page_t",
                 "page_a",
+                "row_x",
                 "head_stride",
                 "latent_stride",
                 "rope_stride",
@@ -101,6 +102,7 @@ def compile_for_hopper(
     return {
         "shared": done.metadata.shared,
         "spilled": "STACK:0" not in usage,
+        "per_thread": int(re.findall(r"REG:(\d+)", usage)[0]),
         "copies": ptx.count("cp.async.cg"),
         "words": ptx.count("cp.async.ca"),
         "tiles": ptx.count("cp.async.bulk.tensor"),

@@ -21,7 +21,11 @@ HEADS = {
 SIZES = {"TAPS": 4, "AHEAD": 16, "CHUNK": CHUNK, "BLOCK": BLOCK, "BD": 128, "PRECISION": "tf32", "EACH": True,
          "PDL": True, "EXPONENT": EXPONENT, "PART": PART}  # fmt: skip
 KERNELS = {
-    "_walk": ({"num_warps": 4}, "H K D V X C STRENGTH DECAY TAPS AHEAD BD EACH PDL", {"BV": 32, "LONG": False}),
+    "_walk": (
+        {"num_warps": 4},
+        "H K D V X C STRENGTH DECAY TAPS AHEAD BD EACH PDL",
+        {"BV": 32, "LONG": False, "MANY": True},
+    ),
     "_convolve": ({"num_warps": 8}, "K D V X C TAPS CHUNK", {"BW": 128, "APART": True}),
     "_gates": ({"num_warps": 4}, "H N X STRENGTH DECAY CHUNK", {"BY_HEAD": True}),
     "_compare": ({"num_warps": 4, "num_stages": 1}, "H K D C CHUNK BLOCK BD PRECISION EXPONENT PART", {}),
@@ -47,9 +51,11 @@ def test_nothing_is_spilled(kernel, channelwise):
         constants["BN"] = sizes["N"]
     elif kernel != "_convolve":
         constants["CHANNELWISE"] = channelwise
-    module = "gated_delta" if kernel == "_walk" else "gated_chunks"
+    module = "gated_rows" if kernel == "_walk" else "gated_chunks"
     found = compiled(module, kernel, options, constants, TYPES)
     assert not found["spilled"] and found["shared"] <= 227 * 1024
+    if kernel == "_walk":
+        assert found["per_thread"] <= 128, "four programs of 128 threads have the 65,536 registers of a multiprocessor"
 
 
 @pytest.mark.slow

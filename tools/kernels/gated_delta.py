@@ -1,14 +1,15 @@
 """Check the delta rule's kernels, and time a decode step and the scan of two prompts, ours and fla-core's.
 
-At the heads of Qwen 3.5 9B and of Kimi Linear, in bf16 with states in fp32. A decode step folds one row and leaves one,
-for 1 and 64 sequences, in a CUDA graph over cold states; the time of setting positions back (a launch) is in it. The
+At the heads of Qwen 3.5 9B and of Kimi Linear, in bf16 with states in fp32. A decode step folds the rows that wait and
+leaves one, for 1 and 64 sequences, in a CUDA graph over cold states; the time of setting positions back (a launch) is
+in it. Of 64 sequences' layers, one in ``WAITING`` writes its states, as on average of many steps. The
 scan takes 2 x 8,192 rows from position 0, and its kernels are listed, then its times by the shape of the last one. Next
 to each time stands what the bytes allow that have to be moved. fla-core's step has no convolution, and its scan is the
 backend `fla`.
 
 `probe` arms run the scan for types and heads that are kept from it, with loads ahead and without, and count the numbers
 that are not finite. `walk` arms time a step by the shape of its programs. About 3 minutes on an H100, of which
-checks take one.
+checks take one. ``--steps`` times steps alone, by how many rows wait, in half a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from kvasir.kernels import gated_chunks, gated_delta
+from kvasir.kernels import gated_chunks, gated_delta, gated_rows
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.recurrence_backend import RecurrenceBackend
@@ -46,7 +47,8 @@ from tools.kernels.frame import (
 )
 
 SHAPES = {"Qwen 3.5 9B": WIDE["9B"], "Kimi Linear": WIDE["Kimi Linear"]}
-WALKS = ((32, 4), (64, 4), (64, 2), (32, 2), (16, 4), (16, 2), (16, 1), (8, 1))  # values and warps of a step's program
+WALKS = ((32, 4), (64, 4), (64, 8), (16, 4))  # values and warps of a step's program
+WAITS = (1, 2, 3, 4, 6)  # rows that wait before a state is written
 # Channels at once, and warps for a block.
 COMPARES = ((64, 1), (64, 2), (64, 4), (64, 8), (32, 1), (32, 2), (32, 4), (128, 8))
 CARRIES = ((32, 1), (32, 2), (32, 3), (64, 1), (64, 2), (128, 1))
@@ -71,6 +73,7 @@ GRIDS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--steps", action="store_true", help="time steps alone")
     parser.add_argument("--site", type=Path, help="folder with fla-core and einops, where they are not installed")
 
 
@@ -112,10 +115,12 @@ def step_arms(report: Report, name: str, spec: Any, count: int, bandwidth: float
     batch = batch_of([100] * count, [1] * count, span_lengths=ones)
     out = torch.empty(count, heads, value_dim, device="cuda")
 
-    def ours() -> None:
-        for layer in planes:
-            layer["position"].fill_(99)
-            gated_delta.step(rows, layer, table, batch, world.weights, False, out)
+    def ours(waiting: int | None = None) -> None:
+        """One step of each layer, after which rows wait as in the steady state: some states are written, others not."""
+        waits = waiting or (gated_rows.WAITING if count >= gated_rows.MANY_SPANS else 1)
+        for place, layer in enumerate(planes):
+            layer["position"].fill_(99 - place % waits)
+            gated_delta.step(rows, layer, table, batch, world.weights, False, out, waiting=waiting)
 
     keys = world.weights.key_heads
     q, k = (torch.randn(1, count, keys, key_dim, dtype=BF16, device="cuda") for _ in range(2))
@@ -140,8 +145,13 @@ def step_arms(report: Report, name: str, spec: Any, count: int, bandwidth: float
             share = {"us": round(us, 2), "limit_us": round(limit * 1e6, 2), "of_limit": round(limit * 1e6 / us, 3)}
             report.add(f"step {count}", {"shape": name, "who": who}, share)
             report.save()
+    for waiting in WAITS:
+        found = tried((name, count, waiting), lambda waiting=waiting: graph_seconds(partial(ours, waiting), 5))
+        if found is not None:
+            report.add(f"wait {count}", {"shape": name, "waiting": waiting}, {"us": round(found / layers * 1e6, 2)})
+            report.save()
     for values, warps in WALKS:
-        with mock.patch.multiple(gated_delta, VALUES=values, WARPS=warps):
+        with mock.patch.multiple(gated_rows, VALUES=values, WARPS=warps):
             found = tried((name, count, values, warps), lambda: graph_seconds(ours, 5))
         if found is not None:
             chosen = {"shape": name, "values": values, "warps": warps}
@@ -221,10 +231,13 @@ def run(options: argparse.Namespace) -> int:
     scans = {"ours": gated_chunks.scan} | ({"fla-core": package.scan} if has_package else {})
     report.limits["fla_core"] = importlib.import_module("fla").__version__ if has_package else "not installed"
     for name, spec in SHAPES.items():
-        scan_arms(report, name, spec, scans, bandwidth)
-        report.save()
+        if not options.steps:
+            scan_arms(report, name, spec, scans, bandwidth)
+            report.save()
         for count in (1, 64):
             step_arms(report, name, spec, count, bandwidth)
+    if options.steps:
+        return report.end()
     if has_package and not options.skip_checks:
         check_package(report, package.scan)
     report.save()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvasir.kernels import gated_chunks
+from kvasir.kernels import gated_chunks, gated_rows
 from kvasir.kernels.gated_delta import CHUNK, Weights, chunk_scan, step
 from kvasir.layers.recurrence_backend import RecurrenceBackend
 from kvasir.layers.spec import LOOK_AHEAD
@@ -181,13 +181,62 @@ def test_rejected_drafts_change_no_bit(device):
     assert torch.equal(World(SPECS["even"], torch.float32, device).run(by_kernel, drafts=3), plain)
 
 
+# Decodes, drafts that fit behind waiting rows and such that do not, and long spans that start behind some.
+DECODES = ([1, 1, 1, 1, 1, 1, 17, 1, 1], [5, 1, 1, 9, 1, 16, 1, 1, 1], [20, 1, 1, 1, 18, 1, 2, 3, 1])
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("waiting", [1, 2, 4, 16])
+def test_rows_wait_before_a_state_is_written(waiting, many, device, monkeypatch):
+    """All planes are as the reference leaves them, and no bit of a result depends on how many rows wait."""
+    monkeypatch.setattr(gated_rows, "MANY_SPANS", 1 if many else 1000)
+    kernel = partial(by_kernel, waiting=waiting)
+    compare(SPECS["even"], torch.float32, device, kernel=kernel, waiting=waiting, lengths=DECODES)
+    found = [World(SPECS["even"], torch.float32, device, lengths=DECODES).run(k) for k in (kernel, by_kernel)]
+    assert torch.equal(*found)
+    drafted = World(SPECS["even"], torch.float32, device, lengths=DECODES).run(kernel, drafts=3)
+    assert torch.equal(drafted, found[0])
+
+
+def test_many_spans_wait(device, monkeypatch):
+    monkeypatch.setattr(gated_rows, "MANY_SPANS", 3)
+    compare(SPECS["channels"], torch.float32, device, waiting=gated_rows.WAITING, lengths=DECODES)
+    worlds = [World(SPECS["even"], torch.bfloat16, device, lengths=DECODES) for _ in range(2)]
+    assert torch.equal(worlds[0].run(row_by_row), worlds[1].run(by_kernel))
+
+
+def late(start, base, length, waiting, AHEAD):
+    return (start > 0) & (start - base + length <= AHEAD)
+
+
+@pytest.mark.parametrize("stays", [lambda *_: False, late])
+def test_states_that_are_written_at_other_steps_would_fail(stays, device, monkeypatch):
+    """The mutations that the comparison must catch: states that are written at once, or when the slots are full."""
+    if device != "cpu":
+        pytest.skip("only the interpreter takes another function")
+    monkeypatch.setattr(gated_rows, "_stays", stays)
+    with pytest.raises((AssertionError, IndexError)):
+        compare(SPECS["even"], torch.float32, device, kernel=partial(by_kernel, waiting=2), waiting=2, lengths=DECODES)
+
+
+def test_rows_may_lie_in_a_wider_product(device):
+    """The rows of a mixer whose gate after the recurrence comes from the same product."""
+
+    def wider(world, rows, *given):
+        wide = torch.cat((rows, torch.full_like(rows[:, :8], float("nan"))), 1)
+        return by_scan(world, wide[:, : rows.shape[1]], *given)
+
+    compare(SPECS["even"], torch.float32, device, near=1e-4, kernel=wider, lengths=LONG)
+    compare(SPECS["even"], torch.float32, device, kernel=wider, lengths=[[3, 1, 1, 2]] * 3)
+
+
 def test_a_state_without_decay_would_fail(monkeypatch, device):
     """The mutation that the comparison must catch."""
     real = check_delta.step_reference
 
-    def wrong(rows, planes, pages, starts, lengths, weights, exact):
+    def wrong(rows, planes, pages, starts, lengths, weights, exact, **more):
         still = Weights(weights.conv_CJ, weights.log_decay_H - 9, weights.bias_N, weights.key_heads)
-        return real(rows, planes, pages, starts, lengths, still, exact)
+        return real(rows, planes, pages, starts, lengths, still, exact, **more)
 
     monkeypatch.setattr(check_delta, "step_reference", wrong)
     with pytest.raises(AssertionError):
