@@ -5,9 +5,14 @@ answer and a tool's result would, and asks for one token: the first token of tha
 prompts as long that nothing in the cache begins. Each round has another conversation.
 
 Then every arm decodes answers that it has given before, with suffix drafts and without: with random weights a hybrid
-repeats nothing by itself (`kvasir.bench.texts`). The peer has the turns alone; its options say how it caches states. An
-arm is written when it is done, in case the run is cut short, and the others are measured where one after the first
-fails.
+repeats nothing by itself (`kvasir.bench.texts`). In bf16 it does not even repeat an earlier answer, because rows that
+verify drafts round differently. So our arms load a successor model from disk (`kvasir.bench.successor`): no rounding
+changes its answers, and all drafts are right. The rate with drafts is therefore that of full acceptance. ``start_s``
+includes reading the weights.
+
+The peer runs the turns alone, on dummy weights: the speed of a turn does not depend on weights. Its options say how it
+caches states. An arm is written when it is done, in case the run is cut short. If an arm after the first fails, the
+others are still measured.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from typing import Any
 from kvasir.bench import texts
 from kvasir.bench.compare import kept
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, save, spread
+from kvasir.bench.successor import successor_checkpoint
 from kvasir.bench.worker import Worker, check_peer
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 
@@ -92,7 +98,10 @@ def run(
     output: Path | None,
     commit: str | None,
 ) -> None:
-    """Measure every arm, show the table and write the result. Raises ConfigError before anything is loaded."""
+    """Measure every arm, show the table and write the result.
+
+    Raises ConfigError before anything is measured, also where the disk has no room for the weights of our arms.
+    """
     if peer:
         check_peer(peer, site)
     known: texts.Known = {}
@@ -103,21 +112,21 @@ def run(
         common = {k: v for k, v in settings.items() if k in ("max_model_len", "max_num_seqs", "gpu_memory_utilization")}
         plans.append((peer, peer, common | (ALIGNED if peer == "vllm" else {})))
     entries: list[dict[str, Any]] = []
-    with shape_folder(shape) as folder:  # refuses an unknown shape
+    with shape_folder(shape) as bare, successor_checkpoint(shape) as written:  # both refuse an unknown shape
         vocab = SHAPES[shape]["vocab_size"]
-        dummy = {"load_format": "dummy"}
         for name, engine, options in plans:
-            own = {"skip_tokenizer_init": True} if engine == "kvasir" else {}
+            ours = engine == "kvasir"
+            folder, own = (written, {"skip_tokenizer_init": True}) if ours else (bare, {"load_format": "dummy"})
             with (
                 kept(lambda: entries) as state,
-                Worker(engine, folder, dummy | own | options, site if engine == peer else None) as worker,
+                Worker(engine, folder, own | options, None if ours else site) as worker,
             ):
                 metrics: dict[str, Any] = {"start_s": worker.facts["start_s"]}
                 if "state_share" in worker.facts:
                     metrics["state_share"] = round(worker.facts["state_share"], 4)
                 if name != DRAFTER:
                     metrics |= measure_turns(worker, vocab, shared, new, turns, repeats)
-                if engine == "kvasir":
+                if ours:
                     metrics |= measure_repeated(worker, vocab, repeats, known)
                 facts = {"version": worker.facts["version"]} if "version" in worker.facts else {}
                 config = {"shape": shape, "shared": shared, "new": new, **options} if not entries else options
