@@ -428,7 +428,7 @@ def _groups(spec: ModelSpec, state_dtype: Literal["float32", "bfloat16"], exact:
             f"state_dtype={state_dtype} rounds states where steps end, so a request's tokens would depend on the other "
             "requests. Use float32 with --batch-invariant"
         )
-    log.warning("states are kept in %s, which rounds them after every step: answers may differ", state_dtype)
+    log.warning("states are kept in %s, which rounds them when they are written: answers may differ", state_dtype)
     return tuple(replace(g, state_dtype=state_dtype) if g.kind == "state" else g for g in groups)
 
 

@@ -3,8 +3,10 @@
 A state page holds all recurrent layers of a sequence after one position, its *base*, and the inputs of up to
 ``LOOK_AHEAD`` rows after it (`kvasir.kv.state`). So a span can start anywhere from a page's base to the last row that
 was put behind it. A short span, of up to ``LOOK_AHEAD`` rows, folds the rows before its start into its page, which then
-has the span's start for a base. A longer span reads one page and writes another. The new page is live for the spans
-that follow at once, and the old one is given back when the span is committed, so that a step can be run again.
+has the span's start for a base. A kernel may let them wait there for some steps (`kvasir.kernels.gated_rows`): the base
+is then an earlier one than is noted here, and whatever can start from the noted one still can. A longer span reads one
+page and writes another. The new page is live for the spans that follow at once, and the old one is given back when the
+span is committed, so that a step can be run again.
 
 A sequence's table holds its live page, then the pages of long spans in flight, then one page that was taken for the
 next span, if that needs one.

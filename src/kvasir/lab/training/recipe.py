@@ -303,7 +303,7 @@ def _halved(rows: tuple[Rows, ...]) -> tuple[Rows, ...]:
 
 
 # `base` with the mixers of Qwen 3.5: two layers of eight attend. A recurrent layer has more weights than an attention
-# of `base`, so the FFN is narrower: 16.5M parameters compared with 16.1M.
+# of `base`, so the FFN is narrower: 16.6M parameters compared with 16.1M.
 BASE_HYBRID = BASE.replace(
     name="base-hybrid",
     shape=dataclasses.replace(BASE.shape, ffn=1024, recurrent=(0, 1, 2, 4, 5, 6)),
