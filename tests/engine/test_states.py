@@ -16,7 +16,7 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.kernels import gated_delta
 from kvasir.kv.pool import KVPool
-from kvasir.layers.mixers import gated_delta as mixer
+from kvasir.layers.mixers import gated_delta as own_mixer
 from kvasir.layers.spec import LOOK_AHEAD
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
@@ -165,8 +165,8 @@ def test_drafts_leave_no_trace(folder, alone, right, tree):
 def failing(driver: Driver, monkeypatch, every: int = 4, layer: int = 2) -> list[int]:
     """Let every fourth step with company fail in a recurrent layer, by default the third one. Returns a list that gets
     the failures."""
-    failing, calls, failed = driver.engine.runner.model.blocks[layer].mixer, count(), []
-    real = failing.forward
+    mixer, calls, failed = driver.engine.runner.model.blocks[layer].mixer, count(), []
+    real = mixer.forward
 
     def forward(x_TE, angles, cache, backend, batch, *rest, **more):
         if len(batch.starts) > 1 and next(calls) % every == every - 1:
@@ -174,7 +174,7 @@ def failing(driver: Driver, monkeypatch, every: int = 4, layer: int = 2) -> list
             raise RuntimeError("injected")
         return real(x_TE, angles, cache, backend, batch, *rest, **more)
 
-    monkeypatch.setattr(failing, "forward", forward)
+    monkeypatch.setattr(mixer, "forward", forward)
     return failed
 
 
@@ -226,7 +226,7 @@ def test_a_step_fails_after_the_next_was_launched(folder, alone, monkeypatch):
 @pytest.mark.parametrize("waiting", [2, 4, LOOK_AHEAD])
 def test_states_may_be_written_once_in_several_steps(folder, alone, waiting, monkeypatch):
     """As a GPU does with many sequences: until then rows wait in their pages, through copies, drafts and failures."""
-    monkeypatch.setattr(mixer, "step", partial(gated_delta.step, waiting=waiting))
+    monkeypatch.setattr(own_mixer, "step", partial(gated_delta.step, waiting=waiting))
     test_tokens_in_a_crowd(folder, alone, True, "tight")
     test_branches_of_a_prompt(folder, alone, True)
     test_a_hit_ends_where_a_snapshot_is(folder, alone)

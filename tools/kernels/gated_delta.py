@@ -2,14 +2,14 @@
 
 At the heads of Qwen 3.5 9B and of Kimi Linear, in bf16 with states in fp32. A decode step folds the rows that wait and
 leaves one, for 1 and 64 sequences, in a CUDA graph over cold states; the time of setting positions back (a launch) is
-in it. Of 64 sequences' layers, one in ``WAITING`` writes its states, as on average of many steps. The
-scan takes 2 x 8,192 rows from position 0, and its kernels are listed, then its times by the shape of the last one. Next
-to each time stands what the bytes allow that have to be moved. fla-core's step has no convolution, and its scan is the
-backend `fla`.
+in it. With 64 sequences, one layer in ``WAITING`` writes its states, as on average of many steps. The scan takes
+2 x 8,192 rows from position 0, and its kernels are listed, then its times by the shape of the last one. Next to each
+time stands what the bytes allow that have to be moved; for a step, a state that is read and written. fla-core's step
+has no convolution, and its scan is the backend `fla`.
 
 `probe` arms run the scan for types and heads that are kept from it, with loads ahead and without, and count the numbers
 that are not finite. `walk` arms time a step by the shape of its programs. About 3 minutes on an H100, of which
-checks take one. ``--steps`` times steps alone, by how many rows wait, in half a minute.
+checks take one. ``--steps`` times steps alone, also by how many rows wait.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 ``_walk`` has some values of one head of one span. The state stays in registers, and a row's bits depend on no cut. The
 state is read once a step and written once in ``waiting`` steps: until then rows wait in the look-ahead slots of their
-page and are folded again by every step. That pays where bytes are what a step waits for, so with many sequences.
-``_settle`` then writes what heads share of a page.
+page, and every step folds them again. That should pay where a step waits for bytes, so with many sequences. In exact
+mode each step writes the state, because the code for many spans is compiled apart. ``_settle`` then writes what heads
+share of a page.
 
-Programs are short, and what they wait for is memory's latency: all loads are asked for before the first is used.
+Programs are short and wait for memory, so a row is asked for before the one ahead of it is computed with.
 
 Legend: T rows, H heads of values, D key dim, V value dim, C mixed row, J taps, X numbers of a row.
 """
@@ -21,8 +22,8 @@ from kvasir.types import StepBatch
 
 VALUES, WARPS = 32, 4  # most values of a program, whose state is in its registers, and its warps
 CHANNELS = 256  # of a program that writes what heads share
-# Rows that wait before a state is written, and the spans of a step from which on any wait. Few programs do not fill a
-# GPU: each row that waits is then latency, and not fewer bytes.
+# Rows that wait before a state is written, and the spans of a step from which on any wait. With few spans a row that
+# waits costs latency and saves bytes that nobody waits for. Both are estimates from the compiled code, not measured.
 WAITING, MANY_SPANS = 2, 16
 
 
@@ -242,7 +243,7 @@ def walk(rows_TX: torch.Tensor, planes: dict[str, torch.Tensor], table_SW: torch
     (_, heads, key_dim, value_dim), taps, channels = matrix.shape, weights.conv_CJ.shape[1], tails.shape[-1]
     spans, block, ahead = len(batch.context), min(VALUES, next_power_of_2(value_dim)), aheads.shape[1]
     assert rows_TX.stride(1) == 1, "the numbers of a row are neighbours"
-    many, each, early = spans >= MANY_SPANS, batch.span_lengths is not None, pdl(rows_TX.device)
+    many, each, early = not long and spans >= MANY_SPANS, batch.span_lengths is not None, pdl(rows_TX.device)
     waiting = (WAITING if many else 1) if waiting is None else waiting
     base_S = torch.empty(spans, dtype=torch.int32, device=rows_TX.device)
     common = table_SW, batch.context, batch.row_start, batch.span_lengths if each else batch.row_start

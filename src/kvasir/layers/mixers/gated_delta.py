@@ -1,7 +1,7 @@
 """Gated DeltaNet: projections, causal convolution, gated delta rule over a state page, gated RMS norm.
 
 Legend: T rows, E model dim, C mixed row (queries, keys, values), H heads of values, K heads of keys, V value dim,
-J taps, X = C + 2 H.
+J taps, X = C + 2 H, N outputs of a product.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ class Mixer(RecurrentMixer):
         self.spec, self.exact = spec, place.exact
         self.scan = gated_chunks.scan  # over long spans; a recurrence backend may take its place
         self.results = spec.num_value_heads, spec.value_dim
-        mixed, gates = {"q": keys, "k": keys, "v": spec.values}, {"b": heads, "a": heads}
-        # One product, except where a checkpoint quantises the others: it keeps the two gates plain.
-        self.gates = None
+        gates = {"b": heads, "a": heads}
+        # The two gates stay plain where the others are quantised. Otherwise one product gives all.
+        self.gates: Linear | None = None
+        widths = {"q": keys, "k": keys, "v": spec.values, **gates, "z": spec.values}
         if place.formats is not None:
-            gates, self.gates = {}, Linear(hidden_size, gates, bias=False, place=place.plain())
-        self.mixed = Linear(hidden_size, mixed | gates | {"z": spec.values}, bias=False, place=place)
+            self.gates = Linear(hidden_size, gates, bias=False, place=place.plain())
+            widths = {name: width for name, width in widths.items() if name not in gates}
+        self.mixed = Linear(hidden_size, widths, bias=False, place=place)
         self.o = Linear(spec.values, {"o": hidden_size}, bias=False, place=place)
         self.norm = RMSNorm(spec.value_dim, spec.norm, place)
         numbers = dict(device=place.device, dtype=torch.float32)
@@ -48,12 +50,16 @@ class Mixer(RecurrentMixer):
         )
 
     def project(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        two = self.gates is not None
-        if two and norm is not None and (len(x_TE) > 1 or self.exact):  # products of one row apply it
+        if self.gates is None:
+            return self._split(self.mixed(x_TE, norm))
+        if norm is not None and (len(x_TE) > 1 or self.exact):  # two products read it; those of one row apply it
             x_TE, norm = norm(x_TE), None
-        found_TN = self.mixed(x_TE, norm)
-        rows_TC, z_TN = found_TN.split((found_TN.shape[1] - self.spec.values, self.spec.values), -1)
-        return torch.cat((rows_TC, self.gates(x_TE, norm)), -1) if two else rows_TC, z_TN
+        mixed_TC, z_TN = self._split(self.mixed(x_TE, norm))
+        return torch.cat((mixed_TC, self.gates(x_TE, norm)), -1), z_TN
+
+    def _split(self, found_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the product's rows: what the recurrence reads, and the gate after it."""
+        return found_TN[:, : -self.spec.values], found_TN[:, -self.spec.values :]
 
     def finish(self, out_T: torch.Tensor, gate_T: torch.Tensor) -> torch.Tensor:
         return gated_norm(out_T, gate_T, *self.norm.parameters, silu=True, exact=self.exact, fused=self.norm.fused)
