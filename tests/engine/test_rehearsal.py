@@ -12,7 +12,9 @@ import pytest
 
 from kvasir.client import engine_process as process
 from kvasir.config import EngineConfig
-from kvasir.engine import engine, rehearsal
+from kvasir.engine import build, engine, rehearsal
+from kvasir.engine.second_model import EngineHost
+from kvasir.speculation.router import load_drafter
 from tests.engine.driver import Driver
 
 pytest.importorskip("triton")
@@ -87,14 +89,20 @@ def listen(*, src, cache_hit, **_):
 
 triton.knobs.compilation.listener = listen
 os.sched_getaffinity = lambda process: range(4)
-drafts = int(os.environ.get("DRAFTS", 0))
+drafts, trees = int(os.environ.get("DRAFTS", 0)), "TREES" in os.environ
 with compile_ahead.helping() if sys.argv[3:] else contextlib.nullcontext(), compile_ahead.compiling():
-    rehearse(parts, drafts)
+    rehearse(parts, drafts, trees)
 first = sorted(compiled)
 made = [line.split() for line in open(sys.argv[2])]
 with compile_ahead.compiling():
-    rehearse(parts, drafts)
+    rehearse(parts, drafts, trees)
 again = len(compiled) - len(first)
+if trees or "NO_TREES" in os.environ:  # a draft model's trees, level by level
+    with torch.inference_mode(), compile_ahead.compiling(), compile_ahead.rehearsing():
+        for count in (1, 7, 20):
+            for rows in (2, 5, 9, 25, 64):
+                for start in (30, 300, 1000, 4000):
+                    rehearsal._attend(parts, 0, [(start, rows)] * count, 1)
 if "DRAFTS" in os.environ:  # drafted steps as they come later
     with torch.inference_mode(), compile_ahead.compiling(), compile_ahead.rehearsing():
         for rows in (24, 56, 100):
@@ -164,6 +172,23 @@ def test_drafted_steps_are_compiled_ahead_with_a_drafter(codec, tmp_path):
     found = {drafts: rehearsed(codec, tmp_path, DRAFTS=str(drafts)) for drafts in (8, 0)}
     assert not found[8]["later"] and not found[8]["again"] and "_merge_tiles" in found[8]["first"]
     assert found[0]["later"] > 5 and "_merge_tiles" not in found[0]["first"]
+
+
+@pytest.mark.parametrize("codec", ["plain", "int8"])
+def test_a_draft_model_meets_no_kernel_for_its_trees(codec, tmp_path):
+    """A model that grows trees verifies no drafts of its own. Negative control: a chain's model compiles for a tree."""
+    found = {name: rehearsed(codec, tmp_path, **{name: "1"}) for name in ("TREES", "NO_TREES")}
+    assert not found["TREES"]["later"] and not found["TREES"]["again"]
+    assert found["NO_TREES"]["later"] > 2
+
+
+@pytest.mark.parametrize(("tree", "trees"), [("dyspec", True), ("fixed", True), ("chain", False)])
+def test_only_a_draft_model_that_grows_trees_goes_through_them(tree, trees, monkeypatch):
+    met = []
+    monkeypatch.setattr(build, "rehearse", lambda parts, max_drafts, trees: met.append((max_drafts, trees)))
+    drafter = load_drafter(f"draft_model:model=nano,tree={tree}")
+    drafter.prepare(EngineHost(EngineConfig.of(model="nano", device="cpu")))
+    assert met == [(0, trees)]
 
 
 @pytest.mark.slow  # a minute of compiling, twice

@@ -135,10 +135,11 @@ def build(
     drafter_bytes: Callable[[Decoder], int] = lambda model: 0,
     others: Iterable[technique.Technique] = (),
     guest_rank: int = 0,
+    trees: bool = False,
 ) -> Built:
     """Do the start-up in order, and time it. ``drafter_bytes`` gives the bytes of the device that a drafter will take,
     ``guest_rank`` is the rank of the adapter that computes its guests (0: none). ``others`` are the techniques above
-    the runner, which must agree with those chosen here. Raises ConfigError (what is wrong, why, the fix)."""
+    the runner, which must agree with those chosen here. ``trees``: it will grow trees. Raises ConfigError."""
     clock = Clock()
     if config.runner.num_threads:
         torch.set_num_threads(config.runner.num_threads)
@@ -209,7 +210,6 @@ def build(
     used = [codec, backend, *others]
     technique.check_conflicts(used)
     sampler = Sampler(info.vocab_size, info.tokenizer_size, config.scheduler.max_num_seqs, device, info.eos_ids)
-
     max_rows = config.scheduler.max_num_batched_tokens or _default_rows(device)
     max_num_seqs = config.scheduler.max_num_seqs
     page_bytes = [KVPool.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
@@ -230,7 +230,7 @@ def build(
         parts = StepParts(model, pool, backend, sampler, device, max_model_len=info.max_model_len, pooling=pooling)
         parts.have(variants.count, variants.hooks is not None)
         max_drafts = config.speculation.max_draft_tokens if config.speculation.drafter else 0
-        rehearse(parts, max_drafts)
+        rehearse(parts, max_drafts, trees)
         use_graphs = config.runner.cuda_graphs and device.type == "cuda" and backend.graphs
         capture = CudaCapture(device) if use_graphs else None
         pieces = capture if config.runner.fused_kernels else None

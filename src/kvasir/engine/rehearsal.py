@@ -37,9 +37,10 @@ ROWS = (1, 8, 16, 32, 64, 128)
 
 
 @torch.inference_mode()
-def rehearse(parts: StepParts, max_drafts: int = 0) -> None:
+def rehearse(parts: StepParts, max_drafts: int = 0, trees: bool = False) -> None:
     """Go through all kinds of attention and the first steps; with drafts, also through those that verify up to
-    ``max_drafts`` of a sequence. A kernel that fails here is compiled when it is met, or fails there."""
+    ``max_drafts`` of a sequence; with ``trees``, as a model has that grows them, also through those. A kernel that
+    fails here is compiled when it is met, or fails there."""
     if INTERPRETED or not use_triton(parts.seats.words):
         return
     calls: list[partial[None]] = [partial(_draw, parts)]  # first what takes the compiler longest
@@ -53,6 +54,8 @@ def rehearse(parts: StepParts, max_drafts: int = 0) -> None:
         calls += [partial(_forward, parts, rows, True) for rows in (*ROWS, 2 * ROWS[-1])]
     if max_drafts:  # the first drafted steps would hold up everybody, and so look dear
         calls += _drafted(parts, max_drafts)
+    if max_drafts or trees:
+        calls += _trees(parts)
     with rehearsing():
         for call in calls:
             try:
@@ -64,26 +67,28 @@ def rehearse(parts: StepParts, max_drafts: int = 0) -> None:
 
 
 def _drafted(parts: StepParts, max_drafts: int) -> list[partial[None]]:
-    """Steps of drafts: captured ones, of which a kernel has a variant for each power of two of rows, and trees beside
-    prompts."""
+    """Captured steps of drafts, of which a kernel has a variant for each power of two of rows."""
     most, sizes = min(SHARED_ROWS, parts.sampler.max_seqs * (1 + max_drafts)), [16]
     while sizes[-1] < most:
         sizes.append(2 * sizes[-1])
-    layers = parts.model.spec.attentions()
     calls: list[partial[None]] = [partial(_draw, parts, True)]
     calls += [
         partial(_attend, parts, layer, [(0, 1)] * rows, form)
-        for layer in layers.values()
+        for layer in parts.model.spec.attentions().values()
         for form in parts.backend.together()
         for rows in sizes
     ]
-    calls += [
+    return calls
+
+
+def _trees(parts: StepParts) -> list[partial[None]]:
+    """Steps of trees that are not captured whole: beside prompts, and in a model that grows them."""
+    return [
         partial(_attend, parts, layer, spans, 1)
-        for spec, layer in layers.items()
+        for spec, layer in parts.model.spec.attentions().items()
         for spans in parts.backend.kinds(spec, parts.sampler.max_seqs)
         if spans[0][1] > 1
     ]
-    return calls
 
 
 def _attend(parts: StepParts, layer: int, spans: list[tuple[int, int]], most: int = 0) -> None:

@@ -49,7 +49,7 @@ class EngineHost:
         for model in self._exits:
             model.bind(built, pages)
 
-    def chain_model(self, model: str, kv_tokens: int, keep: bool = False) -> SecondModel:
+    def chain_model(self, model: str, kv_tokens: int, keep: bool = False, trees: bool = False) -> SecondModel:
         config = self._config
         if keep and config.runner.batch_invariant:
             raise ConfigError(
@@ -78,7 +78,7 @@ class EngineHost:
             batch_invariant=False,
             num_pages=pages_for(kv_tokens, 16),
         )
-        built = build(own)
+        built = build(own, trees=trees)
         if any(group.kind == "state" for group in built.runner.pool.groups):
             raise ConfigError(
                 f"the draft model {model} has recurrent layers, whose states cannot take back what was drafted. Choose "

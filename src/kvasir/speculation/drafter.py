@@ -93,12 +93,12 @@ class Host(Protocol):
         Loading raises ConfigError for a layer that the model does not have. Empty ``exits`` stand for a quarter, a half
         and three quarters of the layers."""
 
-    def chain_model(self, model: str, kv_tokens: int, keep: bool = False) -> ChainModel:
+    def chain_model(self, model: str, kv_tokens: int, keep: bool = False, trees: bool = False) -> ChainModel:
         """Load a draft model.
 
         ``model``: checkpoint folder or hub id; ``kv_tokens``: number of tokens that its pages hold; ``keep``: the value
-        that `ChainModel.draw` will be called with. Raises ConfigError when its vocabulary differs from the served
-        model's, and when ``keep`` would break exact mode."""
+        that `ChainModel.draw` will be called with; ``trees``: whether `ChainModel.expand` will be called. Raises
+        ConfigError when its vocabulary differs from the served model's, and when ``keep`` would break exact mode."""
 
 
 class ServedModel(Protocol):

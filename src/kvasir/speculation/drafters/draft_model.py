@@ -65,7 +65,8 @@ class DraftModel(Drafter):
         self._model: ChainModel | None = None
 
     def prepare(self, host: Host) -> None:
-        self._model = host.chain_model(self.config.model, self.config.kv_tokens, self.config.max_accept)
+        config, trees = self.config, self._growth is not None
+        self._model = host.chain_model(config.model, config.kv_tokens, config.max_accept, trees)
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         if self._growth is not None:
