@@ -23,7 +23,9 @@ from kvasir.types import StepBatch
 VALUES, WARPS = 32, 4  # most values of a program, whose state is in its registers, and its warps
 CHANNELS = 256  # of a program that writes what heads share
 # Rows that wait before a state is written, and the spans of a step from which on any wait. With few spans a row that
-# waits costs latency and saves bytes that nobody waits for. Both are estimates from the compiled code, not measured.
+# waits costs latency and saves bytes that nobody waits for. On an H200 with 64 spans, waiting for three rows is slower
+# than for one; one and two lie too close to tell (docs/log.md). MANY_SPANS is an estimate from the compiled code,
+# not measured.
 WAITING, MANY_SPANS = 2, 16
 
 
