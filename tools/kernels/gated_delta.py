@@ -2,10 +2,10 @@
 
 At the heads of Qwen 3.5 9B and of Kimi Linear, in bf16 with states in fp32. A decode step folds the rows that wait and
 leaves one, for 1 and 64 sequences, in a CUDA graph over cold states; the time of setting positions back (a launch) is
-in it. With 64 sequences, one layer in ``WAITING`` writes its states, as on average of many steps. The scan takes
-2 x 8,192 rows from position 0, and its kernels are listed, then its times by the shape of the last one. Next to each
-time stands what the bytes allow that have to be moved; for a step, a state that is read and written. fla-core's step
-has no convolution, and its scan is the backend `fla`.
+in it. With 64 sequences, one layer in ``WAITING`` writes its states, as on average of many steps: the layers make whole
+cycles of every wait. The scan takes 2 x 8,192 rows from position 0, and its kernels are listed, then its times by the
+shape of the last one. Next to each time stands what the bytes allow that have to be moved; for a step, a state that is
+read and written. fla-core's step has no convolution, and its scan is the backend `fla`.
 
 `probe` arms run the scan for types and heads that are kept from it, with loads ahead and without, and count the numbers
 that are not finite. `walk` arms time a step by the shape of its programs. About 3 minutes on an H100, of which
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 import site
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,8 @@ def step_arms(report: Report, name: str, spec: Any, count: int, bandwidth: float
     world = World(spec, BF16, "cuda", lengths=[[1]])
     heads, key_dim, value_dim = world.pool.layer(0).planes["matrix"].shape[1:]
     state_bytes = 4 * heads * key_dim * value_dim
-    layers = min(64, 1 + COLD_BYTES // (count * state_bytes))
+    cycle = math.lcm(*WAITS)
+    layers = -(-min(64, 1 + COLD_BYTES // (count * state_bytes)) // cycle) * cycle
     planes, table = layers_of(spec, count, layers)
     rows = torch.randn(count, planes[0]["ahead"].shape[-1], dtype=BF16, device="cuda")
     ones = torch.ones(count, dtype=torch.int64, device="cuda")
