@@ -1,6 +1,6 @@
 """Train Medusa heads on a frozen model and jointly with it (Medusa-2), on equal tokens, and compare the results.
 
-    python tools/medusa2_study.py OUT.json [--target nano] [--steps 800] [--replies 768] [--folder FOLDER]
+    python tools/medusa2_study.py OUT.json [--target nano] [--arms medusa,joint] [--steps 800] [--folder FOLDER]
 
 Arms: ``medusa`` is Medusa-1 as it ships (KL from the frozen model); ``frozen`` is the trainer of Medusa-2 with a model
 that rests to the end, so only the joint training differs from ``joint``; the others give the heads' loss more weight.
@@ -102,7 +102,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=6, help="problems of each task, to count forwards on")
     parser.add_argument("--problems", type=int, default=200, help="problems of each task, for the model's own answers")
     parser.add_argument("--folder", type=Path, help="where the trained weights go; default: next to OUT.json")
+    parser.add_argument("--arms", default=",".join(ARMS), help="names with commas between them; default: all")
     given = parser.parse_args()
+    names = given.arms.split(",")
+    if unknown := set(names) - set(ARMS):
+        parser.error(f"no arm {', '.join(sorted(unknown))}; there are: {', '.join(ARMS)}")
     root = given.folder or given.out.with_suffix(".models")
     root.mkdir(parents=True, exist_ok=True)
 
@@ -129,7 +133,8 @@ def main() -> int:
         setting,
         {f"T{t:g}": found[1] for t, found in target.items()} | {"quality": quality(given.target, given.problems)},
     )
-    for name, chosen in ARMS.items():
+    for name in names:
+        chosen = ARMS[name]
         folder = root / name.replace(" ", "-").replace("=", "-")
         if not (folder / "training.json").exists():
             steps = given.steps * chosen.rows // 2
