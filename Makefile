@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 demo: .venv/.ready
 	$(BIN)/python tools/demo.py
 
-# The suite of every commit: under 20 minutes on two cores.
+# The suite of every commit: under 25 minutes on two cores.
 test: .venv/.ready
 	$(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 

@@ -174,7 +174,7 @@ def test_drafted_steps_are_compiled_ahead_with_a_drafter(codec, tmp_path):
     assert found[0]["later"] > 5 and "_merge_tiles" not in found[0]["first"]
 
 
-@pytest.mark.parametrize("codec", ["plain", "int8"])
+@pytest.mark.parametrize("codec", ["plain", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_draft_model_meets_no_kernel_for_its_trees(codec, tmp_path):
     """A model that grows trees verifies no drafts of its own. Negative control: a chain's model compiles for a tree."""
     found = {name: rehearsed(codec, tmp_path, **{name: "1"}) for name in ("TREES", "NO_TREES")}

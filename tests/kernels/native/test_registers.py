@@ -28,7 +28,10 @@ LANES = (
 )
 
 
-@pytest.mark.parametrize("machine, lanes, flag", [("x86-64", 4, "sse2"), ("x86-64-v3", 8, "avx2")])
+@pytest.mark.parametrize(
+    "machine, lanes, flag",
+    [pytest.param("x86-64", 4, "sse2", marks=pytest.mark.slow), ("x86-64-v3", 8, "avx2")],  # each is built anew
+)
 def test_kernels_of_an_older_processor(machine, lanes, flag, tmp_path):
     if flag not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"this processor has no {flag}")
