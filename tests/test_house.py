@@ -153,7 +153,7 @@ NAMED = {
     "models/gguf_folder.py": {"gguf", "llama", "qwen2", "qwen3"},  # its reader, and its architectures
     "models/gguf_tokenizer.py": {"llama", "qwen2"},  # kinds of its tokenizers
     "api/json_scan.py": {"u4"},  # the fourth digit of an escape
-    "engine/build.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
+    "engine/codec_choice.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "models/quantisation.py": {"fp8"},  # a type of activations
     "models/loader.py": {"fp8"},  # likewise
     "layers/weights.py": {"fp8"},  # likewise

@@ -9,7 +9,7 @@ import torch
 
 from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.engine import attention_choice
-from kvasir.engine.build import choose_codec
+from kvasir.engine.codec_choice import choose_codec
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kv.codec import Codec

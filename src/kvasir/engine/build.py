@@ -14,11 +14,12 @@ import torch
 
 from kvasir import technique
 from kvasir.attention.backend import Site
-from kvasir.config import CacheConfig, EngineConfig
+from kvasir.config import EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.capture import Capture, CudaCapture, PieceCapture
 from kvasir.engine.chain_graphs import ChainGraphs
+from kvasir.engine.codec_choice import check_layout, choose_codec
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.eager_steps import EagerSteps
 from kvasir.engine.graphs import DecodeGraphs
@@ -38,7 +39,6 @@ from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kernels.compile_ahead import compiling
 from kvasir.kernels.hardware import rates
-from kvasir.kv.codec import CODECS, Codec, planes_of
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
@@ -49,10 +49,8 @@ from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
 from kvasir.models.sidecar import read_sidecar
 from kvasir.models.spec import ModelSpec
-from kvasir.types import CacheGroup, CacheRow, ModelInfo
+from kvasir.types import CacheGroup, ModelInfo
 
-VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
-VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
 # Bytes that allocator fragmentation and lazily loaded libraries take after the start, by experience.
 GPU_RESERVE = 256 << 20
 # Rows of a step by default.
@@ -99,37 +97,6 @@ def choose_dtype(config: EngineConfig, device: torch.device, hf: dict) -> torch.
     return getattr(torch, wanted)
 
 
-def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
-    """The codec of this name, which may be vLLM's name of a type. Raises ConfigError for an unknown one, and for a type
-    that the cache will not have."""
-    kind = VLLM_TYPES.get(spec)
-    if kind is not None and kind != dtype:
-        raise ConfigError(
-            f"kv_codec={spec}, but the model runs in {str(dtype).removeprefix('torch.')}, and an uncompressed cache "
-            "has its type. "
-            f"Use --kv-codec plain, or --dtype {str(kind).removeprefix('torch.')}."
-        )
-    return technique.load(CODECS, CacheConfig().kv_codec if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
-
-
-def check_layout(codec: Codec, rows: Iterable[CacheRow], dtype: torch.dtype) -> None:
-    """Check that a codec which takes one of our ``kernel`` names has our planes: our kernels will read them. Raises
-    ConfigError."""
-    known = () if codec.ours else (technique.load(CODECS, name, Codec) for name in technique.own(CODECS))
-    ours = next((c for c in known if c.kernel == codec.kernel), None)
-    for row in rows if ours is not None else ():
-        stored, read = (
-            [f"{p.name}: {p.width} x {str(p.dtype).removeprefix('torch.')}" for p in planes_of(c, row, dtype)]
-            for c in (codec, ours)
-        )
-        if stored != read:
-            raise ConfigError(
-                f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {row.key_dim} is read as "
-                f"{', '.join(read)}, but it stores {', '.join(stored)}. Give this layout a name of its own, such as "
-                f"kernel = '{codec.name}'."
-            )
-
-
 def build(
     config: EngineConfig,
     drafter_bytes: Callable[[Decoder], int] = lambda model: 0,
@@ -139,7 +106,8 @@ def build(
 ) -> Built:
     """Do the start-up in order, and time it. ``drafter_bytes`` gives the bytes of the device that a drafter will take,
     ``guest_rank`` is the rank of the adapter that computes its guests (0: none). ``others`` are the techniques above
-    the runner, which must agree with those chosen here. ``trees``: it will grow trees. Raises ConfigError."""
+    the runner, which must agree with those chosen here. ``trees``: the model will grow trees of drafts. Raises
+    ConfigError (what is wrong, why, the fix)."""
     clock = Clock()
     if config.runner.num_threads:
         torch.set_num_threads(config.runner.num_threads)
@@ -210,6 +178,7 @@ def build(
     used = [codec, backend, *others]
     technique.check_conflicts(used)
     sampler = Sampler(info.vocab_size, info.tokenizer_size, config.scheduler.max_num_seqs, device, info.eos_ids)
+
     max_rows = config.scheduler.max_num_batched_tokens or _default_rows(device)
     max_num_seqs = config.scheduler.max_num_seqs
     page_bytes = [KVPool.page_bytes_of(g, codec, page_slots, dtype) for g in groups]

@@ -39,8 +39,8 @@ ROWS = (1, 8, 16, 32, 64, 128)
 @torch.inference_mode()
 def rehearse(parts: StepParts, max_drafts: int = 0, trees: bool = False) -> None:
     """Go through all kinds of attention and the first steps; with drafts, also through those that verify up to
-    ``max_drafts`` of a sequence; with ``trees``, as a model has that grows them, also through those. A kernel that
-    fails here is compiled when it is met, or fails there."""
+    ``max_drafts`` of a sequence. ``trees``: also through trees, for a draft model that grows them. A kernel that fails
+    here is compiled when it is met, or fails there."""
     if INTERPRETED or not use_triton(parts.seats.words):
         return
     calls: list[partial[None]] = [partial(_draw, parts)]  # first what takes the compiler longest
