@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast test-all clients lint clean
+.PHONY: demo test test-fast test-all clients lint gpu-due clean
 
 demo: .venv/.ready
 	$(BIN)/python tools/demo.py
@@ -32,6 +32,10 @@ lint: .venv/.ready
 	$(BIN)/ruff check src tests tools
 	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
+
+# Files of GPU tests that changed since a GPU last ran them. It fails nothing: CI has no GPU.
+gpu-due: .venv/.ready
+	$(BIN)/python -m tools.gpu_tests due
 
 .venv/.ready: pyproject.toml constraints.txt tools/install.sh
 	$(PYTHON) -m venv .venv

@@ -5,8 +5,8 @@
 
 LIST.toml has tables ``[[PART]]`` with ``name``, ``seconds`` and ``command``, a shell command in which OUT stands for
 the folder, `kvasir` runs this tree, and environment variables that it names must be set. ``gpu`` (default: all) names
-the GPUs that the command sees, and ``after`` a file that must be there before it starts (OUT and environment variables
-stand for their values). Several parts run at the same time. Commands of ``together`` start at once and measure no time:
+the GPUs that the command sees, ``decides`` says what the result is for, and ``after`` names a file that must be there
+before it starts (OUT and environment variables stand for their values). Several parts run at the same time. Commands of ``together`` start at once and measure no time:
 they share a GPU. Commands of every other part run in their order, one at a time. A part that runs alone on a machine
 with fewer GPUs than it names gets the first ones.
 
@@ -45,13 +45,14 @@ KVASIR = 'kvasir() { python -m kvasir.cli.main "$@"; }\n'
 
 @dataclass(frozen=True)
 class Study:
-    """A command of the list. ``seconds``: the most that it may take. ``gpu`` and ``after``: see above."""
+    """A command of the list. ``seconds``: the most that it may take. The other fields: see above."""
 
     name: str
     seconds: float
     command: str
     gpu: str = ""
     after: str = ""
+    decides: str = ""
 
 
 class Running:

@@ -141,6 +141,34 @@ def test_a_step_launches_nothing_for_the_few_rows_that_are_left(base, rows):
     assert all(sum(step[:-1]) < 56 <= sum(step) for step in steps[:-1])
 
 
+def test_no_slice_waits_for_what_a_step_has_found(base, monkeypatch):
+    class Late:
+        """Numbers that arrive when they were asked for a third time; reading them earlier is a mistake."""
+
+        def __init__(self, found):
+            self._found, self._asked = found, 0
+
+        def here(self):
+            self._asked += 1
+            return self._asked == 3
+
+        @property
+        def numbers(self):
+            assert self._asked == 3, "read before it arrived"
+            return self._found
+
+    monkeypatch.setattr("kvasir.learn.learner.Arriving", Late)
+    learner, found = learner_for(base, replace(TINY, every=1000)), []
+    for i in range(20):
+        learner.add(trace_of(base, (3,), STEPS[i % 3 :], seed=i, request=f"r{i}"))
+    slices = learner.slices()
+    while learner.steps < 2:
+        found.append(next(slices))
+    first = next(i for i, rows in enumerate(found) if rows)
+    end = next(i for i, rows in enumerate(found[first:], first) if not rows)
+    assert found[end : end + 3] == [0, 0, 0] and found[end + 3], "two slices of waiting and one that ends the step"
+
+
 def test_old_traces_leave_the_pool_before_a_trainer_has_used_them_up(base):
     pieces, new = Pieces(1 << 40, 1 << 40, num_rows=200), set()
     for trace in traces_for(base, 120):  # more than is drawn

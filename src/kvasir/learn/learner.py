@@ -171,8 +171,9 @@ class Learner:
                 yield from self._gate()
 
     def _step(self) -> Iterator[int]:
-        """One optimizer step, in as many slices as its rows need. What the device has found is read once, at the
-        end."""
+        """One optimizer step, in as many slices as its rows need, and slices of nothing while the device finishes.
+
+        What the device has found is read once, when it has arrived: no slice waits for it."""
         rows, parts, counts = 0, 0, np.zeros(self._depth)
         # Sums of nats by level, and of losses.
         nats, lost = torch.zeros(self._depth, device=self.base.device), torch.zeros(1, device=self.base.device)
@@ -200,7 +201,10 @@ class Learner:
             if p.grad is not None:
                 p.grad /= parts
         norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        *by_level, lost_sum, size = torch.cat([nats, lost, norm[None]]).tolist()
+        arriving = Arriving(torch.cat([nats, lost, norm[None]]))
+        while not arriving.here():
+            yield 0
+        *by_level, lost_sum, size = arriving.numbers.tolist()
         if math.isfinite(lost_sum) and math.isfinite(size):
             for group in self._optimizer.param_groups:
                 group["lr"] = self.rate
@@ -262,6 +266,22 @@ class Learner:
         log.info("step %d: %.3f tokens a forward, %.3f before: no candidate", self.steps, after, before)
         self._idle_gates += 1
         self.settled = self.settled or (not self.scratch and self._idle_gates >= IDLE_GATES)
+
+
+class Arriving:
+    """A copy of ``found``, a tensor of the device, on its way to the host. ``numbers`` holds it once it is `here`."""
+
+    def __init__(self, found: torch.Tensor) -> None:
+        self.numbers, self._copied = found, None
+        if found.device.type == "cuda":
+            self.numbers = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self.numbers.copy_(found, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def here(self) -> bool:
+        """Whether ``numbers`` may be read. Does not wait."""
+        return self._copied is None or self._copied.query()
 
 
 @torch.no_grad()
