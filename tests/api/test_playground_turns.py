@@ -74,11 +74,12 @@ def bodies(server):
 @needs_chromium
 def test_three_examples_can_be_sent(page, server):
     browser = page()
-    assert browser.js("document.querySelectorAll('#examples button').length") == 3
+    browser.until("document.querySelectorAll('#examples button').length === 3")
     browser.js("document.querySelectorAll('#examples button')[1].click()")
     browser.until("document.body.dataset.state === 'stop'")
     [body] = server.bodies
     assert body["messages"][0]["content"].startswith("Roads: ") and body["temperature"] == 0
+    assert browser.js("document.getElementById('temperature').value") == "", "later answers are drawn as set"
     assert browser.js("document.getElementById('hello').hidden")
 
 

@@ -418,7 +418,7 @@ document.querySelector("main").onclick = () => settings(false);
 $("key").value = sessionStorage.getItem("kvasir-key") || "";
 $("key").onchange = () => { sessionStorage.setItem("kvasir-key", $("key").value.trim()); learn(); poll(); };
 $("tokens-view").onchange = paintAll;
-for (const name of FIELDS) $(name).addEventListener("change", keep);
+for (const name of FIELDS) $(name).addEventListener("change", () => keep());
 restore();
 $("model").onchange = showWelcome;
 onReturn(learn);
