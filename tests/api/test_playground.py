@@ -305,7 +305,9 @@ def test_html_is_made_in_one_place_and_cleaned_there():
     )
     assert {name for name, text in SCRIPT_TEXTS.items() if wrong.search(text)} == set()
     assert wrong.search("node.innerHTML = text")
-    assert {name for name, text in SCRIPT_TEXTS.items() if "DOMPurify" in text or "markdown.js" in text} == {"render.js"}
+    assert {name for name, text in SCRIPT_TEXTS.items() if "DOMPurify" in text or "markdown.js" in text} == {
+        "render.js"
+    }
     assert "require-trusted-types-for 'script'; trusted-types dompurify" in routes_playground.POLICY
     assert "unsafe" not in routes_playground.POLICY
 

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from kvasir.api import routes_playground
-from tests.api.fake_client import FakeClient, running
+from tests.api.fake_client import FakeClient
+from tests.api.running import running
 from tests.api.test_playground import FOLDER
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no node on PATH")

@@ -50,7 +50,9 @@ def test_an_answer_is_shown_as_markdown(page):
         assert text_of(browser, f"article.assistant .body {tag}"), tag
     assert text_of(browser, ".code-head span") == ["python"] and text_of(browser, ".code pre") == ['print("hi")']
     assert "monospace" in browser.js("getComputedStyle(document.querySelector('.code code')).fontFamily")
-    browser.js("Object.defineProperty(navigator, 'clipboard', {value: {writeText: async text => window.copied = text}})")
+    browser.js(
+        "Object.defineProperty(navigator, 'clipboard', {value: {writeText: async text => window.copied = text}})"
+    )
     browser.js("document.querySelector('.code-head button').click()")
     browser.until("window.copied === 'print(\"hi\")'")
 
@@ -63,7 +65,10 @@ def test_nothing_in_an_answer_runs_or_loads(page):
     assert browser.js("document.title") == "Kvasir playground" and browser.js("bad") == []
     inside = "[...document.querySelectorAll('article.assistant .body *')]"
     assert browser.js(f"{inside}.filter(n => /^(img|script|style|svg|iframe)$/i.test(n.tagName)).length") == 0
-    assert browser.js(f"{inside}.flatMap(n => [...n.attributes]).filter(a => /^on|^style$|^src$/.test(a.name)).length") == 0
+    assert (
+        browser.js(f"{inside}.flatMap(n => [...n.attributes]).filter(a => /^on|^style$|^src$/.test(a.name)).length")
+        == 0
+    )
     assert browser.js(f"{inside}.filter(n => n.href && !/^http/.test(n.href)).length") == 0
     # The control: without the sanitiser the same text is refused by the content policy.
     assert browser.js("try { document.body.innerHTML = '<b>x</b>'; false } catch { true }")
@@ -74,7 +79,7 @@ def test_a_message_waits_for_the_model(page, server):
     server.loading = True
     browser = page()
     browser.until("document.getElementById('model').textContent === 'loading…'")
-    browser.js("send('hello')")
+    browser.js("void send('hello')")
     browser.until("document.getElementById('speed').textContent.includes('is sent when it is ready')")
     assert server.early and not server.bodies
     server.loading = False

@@ -169,7 +169,9 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
     }.items():
         app.add_api_route(path, route, methods=["GET"], response_class=Response, responses=ERRORS)
     app.add_api_route("/ping", status.health, methods=["POST"], response_class=Response, responses=ERRORS)
-    app.add_api_route(playground.FOLDER + "{name:path}", playground.playground, methods=["GET"], include_in_schema=False)
+    app.add_api_route(
+        playground.FOLDER + "{name:path}", playground.playground, methods=["GET"], include_in_schema=False
+    )
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {

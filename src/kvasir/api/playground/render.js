@@ -13,6 +13,7 @@ const MATHS_ATTRIBUTES = "accent accentunder columnalign columnlines columnspaci
 const RULES = {
   ALLOWED_TAGS: `${TEXT} ${MATHS} #text`.split(" "),
   ALLOWED_ATTR: `align data-lang href start ${MATHS_ATTRIBUTES}`.split(" "),
+  ADD_URI_SAFE_ATTR: `align data-lang start ${MATHS_ATTRIBUTES}`.split(" "),  // all but href, which the next line holds
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
