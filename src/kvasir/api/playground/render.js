@@ -71,13 +71,16 @@ export class Growing {
   draw() {
     const start = performance.now();
     this.rest = this.rest.replace(/\r\n|\r(?!$)/g, "\n");
-    const tokens = blocks(this.rest), done = settled(tokens);
+    const tokens = blocks(this.rest);
+    let done = settled(tokens);
+    const raw = tokens.slice(0, done).map(token => token.raw).join("");
+    if (!this.rest.startsWith(raw)) done = 0;  // the parser changes blanks behind the mark of an empty item
     following(() => {
       while (this.node.childNodes.length > this.fixed) this.node.lastChild.remove();
       if (done) {
         this.put(tokens.slice(0, done));
         this.fixed = this.node.childNodes.length;
-        this.rest = this.rest.slice(tokens.slice(0, done).reduce((sum, { raw }) => sum + raw.length, 0));
+        this.rest = this.rest.slice(raw.length);
       }
       this.put(tokens.slice(done));
     });
