@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvasir import LLM, SamplingParams
-from tests.api.test_playground import PAGE
+from tests.api.test_playground import SCRIPT_TEXTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r'^  \["([^"]+)", "([^"]+)"\],$', PAGE, re.M)
+EXAMPLES = re.findall(r'^  \["([^"]+)", "([^"]+)"\],$', SCRIPT_TEXTS["examples.js"].split("GENERAL")[0], re.M)
 # What an answer ends with, by the first words of the example.
 ANSWERS = {
     "Compute modulo 97": "Answer: 67",

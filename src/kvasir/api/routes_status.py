@@ -1,11 +1,10 @@
-"""The small routes: health, models, metrics, tokenize and detokenize, and the playground page."""
+"""The small routes: health, models, metrics, tokenize and detokenize."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from datetime import UTC, datetime
-from importlib import resources
 from typing import Any
 
 from starlette.requests import Request
@@ -26,11 +25,6 @@ from kvasir.types import AdapterInfo
 MAX_DETOKENIZE = 1 << 20
 # /tokenize takes texts of up to this many contexts.
 TOKENIZE_FACTOR = 4
-# The page holds everything inline; it may load nothing else and connect only to this server.
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "frame-ancestors 'none'"
-)
 
 
 def reply(value: Any) -> Response:
@@ -113,6 +107,7 @@ class StatusRoutes:
             "root": info.name,
             "parent": None,
             "max_model_len": info.max_model_len,
+            "packaged": info.packaged,  # the playground says so
             "type": "model",  # this and the rest are what Anthropic's clients read
             "display_name": info.name,
             "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
@@ -127,20 +122,6 @@ class StatusRoutes:
         started = hasattr(self.service.client, "info")  # missing before the start and after one that was cancelled
         stats, name = (self.service.client.stats(), self.service.info.name) if started else (None, "")
         return Response(self.service.metrics.render(stats, name), headers={"content-type": metrics.CONTENT_TYPE})
-
-    async def playground(self) -> Response:
-        page = resources.files("kvasir.api").joinpath("playground", "index.html")
-        if not page.is_file():
-            raise RequestError("the playground page is not part of this installation", status=404)
-        return Response(
-            page.read_bytes(),
-            headers={
-                "content-type": "text/html; charset=utf-8",
-                "content-security-policy": POLICY,
-                "x-content-type-options": "nosniff",
-                "referrer-policy": "no-referrer",
-            },
-        )
 
     async def tokenizer_info(self) -> Response:
         """The tokenizer's configuration, as vLLM gives it: class, special tokens as texts, chat template."""

@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from kvasir import __version__
 from kvasir.api import protocol, protocol_pooling
+from kvasir.api import routes_playground as playground
 from kvasir.api.auth import OPEN_PATHS, PUBLIC_METRICS, KeyGuard
 from kvasir.api.connections import MAX_HEAD_BYTES, Protocol, Server, raise_file_limit
 from kvasir.api.errors import error_response
@@ -85,7 +86,7 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig, journal
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     # The middleware added last sees a request first: CORS answers preflights, then the watch also counts what the guard
     # refuses. HEAD is turned into GET before the watch, which reads the route from the request's own scope.
-    open_paths = OPEN_PATHS | PUBLIC_METRICS if settings.public_metrics else OPEN_PATHS
+    open_paths = OPEN_PATHS.union(playground.files(), PUBLIC_METRICS if settings.public_metrics else ())
     app.add_middleware(KeyGuard, keys=settings.api_key, open_paths=open_paths, admin_key=settings.admin_key)
     app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
     app.add_middleware(HeadAsGet)
@@ -163,11 +164,14 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
         "/health/ready": status.ready,
         "/version": status.version,
         "/metrics": status.metrics,
-        "/": status.playground,
+        playground.PAGE: playground.playground,
         **({"/tokenizer_info": status.tokenizer_info} if service.settings.enable_tokenizer_info_endpoint else {}),
     }.items():
         app.add_api_route(path, route, methods=["GET"], response_class=Response, responses=ERRORS)
     app.add_api_route("/ping", status.health, methods=["POST"], response_class=Response, responses=ERRORS)
+    app.add_api_route(
+        playground.FOLDER + "{name:path}", playground.playground, methods=["GET"], include_in_schema=False
+    )
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -372,6 +372,7 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
         tokenizer_size=min(vocab, size),
         eos_ids=tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < vocab),
         config=hf,
+        packaged=checkpoint.is_packaged(path),
         generation_defaults=defaults if config.model.generation_config == "auto" else {},
     )
 

@@ -99,6 +99,11 @@ def shipped() -> list[str]:
     return sorted(file.parent.name for file in _assets().glob("*/config.json"))
 
 
+def is_packaged(folder: Path) -> bool:
+    """Whether a model's folder is one of those in the package."""
+    return folder.resolve().parent == _assets().resolve()
+
+
 def embedded() -> Path:
     """The folder of the model that "" means: the strongest one in the package.
     Raises ConfigError when there is none."""

@@ -126,6 +126,7 @@ class ModelInfo:
     max_queued_requests: int = 0  # most branches that may wait at once (0: no bound)
     max_queued_tokens: int = 0  # most prompt tokens that may wait at once (0: no bound)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
+    packaged: bool = False  # one of the small models that are part of the package
     weights: str = ""  # hex digest of the weights' content; only replicas compute it
     prefix_root: bytes = b""  # root of the keys of a shared prefix index; empty: none is shared
     page_slots: int = 0  # tokens of a page of that index
