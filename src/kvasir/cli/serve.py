@@ -11,7 +11,7 @@ from pathlib import Path
 from kvasir.cli.options import check_output
 from kvasir.client.kv_events import parse
 from kvasir.config import ServerConfig, Settings
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
 
@@ -22,7 +22,7 @@ def run(settings: Settings) -> None:
     build_spec(checkpoint.read_config(checkpoint.resolve(settings.model.model, settings.model.revision)))
     check_free(settings.server)
     if settings.server.otlp_traces_endpoint and find_spec("opentelemetry.exporter") is None:
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry. Install it: pip install 'kvasir[otel]'")
+        raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry. Install it: {install('otel')}")
     if settings.service.kv_events_config:
         parse(settings.service.kv_events_config)
     check_output(Path(settings.service.journal) if settings.service.journal else None)
