@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from kvasir import LLM
 from kvasir.bench.workloads import SHAPES
 from kvasir.cli.doctor import _attention
 
@@ -72,6 +74,20 @@ def test_the_embedded_model(kvasir):
     assert (
         done.code == 0 and "embedded (qwen3, 16.1M parameters)" in done.out and "H200" in done.out and "10" in done.out
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is shown instead of the CPU")
+@pytest.mark.parametrize("size", [None, 1 << 27])
+def test_a_cpu_holds_what_the_server_holds(kvasir, size):
+    """The sequences that are shown are those of the pool that the engine makes, in the type that it computes in."""
+    found = facts(kvasir, *([] if size is None else ["--cpu-cache-bytes", str(size)]))
+    length = found["max_model_len"]
+    shown = next(iter(found["fits"].values()))[str(length)]
+    with LLM(**({} if size is None else {"cpu_cache_bytes": size})) as llm:
+        info = llm.engine.info
+        assert shown == info.kv_capacity_tokens // length and 0 < shown < 20
+    assert found["dtype"] == "float32" and set(found["dtypes"].values()) == {"float32", "bfloat16"}
+    assert f": {shown:,} sequences" in found["advice"][0]
 
 
 def test_llama_8b_by_hand(kvasir, shape):

@@ -14,7 +14,7 @@ from kvasir.cli.cluster import app as cluster
 from kvasir.cli.lab import app as lab
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
 from kvasir.cli.train import app as train
-from kvasir.config import EngineConfig, Settings
+from kvasir.config import CacheConfig, EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import setup
 
@@ -194,8 +194,9 @@ def doctor(as_json: AsJSON = False) -> None:
 def show(
     model: Model = "",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of weights and KV.")
-    ] = "bfloat16",
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Type of weights and KV; default: float32 on a CPU, bfloat16 on GPUs."),
+    ] = None,
     memory_gib: Annotated[
         float | None, typer.Option("--memory", min=0, help="Memory to plan for, in GiB; default: here and common GPUs.")
     ] = None,
@@ -205,12 +206,15 @@ def show(
     state_dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Type of a recurrent model's states, as for serve.")
     ] = "float32",
+    cpu_cache_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of the KV pool on a CPU, as for serve.")
+    ] = CacheConfig().cpu_cache_bytes,
     as_json: AsJSON = False,
 ) -> None:
     """Show a model's layers, bytes per token, and what fits into which memory."""
     from kvasir.cli import show as command
 
-    command.run(model, dtype, memory_gib, as_json, weights, state_dtype)
+    command.run(as_json, model, dtype, memory_gib, weights, state_dtype, cpu_cache_bytes)
 
 
 @app.command("eval", cls=Command)
