@@ -7,7 +7,8 @@ import torch
 
 from kvasir import LLM
 from kvasir.bench.workloads import SHAPES
-from kvasir.cli.doctor import _attention
+from kvasir.cli.doctor import OTHER_METHODS, _attention
+from kvasir.technique import names
 
 GEMMA = dict(
     architectures=["Gemma3ForCausalLM"],
@@ -263,3 +264,20 @@ def test_doctor_says_what_must_be_named():
         "attention_why": "",
     }
     assert _attention(facts, "b") == "ready, only when named: why; not for batch_invariant"
+
+
+def test_doctor_lists_every_kind_of_method(kvasir):
+    """Each folder of methods is named with all its files."""
+    found, text = json.loads(kvasir("doctor", "--json").out), kvasir("doctor").out
+    for kind, package in OTHER_METHODS.items():
+        assert found[kind] == names(package) and found[kind], kind
+        assert kind.replace("_", " ") in text
+    shown = kvasir("convert", "--help").out
+    assert all(name in shown for name in found["converters"])
+    assert "chain" in found["tasks"] and "pack" in found["converters"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies by Triton")
+def test_a_cpu_has_no_products_of_triton(kvasir):
+    (line,) = [line for line in kvasir("doctor").out.splitlines() if line.startswith("products triton")]
+    assert "ready" not in line and "C kernels and torch" in line

@@ -17,6 +17,7 @@ from kvasir.cli.train import app as train
 from kvasir.config import CacheConfig, EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import setup
+from kvasir.technique import names
 
 # Plain help: the boxes of typer's rich help cut off long option names in a terminal of 80 columns.
 app = typer.Typer(
@@ -43,6 +44,9 @@ Model = Annotated[
         help="Checkpoint folder or hub id; default: the model that ships in the package.",
     ),
 ]
+CONVERTER_HELP = "Converter and its options, e.g. outlier_twin:keys=16. Converters: " + ", ".join(
+    names("kvasir.convert.converters")
+)
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature; 0 is greedy; default: the checkpoint's, else 1.")
@@ -387,9 +391,7 @@ def solve(
 
 @app.command(cls=Command)
 def convert(
-    converter: Annotated[
-        str, typer.Argument(metavar="NAME:KEY=VALUE", help="Converter and its options, e.g. outlier_twin:keys=16.")
-    ],
+    converter: Annotated[str, typer.Argument(metavar="NAME:KEY=VALUE", help=CONVERTER_HELP)],
     source: Annotated[str, typer.Argument(metavar="SRC", help="Model to convert: a folder, a name or a hub id.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
     device: Annotated[

@@ -9,9 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvasir.cli.options import check_output
+from kvasir.cli.starting import packaged
 from kvasir.client.kv_events import parse
 from kvasir.config import ServerConfig, Settings
 from kvasir.errors import ConfigError, install
+from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
 
@@ -29,6 +31,9 @@ def run(settings: Settings) -> None:
     settings = name_tenants(settings)
     from kvasir.cluster.cluster_client import open_client
 
+    if note := packaged(settings.model.model, "kvasir serve"):
+        log.info(note)
+    log.info("loading %s", settings.model.model or "the packaged model")
     client = open_client(settings)
     client.start_process()  # torch loads there while FastAPI loads here
     from kvasir.api.server import serve
