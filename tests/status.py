@@ -107,5 +107,12 @@ def _line(key: str, row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the page. Exits with the faults where a row is invalid, and leaves the page as it is."""
+    if wrong := faults(entries()):
+        raise SystemExit(f"{SOURCE.name} is invalid, so the page is left as it is:\n" + "\n".join(wrong))
     PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -145,6 +145,8 @@ def test_a_technique_imports_no_sibling(family):
 # name.
 NAMED = {
     "config.py": {"plain", "fcfs", "cost", "fp8"},  # defaults of settings, and a type of activations
+    "errors.py": {"humming", "fla", "gguf"},  # extras of pyproject.toml
+    "models/gguf_file.py": {"gguf"},  # an extra
     "layers/codes.py": {"compressed_tensors", "int8"},  # whose config.json a converter writes; a type of inputs
     "models/compressed_codes.py": {"i8", "u4", "nvfp4"},  # the formats that keep its codes
     "kernels/codes_gemv.py": {"i8", "u4", "mxfp4", "nvfp4", "fp6", "q4_k", "q6_k"},  # layouts of codes

@@ -41,3 +41,13 @@ def test_what_is_missing_is_seen(spoil, told):
     rows = copy.deepcopy(status.entries())
     spoil(rows)
     assert any(told in fault for fault in status.faults(rows))
+
+
+def test_no_page_is_made_of_an_invalid_row(monkeypatch, tmp_path):
+    rows = status.entries()
+    del rows["codecs/int4"]["when"]
+    monkeypatch.setattr(status, "entries", lambda: rows)
+    monkeypatch.setattr(status, "PAGE", tmp_path / "status.md")
+    with pytest.raises(SystemExit, match="codecs/int4 needs"):
+        status.main()
+    assert not status.PAGE.exists()

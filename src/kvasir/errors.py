@@ -34,6 +34,24 @@ class RequestError(Exception):
         self.retry_after = retry_after
 
 
+# Packages of each extra of pyproject.toml, by their names on the package index.
+EXTRAS = {
+    "gguf": "gguf",
+    "humming": "humming-kernels",
+    "plots": "matplotlib pillow",
+    "otel": "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
+    "events": "pyzmq",
+    "cluster": "ray cryptography",
+    "fla": "fla-core",
+}
+
+
+def install(extra: str) -> str:
+    """The command that installs the packages of an extra. It names the packages because it must work wherever kvasir
+    came from, and kvasir itself is on no package index: the name there belongs to somebody else."""
+    return f"pip install {EXTRAS[extra]}"
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest spelling among ``choices``, or an empty string.
 

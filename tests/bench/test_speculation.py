@@ -52,8 +52,8 @@ def test_a_shape_is_measured_in_one_process(capsys, monkeypatch, tmp_path):
         config,
         **COMMON | dict(shape="small", tasks=None, accepts=[0.0, 1.0], batch=[1, 2], output_tokens=40, output=file),
     )
-    found = json.loads(capsys.readouterr().out)
-    assert json.loads(file.read_text())["arms"] == found["arms"]
+    found = json.loads(file.read_text())
+    assert not capsys.readouterr().out
     arms = {a["name"]: a["metrics"] for a in found["arms"]}
     for batch in (1, 2):
         assert (
@@ -74,7 +74,7 @@ def test_a_call_goes_on_from_the_one_before(capsys, monkeypatch, tmp_path):
 
     def call(**more) -> dict[str, dict]:
         speculation.run(config, **given | more)
-        return {a["name"]: a for a in json.loads(capsys.readouterr().out)["arms"]}
+        return {a["name"]: a for a in json.loads(file.read_text())["arms"]}
 
     first = call(batch=[1, 2])
     assert list(first) == [*speculation.names_of(1, [1.0]), *speculation.names_of(2, [1.0])]

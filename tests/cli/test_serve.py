@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.cli.serve import check_free
+from kvasir.cli.serve import VLLM_WORDS, check_free
 from kvasir.config import ServerConfig
+from kvasir.engine.codec_choice import VLLM_CODECS, VLLM_TYPES
 from kvasir.errors import ConfigError
 
 COMMAND = [
@@ -167,7 +168,7 @@ def test_traces_without_the_extra_are_refused_before_a_process_is_started(kvasir
     monkeypatch.setattr("kvasir.cli.serve.find_spec", lambda name: None)
     monkeypatch.setattr("kvasir.client.engine_client.AsyncEngine.start_process", lambda self: pytest.fail("started"))
     done = kvasir("serve", "--port", "0", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces")
-    assert done.code == 2 and "pip install 'kvasir[otel]'" in done.err
+    assert done.code == 2 and "pip install opentelemetry-sdk" in done.err
     done = kvasir("serve", "--port", "0", "--otlp-traces-endpoint", "grpc://127.0.0.1:4317")
     assert done.code == 2 and "4318/v1/traces" in done.err
 
@@ -239,3 +240,11 @@ def test_two_replicas_answer_as_one_server():
         assert urllib.request.urlopen(f"{server.url}/health", timeout=60).status == 200
     finally:
         assert server.stop() == 0, "".join(server.log)
+
+
+def test_an_unknown_codec_is_refused_before_anything_starts(kvasir, monkeypatch):
+    monkeypatch.setattr("kvasir.client.engine_client.AsyncEngine.start_process", lambda self: pytest.fail("started"))
+    done = kvasir("serve", "--port", "0", "--kv-codec", "int3")
+    assert done.code == 2 and "there is no kv_codec 'int3'; there are " in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert {*VLLM_TYPES, *VLLM_CODECS} == VLLM_WORDS

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
+from kvasir import LLM
 from kvasir.bench.workloads import SHAPES
-from kvasir.cli.doctor import _attention
+from kvasir.cli.doctor import OTHER_METHODS, _attention
+from kvasir.technique import names
 
 GEMMA = dict(
     architectures=["Gemma3ForCausalLM"],
@@ -72,6 +75,20 @@ def test_the_embedded_model(kvasir):
     assert (
         done.code == 0 and "embedded (qwen3, 16.1M parameters)" in done.out and "H200" in done.out and "10" in done.out
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is shown instead of the CPU")
+@pytest.mark.parametrize("size", [None, 1 << 27])
+def test_a_cpu_holds_what_the_server_holds(kvasir, size):
+    """The sequences that are shown are those of the pool that the engine makes, in the type that it computes in."""
+    found = facts(kvasir, *([] if size is None else ["--cpu-cache-bytes", str(size)]))
+    length = found["max_model_len"]
+    shown = next(iter(found["fits"].values()))[str(length)]
+    with LLM(**({} if size is None else {"cpu_cache_bytes": size})) as llm:
+        info = llm.engine.info
+        assert shown == info.kv_capacity_tokens // length and 0 < shown < 20
+    assert found["dtype"] == "float32" and set(found["dtypes"].values()) == {"float32", "bfloat16"}
+    assert f": {shown:,} sequences" in found["advice"][0]
 
 
 def test_llama_8b_by_hand(kvasir, shape):
@@ -247,3 +264,20 @@ def test_doctor_says_what_must_be_named():
         "attention_why": "",
     }
     assert _attention(facts, "b") == "ready, only when named: why; not for batch_invariant"
+
+
+def test_doctor_lists_every_kind_of_method(kvasir):
+    """Each folder of methods is named with all its files."""
+    found, text = json.loads(kvasir("doctor", "--json").out), kvasir("doctor").out
+    for kind, package in OTHER_METHODS.items():
+        assert found[kind] == names(package) and found[kind], kind
+        assert kind.replace("_", " ") in text
+    shown = kvasir("convert", "--help").out
+    assert all(name in shown for name in found["converters"])
+    assert "chain" in found["tasks"] and "pack" in found["converters"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies by Triton")
+def test_a_cpu_has_no_products_of_triton(kvasir):
+    (line,) = [line for line in kvasir("doctor").out.splitlines() if line.startswith("products triton")]
+    assert "ready" not in line and "C kernels and torch" in line

@@ -201,7 +201,7 @@ def test_the_kernels_are_tried_before_a_run(package, monkeypatch, capsys):
         raise ModuleNotFoundError("No module named 'fla'", name="fla")
 
     monkeypatch.setattr(fused, "kernels", missing)
-    assert "pip install 'kvasir[fla]'" in fused.why_no_chunks(SHAPE, "cpu", torch.float32)
+    assert "pip install fla-core" in fused.why_no_chunks(SHAPE, "cpu", torch.float32)
 
     for reason, dtype in ((None, torch.bfloat16), ("its output is off by 9.0%", None)):
         monkeypatch.setattr(train, "why_no_chunks", lambda shape, device, reason=reason: reason)

@@ -1,6 +1,6 @@
 """Products of Llama-8B by humming, by our own kernels and in bf16: checked against dequantised weights, then timed.
 
-Needs the package humming (`pip install 'kvasir[humming]'`) and a CUDA toolkit. A product has what the engine gives it:
+Needs the package humming (`pip install humming-kernels`) and a CUDA toolkit. A product has what the engine gives it:
 norm for qkv and gate_up, gated activation, residual. Times are of CUDA graphs over weights that do not fit in the L2
 cache together. ``--seconds``: no format and matrix is begun after so many.
 """

@@ -56,6 +56,8 @@ from kvasir.models.tokenizer import Tokenizer
 CLOSE_SECONDS = 5
 # Most connections that wait to be accepted.
 BACKLOG = 2048
+# Seconds between two lines of the log that say that the model still loads.
+LOADING_SECONDS = 2.0
 
 
 def create_app(client: EngineClient, text: Text, settings: ServerConfig, journal: str | None = None) -> FastAPI:
@@ -425,7 +427,7 @@ async def _announce(service: Service, server: Server) -> None:
     for listener in server.servers:
         for sock in listener.sockets:
             log.info("listening on %s", _url(sock.getsockname()))
-    await service.started()
+    await _loaded(service)
     if service.phase == "failed":
         server.should_exit = True
     elif service.phase == "ready":
@@ -433,6 +435,18 @@ async def _announce(service: Service, server: Server) -> None:
         # milliseconds.
         collect_rarely()
         log.info("ready to serve %s", service.info.name)
+
+
+async def _loaded(service: Service) -> None:
+    """Wait for the engine, and say now and then that it still loads."""
+    began = asyncio.get_running_loop().time()
+    started = asyncio.ensure_future(service.started())
+    try:
+        while not (await asyncio.wait({started}, timeout=LOADING_SECONDS))[0]:
+            log.info("loading the model: %.0f s so far", asyncio.get_running_loop().time() - began)
+        await started
+    finally:
+        started.cancel()
 
 
 def _url(address: Any) -> str:

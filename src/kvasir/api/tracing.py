@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 
 from kvasir import __version__
 from kvasir.api.generation import Generation, Running
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, RequestError, install
 
 # Name of the operation by route. Any other route gives it its last word, e.g. "rerank".
 OPERATIONS = {
@@ -46,9 +46,7 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as e:
-            raise ConfigError(
-                f"--otlp-traces-endpoint needs OpenTelemetry ({e}). Install it: pip install 'kvasir[otel]'"
-            ) from e
+            raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry ({e}). Install it: {install('otel')}") from e
         named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         service = {"service.version": __version__} | ({} if named else {"service.name": "kvasir"})
         self._api, self._propagator = trace, TraceContextTextMapPropagator()

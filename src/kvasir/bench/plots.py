@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench.merge import load
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install
 
 # The decode rate of a workload named by its context length.
 CONTEXT = re.compile(r"context(\d+)k\.decode_tok_s")
@@ -161,7 +161,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise ConfigError("plots need matplotlib: pip install 'kvasir[plots]'") from e
+        raise ConfigError(f"plots need matplotlib: {install('plots')}") from e
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

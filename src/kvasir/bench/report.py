@@ -9,7 +9,7 @@ from typing import Any
 
 from kvasir.bench.merge import load
 from kvasir.bench.result import limit_of, middle, share_of_limit, shown, verdict
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 }
@@ -111,7 +111,7 @@ def _plot(found: dict[str, Any], kind: str, groups: list[str]) -> str:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise ConfigError("the report draws with matplotlib: pip install 'kvasir[plots]'") from e
+        raise ConfigError(f"the report draws with matplotlib: {install('plots')}") from e
     arms = found["arms"]
     legend = 0.8 + 0.075 * max(len(entry["name"]) for entry in arms)  # inches to the right of the bars
     figure = Figure(figsize=(legend + len(groups) * max(1.5, 0.55 * len(arms)), 2.9), layout="constrained")

@@ -199,7 +199,7 @@ def save(outcome: dict[str, Any], output: Path | None, commit: str | None = None
 
 
 def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
-    """Show a short table, ``save``, and print the JSON as one line for machines."""
+    """Show a short table and ``save``; without a file, print the JSON as one line for machines."""
     from rich.console import Console
     from rich.table import Table
 
@@ -219,4 +219,5 @@ def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = No
     for row in rows:
         table.add_row(*row[: len(columns)])
     Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)
-    print(json.dumps(without_paths(outcome)))
+    if output is None:
+        print(json.dumps(without_paths(outcome)))

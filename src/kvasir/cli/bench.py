@@ -30,7 +30,7 @@ Model = Annotated[
 ]
 Shape = Annotated[str | None, typer.Option(help="Known model shape with random weights, e.g. llama-8b.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Number of measured runs.")]
-JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as well as to stdout.")]
+JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file, and not to stdout.")]
 Commit = Annotated[
     str | None,
     typer.Option(envvar="KVASIR_COMMIT", help="Commit that is measured; default: as git says."),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cli.generate import NAMES
+from kvasir.cli.starting import loading, packaged
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
 
@@ -40,7 +41,13 @@ def run(
 
     console = Console()
     with contextlib.ExitStack() as stack:
-        answer = _from_server(url.rstrip("/"), api_key) if url else _in_process(config, stack)
+        if url:
+            answer = _from_server(url.rstrip("/"), api_key)
+        else:
+            if note := packaged(config.model.model, "kvasir chat"):
+                console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+            with loading(config.model.model):
+                answer = _in_process(config, stack)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  editing and history at the prompt, where Python was built with it

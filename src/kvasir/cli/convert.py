@@ -29,7 +29,8 @@ def run(spec: str, source: str, target: Path, device: str | None = None) -> None
     promise = converter.result or (
         f"the same function as {record['source']}" if record["exact"] else f"an approximation of {record['source']}"
     )
-    print(f"{target}: {record['bytes'] / 2**20:,.1f} MiB, {promise}")
+    stored = sum(file.stat().st_size for file in target.glob("*.safetensors*") if file.suffix != ".json")
+    print(f"{target}: {stored / 2**20:,.1f} MiB, {promise}")
 
 
 def heal(

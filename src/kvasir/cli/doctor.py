@@ -12,6 +12,17 @@ import shutil
 from typing import Any
 
 # Optional packages and their use.
+# Kinds of methods that have no line of their own, and the package of each.
+OTHER_METHODS = {
+    "converters": "kvasir.convert.converters",
+    "hook_operations": "kvasir.hooks.ops",
+    "tool_parsers": "kvasir.api.tool_parsers",
+    "reasoning_parsers": "kvasir.api.reasoning_parsers",
+    "processors": "kvasir.decoding.processors",
+    "trained_drafters": "kvasir.lab.trained_drafters",
+    "trained_models": "kvasir.lab.trained_models",
+    "tasks": "kvasir.lab.tasks",
+}
 OPTIONAL = {
     "triton": "GPU kernels; without it attention falls back to plain torch",
     "matplotlib": "plots of benchmark reports",
@@ -61,6 +72,7 @@ def examine() -> dict[str, Any]:
         "drafters": names(DRAFTERS),
         "strategies": names(STRATEGIES),
         "routers": names(ROUTERS),
+        **{kind: names(package) for kind, package in OTHER_METHODS.items()},
         "advice": [],
     }
     for package, why in OPTIONAL.items():
@@ -89,6 +101,11 @@ def examine() -> dict[str, Any]:
     ranked = sorted(of_all(BACKENDS, lambda name: load(BACKENDS, name, AttentionBackend)), key=lambda b: -b.rank)
     place = Placement(torch.device(device), site.dtype)
     facts["products"] = {name: load(PRODUCTS, name, ProductBackend).why_not(place) for name in names(PRODUCTS)}
+    facts["products_note"] = {}
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        facts["products_note"]["triton"] = "without Triton, products run in plain torch"
+    elif device == "cpu":
+        facts["products_note"]["triton"] = "on a CPU it means C kernels and torch"
     facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
     facts["attention_exact"] = {
         backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked
@@ -155,13 +172,16 @@ def run(as_json: bool) -> None:
         table.add_row(f"attention {name}", _attention(facts, name))
     for kind in ("products", "recurrence"):
         for name, reasons in facts[kind].items():
-            table.add_row(f"{kind} {name}", escape(f"no: {'; '.join(reasons)}") if reasons else "ready")
+            note = facts["products_note"].get(name, "ready") if kind == "products" else "ready"
+            table.add_row(f"{kind} {name}", escape(f"no: {'; '.join(reasons)}") if reasons else note)
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
     table.add_row("weight formats", ", ".join(facts["weight_formats"]))
     table.add_row("drafters", ", ".join(facts["drafters"]))
     table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))
     table.add_row("strategies", ", ".join(facts["strategies"]))
     table.add_row("routers", ", ".join(facts["routers"]))
+    for kind in OTHER_METHODS:
+        table.add_row(kind.replace("_", " "), ", ".join(facts[kind]))
     console = Console()
     console.print(table)
     for line in facts["advice"]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvasir.cli import batch
+from kvasir.cli.starting import loading
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.types import SamplingParams
@@ -70,7 +71,8 @@ def run(
 
     with contextlib.ExitStack() as stack:
         # The model starts before the output is opened, so that a failed start leaves an earlier output as it is.
-        llm = stack.enter_context(LLM(config=config, replicas=replicas))
+        with loading(config.model.model):
+            llm = stack.enter_context(LLM(config=config, replicas=replicas))
         entries = [_single(llm, text, chat)] if lines is None else lines
         file = sys.stdout if jsonl else None
         if output is not None:

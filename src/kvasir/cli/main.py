@@ -14,9 +14,10 @@ from kvasir.cli.cluster import app as cluster
 from kvasir.cli.lab import app as lab
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
 from kvasir.cli.train import app as train
-from kvasir.config import EngineConfig, Settings
+from kvasir.config import CacheConfig, EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import setup
+from kvasir.technique import names
 
 # Plain help: the boxes of typer's rich help cut off long option names in a terminal of 80 columns.
 app = typer.Typer(
@@ -43,6 +44,9 @@ Model = Annotated[
         help="Checkpoint folder or hub id; default: the model that ships in the package.",
     ),
 ]
+CONVERTER_HELP = "Converter and its options, e.g. outlier_twin:keys=16. Converters: " + ", ".join(
+    names("kvasir.convert.converters")
+)
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature; 0 is greedy; default: the checkpoint's, else 1.")
@@ -194,8 +198,9 @@ def doctor(as_json: AsJSON = False) -> None:
 def show(
     model: Model = "",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of weights and KV.")
-    ] = "bfloat16",
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Type of weights and KV; default: float32 on a CPU, bfloat16 on GPUs."),
+    ] = None,
     memory_gib: Annotated[
         float | None, typer.Option("--memory", min=0, help="Memory to plan for, in GiB; default: here and common GPUs.")
     ] = None,
@@ -205,12 +210,15 @@ def show(
     state_dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Type of a recurrent model's states, as for serve.")
     ] = "float32",
+    cpu_cache_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of the KV pool on a CPU, as for serve.")
+    ] = CacheConfig().cpu_cache_bytes,
     as_json: AsJSON = False,
 ) -> None:
     """Show a model's layers, bytes per token, and what fits into which memory."""
     from kvasir.cli import show as command
 
-    command.run(model, dtype, memory_gib, as_json, weights, state_dtype)
+    command.run(as_json, model, dtype, memory_gib, weights, state_dtype, cpu_cache_bytes)
 
 
 @app.command("eval", cls=Command)
@@ -383,9 +391,7 @@ def solve(
 
 @app.command(cls=Command)
 def convert(
-    converter: Annotated[
-        str, typer.Argument(metavar="NAME:KEY=VALUE", help="Converter and its options, e.g. outlier_twin:keys=16.")
-    ],
+    converter: Annotated[str, typer.Argument(metavar="NAME:KEY=VALUE", help=CONVERTER_HELP)],
     source: Annotated[str, typer.Argument(metavar="SRC", help="Model to convert: a folder, a name or a hub id.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
     device: Annotated[

@@ -9,31 +9,50 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvasir.cli.options import check_output
+from kvasir.cli.starting import packaged
 from kvasir.client.kv_events import parse
 from kvasir.config import ServerConfig, Settings
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install, nearest
+from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
+from kvasir.technique import names
+
+# What vLLM calls cache types; ``engine.codec_choice`` says what they mean.
+VLLM_WORDS = {"auto", "fp8_e4m3", "bf16", "bfloat16", "float16", "fp16"}
 
 
 def run(settings: Settings) -> None:
     """Serve until a signal ends the server. Raises ConfigError when the server cannot start."""
     # Errors of the model, the address and the journal are reported before a process is started.
     build_spec(checkpoint.read_config(checkpoint.resolve(settings.model.model, settings.model.revision)))
+    check_codec(settings.cache.kv_codec)
     check_free(settings.server)
     if settings.server.otlp_traces_endpoint and find_spec("opentelemetry.exporter") is None:
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry. Install it: pip install 'kvasir[otel]'")
+        raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry. Install it: {install('otel')}")
     if settings.service.kv_events_config:
         parse(settings.service.kv_events_config)
     check_output(Path(settings.service.journal) if settings.service.journal else None)
     settings = name_tenants(settings)
     from kvasir.cluster.cluster_client import open_client
 
+    if note := packaged(settings.model.model, "kvasir serve"):
+        log.info(note)
+    log.info("loading %s", settings.model.model or "the packaged model")
     client = open_client(settings)
     client.start_process()  # torch loads there while FastAPI loads here
     from kvasir.api.server import serve
 
     serve(settings, client)
+
+
+def check_codec(spec: str) -> None:
+    """Raise ConfigError for a codec that no file of the package, no plugin and no word of vLLM's names. The engine,
+    which has torch, checks the rest."""
+    name = spec.partition(":")[0].strip()
+    known = names("kvasir.kv.codecs")
+    if name not in known and name not in VLLM_WORDS and not name.endswith(".py"):
+        raise ConfigError(f"there is no kv_codec '{name}'; there are {', '.join(known)}.{nearest(name, known)}")
 
 
 def name_tenants(settings: Settings) -> Settings:

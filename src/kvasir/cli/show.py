@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from kvasir.config import CacheConfig
-from kvasir.engine.sizing import GIB, gib, token_bytes
+from kvasir.config import CacheConfig, SchedulerConfig
+from kvasir.engine.sizing import (
+    GIB,
+    available_memory,
+    cpu_budget,
+    gib,
+    pages_for,
+    plan_pool,
+    sequences_in,
+    token_bytes,
+)
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint, cost
 from kvasir.models.families import build_spec
@@ -18,6 +26,8 @@ from kvasir.models.quantisation import reader_of
 from kvasir.models.spec import LayerSpec, ModelSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Types where none is asked for: what ``kvasir serve`` chooses on a CPU and on a GPU.
+ON_CPU, ON_GPU = "float32", "bfloat16"
 CONTEXTS = (1024, 4096, 16384, 32768, 131072)
 # Memory of common GPUs in GiB, as their drivers report it.
 GPUS = {"24 GiB (RTX 4090, L4)": 24.0, "45 GiB (L40S)": 45.0, "80 GiB (A100, H100)": 80.0, "140 GiB (H200)": 140.0}
@@ -26,10 +36,27 @@ SHOWN_CONTEXT = 16384
 SHARE = CacheConfig().gpu_memory_utilization
 
 
+@dataclass(frozen=True)
+class Place:
+    """Memory that a model may be served with: ``size`` bytes of a GPU, or of the KV pool of a CPU. ``dtype``: of
+    weights and KV there; ``weights``: bytes of all weights in it."""
+
+    name: str
+    size: float
+    dtype: str
+    weights: int
+    on_cpu: bool = False
+
+
 def describe(
-    model: str, dtype: str, memory_gib: float | None, weights: str = "auto", state_dtype: str = "float32"
+    model: str,
+    dtype: str | None,
+    memory_gib: float | None,
+    weights: str = "auto",
+    state_dtype: str = "float32",
+    cpu_cache_bytes: int = CacheConfig().cpu_cache_bytes,
 ) -> dict[str, Any]:
-    """Facts about a model as plain data.
+    """Facts about a model as plain data, in ``dtype``, or in the type that the first place has by itself.
 
     ``fits``: place -> context length -> number of sequences of that length that fit in addition to the weights.
     ``codecs``: bytes of a token's keys and values with each codec, or the reason why it cannot serve this model.
@@ -37,68 +64,109 @@ def describe(
     """
     path = checkpoint.resolve(model)
     config = checkpoint.read_config(path)
-    spec, item = build_spec(config), BYTES[dtype]
-    size = _weight_bytes(config, spec, dtype, weights)
-    sizes, states = cost.kv_bytes_per_token(spec, item), cost.state_bytes(spec, item, BYTES[state_dtype])
-    places = {_here(): _memory() / GIB, **GPUS} if memory_gib is None else {f"{memory_gib:g} GiB": memory_gib}
-    fits = {place: _fits(spec, gibs * GIB, states, size, sizes) for place, gibs in places.items()}
-    codecs = _codecs(spec, item, states, size, places)
-    here = next(iter(places))
+    spec = build_spec(config)
+    places = _places(config, spec, dtype, memory_gib, weights, cpu_cache_bytes)
+    here = places[0]
+    item = BYTES[here.dtype]
+    sizes = cost.kv_bytes_per_token(spec, item)
+    codecs = _codecs(spec, state_dtype, places)
+    fits = {place.name: _fits(spec, place, CacheConfig().kv_codec, state_dtype) for place in places}
+    usual = f" --dtype {dtype}" if dtype not in (None, ON_CPU if here.on_cpu else ON_GPU) else ""
+    usual += f" --weights {weights}" if weights != "auto" else ""
+    usual += f" --state-dtype {state_dtype}" if state_dtype != "float32" else ""
     return {
         "model": model or "embedded",
         "path": str(path),
         "family": spec.family,
-        "dtype": dtype,
+        "dtype": here.dtype,
         "parameters": cost.num_params(spec),
         "active_parameters": cost.active_params(spec),
-        "weight_bytes": size,
-        "quantised": size < cost.weight_bytes(spec, item),
+        "weight_bytes": here.weights,
+        "quantised": here.weights < cost.weight_bytes(spec, item),
         "vocab_size": spec.vocab_size,
         "cache_groups": [
             {"name": g.name, "layers": len(g.layers), "window": g.window, "kv_bytes_per_token": sizes[g.name]}
             for g in spec.cache_groups()
             if g.kind == "pages"
         ],
-        "state_bytes": states,
+        "state_bytes": cost.state_bytes(spec, item, BYTES[state_dtype]),
         "flops_per_token": cost.flops_per_token(spec, 1),
         "max_model_len": spec.max_position,
         "layers": _layers(spec),
         "memory_share": SHARE,
+        "cpu_cache_bytes": int(here.size) if here.on_cpu else None,
+        "dtypes": {place.name: place.dtype for place in places},
         "fits": fits,
         "codecs": codecs,
-        "advice": _advice(model, dtype, weights, state_dtype, here, places[here], size, fits[here], codecs),
+        "advice": _advice(spec, model, usual, state_dtype, here, cpu_cache_bytes, fits[here.name], codecs),
     }
 
 
-def _advice(
-    model: str,
-    dtype: str,
+def _places(
+    config: dict[str, Any],
+    spec: ModelSpec,
+    dtype: str | None,
+    memory_gib: float | None,
     weights: str,
+    cpu_cache_bytes: int,
+) -> list[Place]:
+    """This machine and common GPUs, or memory of the size asked for."""
+    import torch
+
+    def gpu(name: str, size: float) -> Place:
+        kind = dtype or ON_GPU
+        return Place(name, size, kind, _weight_bytes(config, spec, kind, weights))
+
+    if memory_gib is not None:
+        return [gpu(f"{memory_gib:g} GiB", memory_gib * GIB)]
+    common = [gpu(name, gibs * GIB) for name, gibs in GPUS.items()]
+    if torch.cuda.is_available():
+        memory = torch.cuda.mem_get_info(0)[1]
+        return [gpu(f"{memory / GIB:.0f} GiB (this GPU)", memory), *common]
+    kind = dtype or ON_CPU
+    taken = _weight_bytes(config, spec, kind, weights)
+    pool = cpu_budget(cpu_cache_bytes, taken)
+    return [Place(f"{gib(pool)} (KV pool of this CPU)", pool, kind, taken, on_cpu=True), *common]
+
+
+def _advice(
+    spec: ModelSpec,
+    model: str,
+    usual: str,
     state_dtype: str,
-    place: str,
-    gibs: float,
-    size: int,
+    here: Place,
+    cpu_cache_bytes: int,
     fits: dict[int, int],
     codecs: dict[str, Any],
 ) -> list[str]:
     """The commands that serve the model in a place: as it is, else with a smaller cache or a shorter context."""
-    serve = f"kvasir serve {shlex.quote(model)}" if model else "kvasir serve"
-    usual = f" --dtype {dtype}" if dtype != "bfloat16" else ""
-    usual += f" --weights {weights}" if weights != "auto" else ""
-    usual += f" --state-dtype {state_dtype}" if state_dtype != "float32" else ""
+    serve = (f"kvasir serve {shlex.quote(model)}" if model else "kvasir serve") + usual
+    larger = []
+    if here.on_cpu:
+        if here.weights > (free := available_memory()):
+            return [f"nothing fits: the weights alone need {gib(here.weights)} of {gib(free)} of free RAM"]
+        most = cpu_budget(free, here.weights) // GIB * GIB
+        found = _fits(spec, replace(here, size=most), CacheConfig().kv_codec, state_dtype) if most > here.size else fits
+        if found[longest := max(found)] > fits[longest]:
+            larger = [
+                f"{serve} --cpu-cache-bytes {most}: {found[longest]:,} sequences of the whole context at once, with "
+                "half of the RAM that is free now"
+            ]
+        if cpu_cache_bytes != CacheConfig().cpu_cache_bytes:
+            serve += f" --cpu-cache-bytes {cpu_cache_bytes}"
+    elif here.weights > SHARE * here.size:
+        return [f"nothing fits: the weights alone need {gib(here.weights)} of {SHARE:.0%} of {here.name}"]
     longest = max(fits)
     if fits[longest]:
-        return [f"{serve}{usual}: {fits[longest]:,} sequences of the whole context at once"]
-    if size > SHARE * gibs * GIB:
-        return [f"nothing fits: the weights alone need {gib(size)} of {SHARE:.0%} of {place}"]
+        return [f"{serve}: {fits[longest]:,} sequences of the whole context at once", *larger]
     found = [
-        f"{serve}{usual} --kv-codec {name}: {codec['fits'][place][longest]:,} sequences of the whole context at once"
+        f"{serve} --kv-codec {name}: {codec['fits'][here.name][longest]:,} sequences of the whole context at once"
         for name, codec in codecs.items()
-        if "cannot" not in codec and codec["fits"][place][longest]
+        if "cannot" not in codec and codec["fits"][here.name][longest]
     ]
     if shorter := [length for length, count in fits.items() if count]:
-        found.append(f"{serve}{usual} --max-model-len {max(shorter)}: a shorter context, with the cache as it is")
-    return found or [f"{serve}{usual} --fit: the longest context that fits, below {min(fits):,} tokens"]
+        found.append(f"{serve} --max-model-len {max(shorter)}: a shorter context, with the cache as it is")
+    return [*found, *larger] or [f"{serve} --fit: the longest context that fits, below {min(fits):,} tokens"]
 
 
 def _weight_bytes(config: dict[str, Any], spec: ModelSpec, dtype: str, weights: str) -> int:
@@ -112,41 +180,67 @@ def _weight_bytes(config: dict[str, Any], spec: ModelSpec, dtype: str, weights: 
     return weight_bytes(config, getattr(torch, dtype), weights)
 
 
-def _fits(spec: ModelSpec, memory: float, states: int, weights: int, sizes: Mapping[str, float]) -> dict[int, int]:
-    """Number of sequences that fit, by context length. ``states``: bytes of a sequence's state. ``sizes``: bytes per
-    token, by cache group. Rounding to whole pages is left out."""
-    pool = SHARE * memory - weights
+def _fits(spec: ModelSpec, place: Place, codec: str, state_dtype: str) -> dict[int, int]:
+    """Number of sequences that fit, by context length. On a CPU they are those of the pool that ``kvasir serve`` makes;
+    for a GPU, rounding to whole pages is left out. Raises ConfigError for a codec that does not fit the heads."""
     lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
+    if place.on_cpu:
+        return _in_pool(spec, place, codec, state_dtype, lengths)
+    item = BYTES[place.dtype]
+    sizes, states = token_bytes(spec.cache_groups(), codec, item), cost.state_bytes(spec, item, BYTES[state_dtype])
+    pool = SHARE * place.size - place.weights
     kept = {n: states + sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()) for n in lengths}
     return {n: max(0, int(pool // size)) for n, size in kept.items()}
 
 
-def _codecs(spec: ModelSpec, item: int, states: int, weights: int, places: Mapping[str, float]) -> dict[str, Any]:
+def _in_pool(spec: ModelSpec, place: Place, name: str, state_dtype: str, lengths: list[int]) -> dict[int, int]:
+    """Number of sequences that the engine's pool on this CPU holds, by context length."""
+    import torch
+
+    from kvasir.engine.build import CPU_ROWS
+    from kvasir.engine.codec_choice import choose_codec
+    from kvasir.kv.pool import KVPool
+
+    dtype = getattr(torch, place.dtype)
+    codec = choose_codec(name, dtype)
+    slots = codec.page_slots
+    groups = [replace(g, state_dtype=state_dtype) if g.kind == "state" else g for g in spec.cache_groups()]
+    page_bytes = [KVPool.page_bytes_of(g, codec, slots, dtype) for g in groups]
+    plan = plan_pool(
+        groups,
+        page_bytes,
+        int(place.size),
+        page_slots=slots,
+        max_rows=CPU_ROWS,
+        max_num_seqs=SchedulerConfig().max_num_seqs,
+        max_model_len=spec.max_position,
+        state_interval=pages_for(CacheConfig().state_interval, slots) * slots,
+    )
+    return {n: sequences_in(plan, groups, n, page_slots=slots, max_rows=CPU_ROWS) for n in lengths}
+
+
+def _codecs(spec: ModelSpec, state_dtype: str, places: list[Place]) -> dict[str, Any]:
     from kvasir.kv.codec import CODECS
     from kvasir.technique import of_all
 
     return dict(
         sorted(
-            of_all(CODECS, lambda name: (name, _codec(spec, name, item, states, weights, places))),
+            of_all(CODECS, lambda name: (name, _codec(spec, name, state_dtype, places))),
             key=lambda found: found[0] != CacheConfig().kv_codec,
         )
     )
 
 
-def _codec(
-    spec: ModelSpec, name: str, item: int, states: int, weights: int, places: Mapping[str, float]
-) -> dict[str, Any]:
+def _codec(spec: ModelSpec, name: str, state_dtype: str, places: list[Place]) -> dict[str, Any]:
     """Bytes per token of a codec with default options, scales included, or the reason why it cannot serve the model."""
+    item = BYTES[places[0].dtype]
     try:
         sizes = token_bytes(spec.cache_groups(), name, item)
+        fits = {place.name: _fits(spec, place, name, state_dtype) for place in places}
     except ConfigError as e:
         return {"cannot": str(e)}
     total, plain = sum(sizes.values()), sum(cost.kv_bytes_per_token(spec, item).values())
-    return {
-        "kv_bytes_per_token": total,
-        "ratio": plain / total,
-        "fits": {place: _fits(spec, size * GIB, states, weights, sizes) for place, size in places.items()},
-    }
+    return {"kv_bytes_per_token": total, "ratio": plain / total, "fits": fits}
 
 
 def _layers(spec: ModelSpec) -> list[str]:
@@ -182,31 +276,9 @@ def _line(layer: LayerSpec) -> str:
     return f"{body}{window}; {ffn.summary()}"
 
 
-def _here() -> str:
-    import torch
-
-    return f"{_memory() / GIB:.0f} GiB (this {'GPU' if torch.cuda.is_available() else 'RAM'})"
-
-
-def _memory() -> int:
-    """Bytes of the first GPU's memory, or of RAM if there is none."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info(0)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def run(
-    model: str,
-    dtype: str,
-    memory_gib: float | None,
-    as_json: bool,
-    weights: str = "auto",
-    state_dtype: str = "float32",
-) -> None:
+def run(as_json: bool, *args: Any) -> None:
     """Print what ``describe`` finds, as tables or as JSON."""
-    facts = describe(model, dtype, memory_gib, weights, state_dtype)
+    facts = describe(*args)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -219,7 +291,7 @@ def run(
     table.add_row(
         "model", f"{facts['model']} ({facts['family']}, {facts['parameters'] / 1e6:,.1f}M parameters{sparse})"
     )
-    kind = "quantised" if facts["quantised"] else f"in {dtype}"
+    kind = "quantised" if facts["quantised"] else f"in {facts['dtype']}"
     table.add_row("weights", f"{gib(facts['weight_bytes'])} {kind}")
     for group in facts["cache_groups"]:
         kept = f", for the last {group['window']:,} tokens only" if group["window"] else ""
@@ -253,9 +325,16 @@ def run(
             codecs.add_row(name, f"{found['kv_bytes_per_token']:,.0f}", f"{found['ratio']:.2f}x", *counts)
     console = Console()
     console.print(table)
+    pool = facts["cpu_cache_bytes"]
+    gpu_dtype = list(facts["dtypes"].values())[-1]
     console.print(
-        f"\nSequences that fit in addition to the weights, by context length, in {SHARE:.0%} of the memory (without a "
-        "step's own needs):"
+        "\nSequences that fit in addition to the weights, by context length"
+        + (
+            f", in the pool that `kvasir serve` makes here (--cpu-cache-bytes), and for GPUs, in {gpu_dtype},"
+            if pool is not None
+            else ","
+        )
+        + f" in {SHARE:.0%} of the memory (without a step's own needs):"
     )
     console.print(fits)
     console.print(f"\nThe same for sequences of {context:,} tokens, by storage format of keys and values:")
@@ -263,6 +342,6 @@ def run(
     for name, found in facts["codecs"].items():
         if "cannot" in found:
             console.print(f"{name}: {found['cannot']}", highlight=False, markup=False)
-    console.print(f"\nTo serve it with {next(iter(facts['fits']))}:")
+    console.print(f"\nTo serve it {'on this CPU' if pool is not None else 'with ' + next(iter(facts['fits']))}:")
     for line in facts["advice"]:
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvasir.client.interface import PageLog, StoredPage
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install
 from kvasir.logs import log
 
 # Longest time between two looks at the replay socket, in seconds.
@@ -72,7 +72,7 @@ def parse(text: str) -> EventsConfig:
     if min(config.buffer_steps, config.hwm, config.max_queue_size) < 1:
         raise ConfigError("kv_events_config: buffer_steps, hwm and max_queue_size must be at least 1")
     if config.enabled and find_spec("zmq") is None:
-        raise ConfigError("kv_events_config needs ZeroMQ. Install it: pip install 'kvasir[events]'")
+        raise ConfigError(f"kv_events_config needs ZeroMQ. Install it: {install('events')}")
     return config
 
 

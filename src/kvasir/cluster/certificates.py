@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 
 from kvasir.cluster.wire import Identity
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install
 
 # Life of the certificates: a front that serves for longer must be restarted.
 DAYS = 3650
@@ -22,7 +22,7 @@ class Authority:
         try:
             from cryptography.hazmat.primitives.asymmetric import ec
         except ImportError as e:
-            raise ConfigError("--cluster needs more packages. Install them: pip install 'kvasir[cluster]'") from e
+            raise ConfigError(f"--cluster needs more packages. Install them: {install('cluster')}") from e
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._certificate = self._sign("kvasir", self._key.public_key(), authority=True)
 

@@ -24,7 +24,7 @@ from kvasir.cluster.keeper import Keeper
 from kvasir.cluster.placement import Place
 from kvasir.cluster.remote import RemoteChild
 from kvasir.config import EngineConfig
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install
 from kvasir.logs import log, setup
 
 # Ray's name for what all kvasir servers of a cluster share; ``kvasir cluster status`` looks here.
@@ -178,7 +178,7 @@ def connect(address: str) -> Any:
     """Join the Ray cluster at ``address``, and return the module ``ray``. "auto": that of this host; where there is
     none, one is started. Raises ConfigError."""
     if find_spec("ray") is None:
-        raise ConfigError("--cluster needs Ray. Install it: pip install 'kvasir[cluster]'")
+        raise ConfigError(f"--cluster needs Ray. Install it: {install('cluster')}")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what CPU actors see of GPUs stays as it is
     import ray
     import ray.util.scheduling_strategies
@@ -197,7 +197,7 @@ def connect(address: str) -> Any:
 def status(address: str) -> list[dict[str, Any]]:
     """State and load of every replica of every kvasir server in the cluster. Raises ConfigError."""
     if find_spec("ray") is None:
-        raise ConfigError("this needs Ray. Install it: pip install 'kvasir[cluster]'")
+        raise ConfigError(f"this needs Ray. Install it: {install('cluster')}")
     import ray
 
     try:

@@ -30,7 +30,7 @@ from kvasir.engine.product_choice import choose_products
 from kvasir.engine.recurrence_choice import choose_recurrence
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
-from kvasir.engine.sizing import PoolPlan, available_memory, gib, own_bytes, pages_for, plan_pool, resolve_length
+from kvasir.engine.sizing import PoolPlan, cpu_budget, gib, own_bytes, pages_for, plan_pool, resolve_length
 from kvasir.engine.step_time import Roofline
 from kvasir.engine.step_way import CapturingWay, StepParts, StepWay
 from kvasir.engine.variants import VariantSlots, make_slots
@@ -215,7 +215,7 @@ def build(
         )
         plan = plan_pool(groups, page_bytes, budget, **pool_sizes)
     else:
-        budget = min(config.cache.cpu_cache_bytes, max(0, available_memory() - drafter_bytes(model)) // 2)
+        budget = cpu_budget(config.cache.cpu_cache_bytes, drafter_bytes(model))
         plan = plan_pool(groups, page_bytes, budget, **pool_sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")

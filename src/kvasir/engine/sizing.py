@@ -73,6 +73,11 @@ def available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
+def cpu_budget(cpu_cache_bytes: int, taken: float = 0) -> int:
+    """Bytes of the KV pool on a CPU: as set, but no more than half of the RAM that is free after ``taken`` bytes."""
+    return min(cpu_cache_bytes, max(0, int(available_memory() - taken)) // 2)
+
+
 def pages_for(num_tokens: int, page_slots: int) -> int:
     """Number of pages that hold ``num_tokens``."""
     return -(-num_tokens // page_slots)
@@ -145,6 +150,18 @@ def plan_pool(
         if g.kind == "state"
     )
     return PoolPlan(tuple(pages), capacity, total, state_interval, said)
+
+
+def sequences_in(plan: PoolPlan, groups: Sequence[CacheGroup], length: int, *, page_slots: int, max_rows: int) -> int:
+    """Number of sequences of ``length`` tokens that the pool holds at once."""
+
+    def needed(group: CacheGroup) -> int:
+        if group.kind == "state":
+            return 1
+        pages = pages_for(length, page_slots)
+        return pages if group.window is None else min(pages, window_pages(group.window, page_slots, max_rows))
+
+    return min((n - 1) // needed(g) for n, g in zip(plan.num_pages, groups))
 
 
 def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: str) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from kvasir.errors import install
 from kvasir.lab.delta import scan
 from kvasir.lab.delta_chunks import delta_rule, kernels
 from kvasir.lab.model import Shape, block_mask, document_mask
@@ -66,7 +67,7 @@ def why_no_chunks(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16
         kernels()
     except Exception as e:  # noqa: BLE001 (a package that is there but broken can raise anything)
         missing = isinstance(e, ModuleNotFoundError) and e.name == "fla"
-        return "fla-core is not installed (pip install 'kvasir[fla]')" if missing else _in_a_line(e)
+        return f"fla-core is not installed ({install('fla')})" if missing else _in_a_line(e)
     generator = torch.Generator(device).manual_seed(0)
     # The kernels are tuned for the first input that they meet, so it is of the size of training on a GPU.
     rows, length, heads = 64 if device.startswith("cuda") else 2, 300, shape.value_heads

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install
 
 if TYPE_CHECKING:
     from kvasir.models.fill import Stored
@@ -67,7 +67,7 @@ class GGUFFile:
         try:
             import gguf
         except ImportError as e:
-            raise ConfigError(f"{file}: a GGUF file is read by the gguf package: pip install 'kvasir[gguf]'") from e
+            raise ConfigError(f"{file}: a GGUF file is read by the gguf package: {install('gguf')}") from e
         self.file = file
         try:
             self._reader = gguf.GGUFReader(file)

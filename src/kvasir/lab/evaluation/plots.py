@@ -6,15 +6,13 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, install
 
 
 def check() -> None:
     """Raise ConfigError when plots cannot be drawn here."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "a plot needs matplotlib, which is not installed: `pip install 'kvasir[plots]'`, or leave --plot out"
-        )
+        raise ConfigError(f"a plot needs matplotlib, which is not installed: `{install('plots')}`, or leave --plot out")
 
 
 def draw(outcome: dict[str, Any], file: Path) -> None:

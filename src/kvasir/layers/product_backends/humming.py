@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from kvasir.errors import install
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.lora import Shrunk
 from kvasir.kernels.weight_codes import pack_nibbles, unpack_six
@@ -57,7 +58,7 @@ class Humming(ProductBackend):
     def why_not(self, place: Placement) -> list[str]:
         reasons = []
         if importlib.util.find_spec("humming") is None:
-            reasons.append("humming is not installed (pip install 'kvasir[humming]')")
+            reasons.append(f"humming is not installed ({install('humming')})")
         if place.exact:
             reasons.append("its bits depend on the number of rows, so exact mode cannot use it")
         if not place.fused:

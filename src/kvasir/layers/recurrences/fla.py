@@ -16,6 +16,7 @@ import importlib.util
 
 import torch
 
+from kvasir.errors import install
 from kvasir.kernels._triton import next_power_of_2
 from kvasir.kernels.gated_chunks import gathered
 from kvasir.layers.recurrence_backend import RecurrenceBackend, RecurrenceSite
@@ -27,7 +28,7 @@ class Fla(RecurrenceBackend):
     def why_not(self, site: RecurrenceSite) -> list[str]:
         reasons = []
         if importlib.util.find_spec("fla") is None:
-            reasons.append("fla-core is not installed (pip install 'kvasir[fla]')")
+            reasons.append(f"fla-core is not installed ({install('fla')})")
         if site.device != "cuda":
             reasons.append("runs on a GPU alone")
         if site.exact:
