@@ -1,4 +1,4 @@
-"""Files that grow by records, one JSON object a line: a failed write leaves no trace, and a torn record costs only itself.
+"""Files that grow by records, one JSON object a line: a failed write leaves no trace, a torn record costs only itself.
 
 A disk fills up, a machine loses power, a process is killed: any of them may leave half a record at the end of a file.
 So a write that fails is cut off again before its error is raised, each record begins on a line of its own whatever

@@ -2,14 +2,15 @@
 
 Given the results of its calls a strategy is deterministic, so resuming means running it again. Calls that the journal
 holds return at once, with their original charge. The first call that it lacks is the first one made. A line is written
-in one piece when a call has ended; a call whose line was torn (by a kill or a full disk) is made again. A refusal by a budget is a result too. The cost
-seen of a failed call is kept as ``lost``: charged once, never replayed.
+in one piece when a call has ended; a call whose line was torn, by a kill or a full disk, is made again. A refusal by a
+budget is a result too. The cost seen of a failed call is kept as ``lost``: charged once, never replayed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvasir.scaling.ledger import Charge, plain
 
 FORMAT = 1
 # The beginning of a journal's first line.
-HEAD = b'{"format":'
+HEAD = b'{"format": 1, "plan":'
 
 
 def digest(value: Any) -> str:
@@ -58,6 +59,8 @@ class Journal:
                 raise ConfigError(f"{path.name} is no journal of a run. Name another file.")
             found.tell(path)
             self._take(found.records, head)
+            if found.lost and found.lost[-1][1] == path.stat().st_size:  # a torn tail
+                os.truncate(path, found.lost[-1][0])
             self._file = records.RecordFile(path)
         except OSError as e:
             raise ConfigError(f"the journal {path.name} cannot be used: {e.strerror}") from e
