@@ -270,7 +270,11 @@ async def post(app: Any, url: str, body: bytes) -> tuple[int, dict[str, str], by
         "raw_path": url.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "headers": [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
         "client": None,
         "server": None,
     }
