@@ -10,8 +10,10 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from kvasir.api import limits
 from kvasir.api.hosts import names_of
 from kvasir.config import ServerConfig
+from kvasir.errors import RequestError
 from tests.api.running import key, running
 
 
@@ -93,7 +95,7 @@ def test_clients_forge_no_line_of_the_log(mark):
     url = process.stderr.readline().decode().split()[-1]
     with httpx.Client(base_url=url, timeout=60) as http:
         http.get(f"/{quote(text)}")
-        http.get("/v1/models", headers={"x-request-id": "a b", "x-y": "\xff"})
+        http.get("/v1/models", headers={"x-request-id": "a b", "x-y": b"\xff"})
         tool = {"type": "function", "function": {"name": text, "parameters": {}}}
         message = {"role": "user", "content": "say: x"}
         http.post("/v1/chat/completions", json={"model": text, "messages": [message]})
@@ -107,3 +109,48 @@ def test_clients_forge_no_line_of_the_log(mark):
     assert all(line[:2].isdigit() or line.startswith("    ") for line in lines), told
     for path in ("/x", "/v1/responses/x"):
         assert sum(f"GET {path}" in line and line[:2].isdigit() for line in lines) == 1
+
+
+def test_numbers_are_counted_and_commas_of_text_are_not(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_MEMBERS", 100)
+    many = b",".join([b"1"] * 100)
+    assert limits.decode_json(b'{"prompt":[%s],"text":"%s"}' % (many[:-2], b',\\",' * 200))
+    for body in (b'{"p":[%s,1]}' % many, b'{"p":[%s,null],"q":"x"}' % many, b'{"p":[[%s],[%s]]}' % (many, many)):
+        with pytest.raises(RequestError) as refused:
+            limits.decode_json(body)
+        assert refused.value.status == 413
+
+
+def test_eight_million_ids_are_refused_before_they_are_decoded(server, monkeypatch):
+    monkeypatch.setattr("msgspec.json.decode", lambda body: pytest.fail("it was decoded"))
+    body = b'{"prompt":[' + b"1," * 7_000_000 + b"1]}"
+    r = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert r.status_code == 413 and "more than 1048576" in r.json()["error"]["message"]
+
+
+AT_THE_LIMIT = """
+import resource, socket, sys, time, urllib.request
+from kvasir import logs
+from tests.api.running import running
+logs.setup()
+with running() as server:
+    address = server.socket.getsockname()
+    def ask():
+        assert urllib.request.urlopen(server.url + "/health", timeout=60).status == 200
+    ask()
+    waiting = socket.create_connection(address)
+    server.until(lambda: server.server.server_state.connections)
+    hoard = [socket.socket() for _ in range(4)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hoard[-1].fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    hoard[0].connect(address)
+    hoard[1].connect(address)
+    time.sleep(1.5)
+    [s.close() for s in hoard]
+    ask()
+"""
+
+
+def test_at_the_limit_of_open_files_one_line_is_logged_and_serving_goes_on():
+    done = subprocess.run([sys.executable, "-c", AT_THE_LIMIT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("Too many open files") == 1, done.stderr
