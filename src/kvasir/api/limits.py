@@ -112,14 +112,14 @@ def check_shape(body: bytes) -> None:
             if depths.min() < 0 or depths.max() > MAX_DEPTH:
                 raise _unbalanced()
             commas = marks == ord(",")
-            members += np.count_nonzero(commas & ~quoted)
+            members += int(np.count_nonzero(commas & ~quoted))
             if members >= MAX_MEMBERS:
                 raise RequestError(
                     f"the body holds more than {MAX_MEMBERS} numbers or other members of arrays",
                     status=413,
                     code="body_too_large",
                 )
-            parts += np.count_nonzero(~(quoted | closing | commas))  # opening brackets, and ends of strings
+            parts += int(np.count_nonzero(~(quoted | closing | commas)))  # opening brackets, and ends of strings
             if parts > MAX_PARTS:
                 raise RequestError(
                     f"the body holds more than {MAX_PARTS} strings, arrays and objects",
