@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    ["types", "errors", "logs", "compose"],
+    ["types", "errors", "logs", "records", "compose"],
     ["config", "technique", "tuned"],
     ["client"],
     ["cluster"],

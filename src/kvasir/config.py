@@ -289,6 +289,11 @@ class ServerConfig:
     api_key: tuple[str, ...] = opt((), "Key that clients must send, as a bearer token or as x-api-key (repeatable).")
     insecure: bool = opt(False, "Allow listening beyond this machine without a key.")
     allowed_origins: tuple[str, ...] = opt((), "Origin that browsers may call from (CORS; repeatable).")
+    allowed_hosts: tuple[str, ...] = opt(
+        (),
+        "Name by which requests may reach this server, besides those of loopback (repeatable; *.example.com, * for "
+        "any). Without one, names are checked on a loopback address without a key.",
+    )
     max_body_bytes: int = opt(16 << 20, "Largest request body, in bytes.", low=1)
     max_concurrent_per_key: int = opt(0, "Most concurrent requests per key; 0: no limit.", low=0)
     max_output_tokens: int = opt(

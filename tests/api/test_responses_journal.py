@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import stat
 import time
 
@@ -190,3 +191,31 @@ def test_a_disk_that_is_full_refuses_background_work(tmp_path, monkeypatch):
         assert r.status_code == 503 and r.json()["error"]["code"] == "no_room"
         server.idle()
         assert http.post(PATH, json={"input": "say: x"}).status_code == 200
+
+
+def test_a_full_disk_refuses_what_the_next_server_would_not_know(tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+    with running(journal=str(path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        name = http.post(PATH, json=ASK | {"stream": False}).json()["id"]
+        ended(http, name)
+        server.until(lambda: path.read_bytes().count(b"\n") == 2)
+        before = path.read_bytes()
+
+        def torn(handle: int, data: bytes, write=os.write) -> int:
+            if bytes(data).startswith(b'{"record"'):
+                return write(handle, bytes(data)[:7])
+            if b"eco" in bytes(data)[:3] or b'"' in bytes(data)[:4]:
+                raise OSError(28, "No space left on device")
+            return write(handle, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", torn)
+            r = http.delete(f"{PATH}/{name}")
+            assert r.status_code == 503 and r.json()["error"]["code"] == "no_room"
+            assert http.post(PATH, json=ASK).status_code == 503
+        assert path.read_bytes() == before
+        assert http.get(f"{PATH}/{name}").json()["status"] == "completed"
+        assert http.delete(f"{PATH}/{name}").status_code == 200
+        server.idle()
+    with running(journal=str(path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        assert http.get(f"{PATH}/{name}").status_code == 404

@@ -63,6 +63,25 @@ def test_missing_tokens_are_an_error():
     assert it.admit(tokens(9, [1], finish_reason="cancelled")) is None and it.request.ended == [0]
 
 
+@pytest.mark.parametrize("known", [0, 1, 5])
+def test_a_gap_of_one_token_is_an_error_and_an_overlap_of_one_is_trimmed(known):
+    """One token too few or twice is what a mistake by one in continuing gives; it must not pass as a whole answer."""
+    ids = list(range(10, 20))
+    for start in range(known + 2):
+        it = entry(emitted=[ids[:known]])
+        if start > known:
+            with pytest.raises(GapError, match=f"tokens {known} to {known} of branch 0 never came"):
+                it.admit(tokens(start, ids[start:]))
+            assert it.request.emitted == [ids[:known]], "nothing of it was delivered"
+        else:
+            news = it.admit(tokens(start, ids[start:]))
+            assert (news.index, news.token_ids) == (known, ids[known:]) and it.request.emitted == [ids]
+    it = entry()
+    it.admit(tokens(0, ids[:known]))
+    with pytest.raises(GapError):
+        it.admit(tokens(known + 1, [], finish_reason="stop"))
+
+
 def test_older_and_newer_epochs_are_dropped():
     it = entry()
     it.holder = 0
@@ -192,13 +211,40 @@ def test_a_file_is_made_private_and_links_are_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("line", [b"{", b"[]", b'{"id": 5}', b"\xff", b'{"id": "a"}'])
-def test_a_spoiled_line_is_named(tmp_path, line):
+def test_a_spoiled_line_costs_only_itself_and_is_told(tmp_path, line, caplog):
     path = tmp_path / "j"
     journal.write(path, [FULL])
+    size = path.stat().st_size
     with open(path, "ab") as file:
-        file.write(b"\n" + line + b"\n")
-    with pytest.raises(ValueError, match="line 3"):
-        journal.load(path)
+        file.write(line)
+    journal.append(path, [b'{"record":"begun","id":"x"}'])
+    journal.write(path, [request()])
+    assert journal.read(path) == ([FULL, request()], [{"record": "begun", "id": "x"}])
+    (told,) = caplog.records
+    assert f"bytes {size} to {size + len(line)} cannot be read, so 1 record is lost" in told.getMessage()
+
+
+def test_a_request_torn_at_any_byte_keeps_no_other_from_being_read(tmp_path):
+    path = tmp_path / "j"
+    journal.write(path, [request()])
+    line = path.read_bytes()
+    for cut in range(len(line)):
+        path.write_bytes(line[:cut])
+        journal.load(path)  # a server starts with it
+        journal.write(path, [FULL])
+        found = journal.load(path)
+        assert found == ([request(), FULL] if cut == len(line) - 1 else [FULL]), cut
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    """The server would rewrite it without what it cannot read."""
+    path = tmp_path / "j"
+    for content in (b"hello\n", b'{"id": 5}\n', b"\x7fELF\n\xff"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is not a journal"):
+            journal.load(path)
+    path.write_bytes(b"\0" * 40)  # what a power cut may leave of a journal
+    assert journal.load(path) == []
 
 
 def test_no_file_is_an_error(tmp_path):

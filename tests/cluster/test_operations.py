@@ -162,7 +162,7 @@ def test_the_routes_take_the_admin_key_alone():
                 app = create_app(client, text, ServerConfig(api_key=("user",), admin_key="operator"))
                 app.state.service.phase = "ready"
                 transport = httpx.ASGITransport(app)
-                async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                     for key, status in (("user", 401), ("operator", expected)):
                         headers = {"authorization": f"Bearer {key}"}
                         assert (await http.get("/admin/replicas", headers=headers)).status_code == status
@@ -174,7 +174,7 @@ def test_the_routes_take_the_admin_key_alone():
                         assert (await http.post("/admin/replicas/0/drain", headers=headers)).status_code == 409
                         assert (await http.post("/admin/replicas/7/restart", headers=headers)).status_code == 404
             app = create_app(it, text, ServerConfig())
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
                 assert (await http.get("/admin/replicas")).status_code == 404, "off by default"
 
     run(body())

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 import random
 from pathlib import Path
 
@@ -338,8 +339,7 @@ class Mortal(Journal):
             super()._write(entry)
         elif self.lives == 0:
             if self.torn:
-                self._file.write(json.dumps(entry)[:17])
-                self._file.flush()
+                os.write(self._file._handle, json.dumps(entry)[:17].encode())
             self.lives = -1
             raise Killed
         self.lives -= self.lives > 0

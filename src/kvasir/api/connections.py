@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import resource
+import socket
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvasir.api.service import Service
+from kvasir.logs import log
 
 # A connection that sends no whole request head within one to two of these periods is closed.
 HEADER_SECONDS = 10.0
 MAX_HEAD_BYTES = 1 << 16
 # Most open files to ask for; the usual soft limit of 1024 is raised to the hard limit, up to this number.
 MAX_FILES = 1 << 16
+# Seconds between two lines of the log about the limit of open files.
+FULL_SECONDS = 60.0
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -71,7 +77,22 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 class Server(uvicorn.Server):
-    """The server of uvicorn without its signal handlers, because ours drain first."""
+    """The server of uvicorn without its signal handlers, because ours drain first. At the limit of open files one line
+    a while is logged, not thousands of tracebacks a second; connections wait, and serving goes on."""
+
+    _told = -FULL_SECONDS
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+        await super().startup(sockets)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            return loop.default_exception_handler(context)
+        if loop.time() - self._told >= FULL_SECONDS:
+            self._told = loop.time()
+            log.error("no connection can be accepted: %s; raise the limit of open files (ulimit -n)", error.strerror)
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]

@@ -117,7 +117,7 @@ class ResponseJournal:
             if self._lock < 0:
                 return
             assert self.path is not None
-            lines = [encode(r) for r in _latest(journal.read(self.path)[1]).values() if kept(r["id"])]
+            lines = [encode(r) for r in _latest(journal.read(self.path, told=False)[1]).values() if kept(r["id"])]
             fresh = self.path.with_name(f"{self.path.name}.new")
             fresh.unlink(missing_ok=True)
             handle = self._locked(fresh)
@@ -126,6 +126,7 @@ class ResponseJournal:
                 fresh.replace(self.path)
             except BaseException:
                 os.close(handle)
+                fresh.unlink(missing_ok=True)
                 raise
             os.close(self._lock)
             self._lock, self._size = handle, os.fstat(handle).st_size
@@ -135,11 +136,19 @@ def _latest(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The last record of each response that was not dropped, in the order in which they began."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
-        kind = record["record"]
-        if kind == "dropped":
-            found.pop(record.get("id", ""), None)
-        elif kind in FIELDS and FIELDS[kind] <= record.keys():
+        if record["record"] == "dropped":
+            found.pop(str(record.get("id")), None)
+        elif _whole(record):
             found[record["id"]] = record
         else:
             log.error("a record of the journal cannot be read and is forgotten")
     return found
+
+
+def _whole(record: dict[str, Any]) -> bool:
+    """Whether a record has the fields of its kind, and those that a server's start reads are of the right kind."""
+    fields = FIELDS.get(str(record["record"]))
+    kinds = {"id": str, "owner": str, "created": (int, float), "items": list, "object": dict}
+    return fields is not None and all(
+        name in record and isinstance(record[name], kinds.get(name, object)) for name in fields
+    )

@@ -81,9 +81,13 @@ class ResponsesRoutes:
         stored = self._find(name, http)
         if stored.run is not None:
             await stored.run.cancel()
-        self.store.drop(name)
         if stored.object["background"]:
-            await self._write(self.journal.drop, name)
+            try:  # first: otherwise the next server would have it again
+                await asyncio.to_thread(self.journal.drop, name)
+            except OSError as e:
+                raise _no_room("the deletion", e) from e
+        self.store.drop(name)
+        await self._compact()
         return Response(encode({"id": name, "object": "response", "deleted": True}), media_type="application/json")
 
     def _find(self, name: str, http: HttpRequest) -> Stored:
@@ -109,9 +113,7 @@ class ResponsesRoutes:
         try:
             await asyncio.to_thread(self.journal.begin, job.record())
         except OSError as e:
-            raise RequestError(
-                f"the response cannot be kept on disk: {e.strerror}", status=503, code="no_room", retry_after=60.0
-            ) from e
+            raise _no_room("the response", e) from e
         self.store.put(Stored(job.id, job.owner, job.head["created_at"], job.items(), job.object, run))
 
     async def _finished(self, run: BackgroundRun) -> None:
@@ -127,11 +129,19 @@ class ResponsesRoutes:
     async def _write(self, write: Callable[[Any], None], what: Any) -> None:
         try:
             await asyncio.to_thread(write, what)
-            if self.journal.full():
-                kept = {stored.id for stored in self.store}
-                await asyncio.to_thread(self.journal.compact, kept.__contains__)
         except OSError as e:
             log.error("the journal of background responses could not be written: %s", e)
+        await self._compact()
+
+    async def _compact(self, always: bool = False) -> None:
+        """Rewrite the journal without what is forgotten, when it has grown or ``always``."""
+        if not (always or self.journal.full()):
+            return
+        kept = {stored.id for stored in self.store}
+        try:
+            await asyncio.to_thread(self.journal.compact, kept.__contains__)
+        except OSError as e:
+            log.error("the journal could not be rewritten: %s", e)
 
     async def _resume(self) -> None:
         """Load the background responses of earlier servers and go on with the unfinished ones."""
@@ -144,11 +154,7 @@ class ResponsesRoutes:
                 )
             else:
                 going.append(await self._again(record, requests.get(record["id"])))
-        kept = {stored.id for stored in self.store}
-        try:
-            await asyncio.to_thread(self.journal.compact, kept.__contains__)
-        except OSError as e:
-            log.error("the journal could not be rewritten: %s", e)
+        await self._compact(always=True)
         if lost := len(requests.keys() - records.keys()):
             log.info("%d journalled requests are forgotten: their clients are gone", lost)
         if going := [run for run in going if run is not None]:
@@ -198,6 +204,12 @@ class ResponsesRoutes:
         """Let background work see that the engine has stopped, and give the journal back."""
         await asyncio.gather(*(stored.run.settle() for stored in self.store if stored.run is not None))
         self.journal.close()
+
+
+def _no_room(what: str, error: OSError) -> RequestError:
+    return RequestError(
+        f"{what} cannot be kept on disk: {error.strerror}", status=503, code="no_room", retry_after=60.0
+    )
 
 
 def _reply(stored: Stored) -> Response:

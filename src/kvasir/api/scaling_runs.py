@@ -16,6 +16,7 @@ from kvasir.api import scaling
 from kvasir.api.scaling_store import RunStore
 from kvasir.errors import RequestError
 from kvasir.logs import log
+from kvasir.scaling.journal import JournalFull
 
 # Most runs at the same time.
 MAX_RUNNING = 8
@@ -61,6 +62,9 @@ class ScalingRun:
             self.status = "cancelled"
         except RequestError as e:
             self.status, self.error = "failed", e
+        except (JournalFull, OSError) as e:  # the next server goes on with it
+            log.error("scaling run %s ends: %s", self.name, e)
+            self.status, self.error = "failed", RequestError(str(e), status=503, code="no_room", retry_after=60.0)
         except Exception:
             log.exception("scaling run %s failed", self.name)
             self.status, self.error = "failed", RequestError("internal error", status=500, code="internal_error")

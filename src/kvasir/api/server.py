@@ -27,6 +27,7 @@ from kvasir.api import routes_playground as playground
 from kvasir.api.auth import OPEN_PATHS, PUBLIC_METRICS, KeyGuard
 from kvasir.api.connections import MAX_HEAD_BYTES, Protocol, Server, raise_file_limit
 from kvasir.api.errors import error_response
+from kvasir.api.hosts import HostGuard, names_of
 from kvasir.api.log_stats import LogStats
 from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
 from kvasir.api.middleware import HeadAsGet, Preflights
@@ -101,6 +102,7 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig, journal
             expose_headers=["x-request-id", "request-id", "retry-after", "warning", "x-kvasir-warning"],
         )
     app.add_middleware(Preflights, allowed=settings.allowed_origins)
+    app.add_middleware(HostGuard, names=names_of(settings))
     return app
 
 

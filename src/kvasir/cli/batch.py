@@ -16,13 +16,16 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from kvasir import records
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
 
 # Longest custom_id, in characters.
 MAX_ID_CHARS = 512
+# The beginning of a row of the output.
+ROW = b'{"id": "batch_req_'
 # Routes that start work without waiting for it.
 NOT_SERVED = {"/v1/scaling/runs"}
 
@@ -119,25 +122,31 @@ def _answered(output: Path | None) -> set[str]:
     Raises ConfigError for a file that is no output of a batch."""
     if output is None or not output.is_file():
         return set()
-    kept, names = [], set()
-    text = output.read_text(encoding="utf-8", errors="replace")
-    for line in text.split("\n")[:-1]:  # a line without an end was torn by a kill
-        try:
-            row = json.loads(line)
-            name, response = row["custom_id"], row["response"]
-            good = response is not None and response["status_code"] == 200
-        except (ValueError, KeyError, TypeError, RecursionError) as e:
+    try:
+        found = records.read(output, _row)
+        if found.lost and not found.records and not found.first.startswith(ROW[: len(found.first)]):
             raise ConfigError(
                 f"--output {output} exists and is no output of a batch, which could be continued; name another file"
-            ) from e
-        if good:
-            kept.append(line + "\n")
-            names.add(name)
-    if "".join(kept) != text:
-        fresh = output.with_name(f"{output.name}.new")
-        fresh.write_text("".join(kept), encoding="utf-8")
-        fresh.replace(output)
-    return names
+            )
+        found.tell(output)
+        good = [row for row in found.records if (row["response"] or {}).get("status_code") == 200]
+        if found.lost or len(good) < len(found.records):
+            fresh = output.with_name(f"{output.name}.new")
+            fresh.unlink(missing_ok=True)
+            with records.RecordFile(fresh) as file:
+                file.append(*map(_encoded, good))
+            fresh.replace(output)
+    except OSError as e:
+        raise ConfigError(f"--output {output} cannot be continued: {e.strerror}") from e
+    return {row["custom_id"] for row in good}
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Decode a row of the output. Raises one of ``records.UNREADABLE``."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row["response"], dict | None) or "custom_id" not in row:
+        raise TypeError("no row")
+    return row
 
 
 class Outcome:
@@ -166,8 +175,10 @@ async def _run(
 ) -> None:
     async with serving(config, max_output_tokens, replicas) as app, contextlib.AsyncExitStack() as stack:
         # Files are opened once the model is there, so that a failed start leaves earlier ones as they are.
-        out = stack.enter_context(output.open("a", encoding="utf-8")) if output else sys.stdout
-        err = stack.enter_context(errors.open("w", encoding="utf-8")) if errors else out
+        out = stack.enter_context(_opened(output)) if output else None
+        if errors:
+            errors.write_bytes(b"")
+        err = stack.enter_context(_opened(errors)) if errors else out
         advance = stack.enter_context(_progress(len(todo), output is not None))
         routes = sorted(
             route.path
@@ -184,9 +195,12 @@ async def _run(
                 advance()
 
         # Twice as many as run at once, so that the queue never runs dry.
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(len(todo), 2 * replicas * config.scheduler.max_num_seqs)):
-                group.create_task(work())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(len(todo), 2 * replicas * config.scheduler.max_num_seqs)):
+                    group.create_task(work())
+        except BaseExceptionGroup as failed:  # all for the same reason: a full disk, a closed pipe
+            raise failed.exceptions[0] from failed
 
 
 async def _answer(app: Any, line: Line, routes: list[str]) -> tuple[dict[str, Any], str]:
@@ -256,7 +270,11 @@ async def post(app: Any, url: str, body: bytes) -> tuple[int, dict[str, str], by
         "raw_path": url.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "headers": [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
         "client": None,
         "server": None,
     }
@@ -265,10 +283,28 @@ async def post(app: Any, url: str, body: bytes) -> tuple[int, dict[str, str], by
     return start["status"], headers, b"".join(pieces)
 
 
-def _write(file: TextIO, row: dict[str, Any]) -> None:
-    text = json.dumps(row, ensure_ascii=False) + "\n"
-    file.write(text.encode(errors="backslashreplace").decode())  # UTF-8 cannot hold lone surrogates
-    file.flush()
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[records.RecordFile]:
+    """Open a file for rows. Raises ConfigError when it cannot be written, now or later."""
+    try:
+        with records.RecordFile(path) as file:
+            yield file
+    except OSError as e:
+        raise ConfigError(
+            f"cannot write {path}: {e.strerror}. The rows before are in it; the same command goes on from there"
+        ) from e
+
+
+def _encoded(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")  # UTF-8 cannot hold lone surrogates
+
+
+def _write(file: records.RecordFile | None, row: dict[str, Any]) -> None:
+    """Append a row to a file; None: print it."""
+    if file is not None:
+        return file.append(_encoded(row))
+    sys.stdout.write(_encoded(row).decode() + "\n")
+    sys.stdout.flush()
 
 
 @contextlib.contextmanager

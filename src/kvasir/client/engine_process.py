@@ -363,7 +363,7 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
         return REFUSED
     except Exception:
         text = traceback.format_exc()
-        log.error("engine process: %s", text)
+        log.error("engine process: %s", text, extra={"several_lines": True})
         _last_words(channel, messages.Crash(text[-(64 << 10) :]))
         return CRASHED
     return 0

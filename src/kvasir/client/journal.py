@@ -7,9 +7,7 @@ lets each token through once, in order.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,11 +16,14 @@ from typing import Any
 
 import msgspec
 
+from kvasir import records
 from kvasir.errors import RequestError
 from kvasir.types import BareLogprobs, Event, Request
 
 # The beginning of a line that is no request but a record of another part of the server.
 RECORD = b'{"record":'
+# The beginning of a line that is a request.
+REQUEST = b'{"id":"'
 
 
 class GapError(Exception):
@@ -173,15 +174,8 @@ def write(path: str | Path, requests: Iterable[Request]) -> int:
 
 
 def append(path: str | Path, lines: list[bytes]) -> None:
-    """Append lines to a journal file, as ``write`` does. Raises OSError."""
-    if not lines:
-        return
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(handle, "ab") as file:
-        os.fchmod(handle, 0o600)
-        file.write(b"\n".join(lines) + b"\n")
-        file.flush()
-        os.fsync(handle)
+    """Append lines to a journal file, as ``write`` does: all or none. Raises OSError."""
+    records.append(path, lines)
 
 
 def load(path: str | Path) -> list[Request]:
@@ -189,29 +183,31 @@ def load(path: str | Path) -> list[Request]:
     return read(path)[0]
 
 
-def read(path: str | Path) -> tuple[list[Request], list[dict[str, Any]]]:
+def read(path: str | Path, told: bool = True) -> tuple[list[Request], list[dict[str, Any]]]:
     """Read the requests of a journal file, and the records that others wrote into it: objects that begin with
     ``RECORD``. Each request can be submitted again and continues after the tokens it already has.
 
-    An arrival in the future becomes now, because the clock of arrivals restarts with the machine. A line torn by a kill
-    is left out. Raises OSError, and ValueError that names the line which is neither.
+    An arrival in the future becomes now, because the clock of arrivals restarts with the machine. Lines that cannot be
+    read (torn by a kill or a full disk) are left out; ``told``: the log says so. Raises OSError, and ValueError for a
+    file that holds something else.
     """
-    requests: list[Request] = []
-    records: list[dict[str, Any]] = []
-    lines = Path(path).read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if line.startswith(RECORD):
-            with contextlib.suppress(msgspec.MsgspecError, ValueError):
-                records.append(msgspec.json.decode(line))
-            continue
-        try:
-            request = msgspec.json.decode(line, type=Request)
-        except (msgspec.MsgspecError, ValueError) as e:
-            if number == len(lines):  # torn, like a record without its end
-                break
-            raise ValueError(f"{path}, line {number}: not a journalled request: {e}") from e
+    found = records.read(path, _decode)
+    if not found.records and found.lost and not _begins(found.first):
+        raise ValueError(f"{path} is not a journal: no line of it is a journalled request or a record")
+    if told:
+        found.tell(path)
+    requests = [line for line in found.records if isinstance(line, Request)]
+    for request in requests:
         request.arrival = min(request.arrival, time.monotonic())
-        requests.append(request)
-    return requests, records
+    return requests, [line for line in found.records if isinstance(line, dict)]
+
+
+def _decode(line: bytes) -> Request | dict[str, Any]:
+    if line.startswith(RECORD):
+        return msgspec.json.decode(line, type=dict[str, Any])
+    return msgspec.json.decode(line, type=Request)
+
+
+def _begins(line: bytes) -> bool:
+    """Whether a line is the beginning of one of a journal. Zeros are what a power cut leaves of any line."""
+    return not line.strip(b"\0") or any(line.startswith(start) or start.startswith(line) for start in (RECORD, REQUEST))
