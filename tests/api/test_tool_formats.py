@@ -281,12 +281,12 @@ def test_malformed_is_content(kind, text):
     "kind, text, expected",
     [
         ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, 5]', (", 5]", [("now", "{}")])),
-        ("gemma4", "<|tool_call>call:now{a:1]", ("]", [("now", '{"a": 1')])),
-        ("glm45", "<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_value> x", ("x", [("now", '{"a": 1')])),
-        ("openai", "<|channel|>commentary to=functions.now<|message|>{]", ("]", [("now", "{")])),
+        ("gemma4", "<|tool_call>call:now{a:1]", ("]", [("now", '{"a": 1}')])),
+        ("glm45", "<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_value> x", ("x", [("now", '{"a": 1}')])),
+        ("openai", "<|channel|>commentary to=functions.now<|message|>{]", ("]", [("now", "{}")])),
         ("pythonic", "[now(), other()]", (", other()]", [("now", "{}")])),
         ("pythonic", "[now() for x in y]", ("for x in y]", [("now", "{}")])),
-        ("pythonic", "[get_weather(city='a', city='b')]", (")]", [("get_weather", '{"city": "a"')])),
+        ("pythonic", "[get_weather(city='a', city='b')]", (")]", [("get_weather", '{"city": "a"}')])),
     ],
 )
 def test_broken_behind_an_announced_call(kind, text, expected):

@@ -112,7 +112,12 @@ class MarkedCalls(ToolParser):
         except Malformed:
             # After an announced call only the rest is content, otherwise everything read.
             self._after_call = not reader.opened and not self._raw.strip()  # the calls had ended
-            self.say("" if self._after_call else self._raw)
+            text = self.end_call() if reader.opened else self._raw
+            self._after_call |= reader.opened and not text
+            last = max(text.rfind(mark[0], 1) for mark in self.opens)
+            if last > 0 and any(mark.startswith(text[last:] + char) for mark in self.opens):
+                text, self._mark = text[:last], text[last:]  # a mark was read as part of the call
+            self.say("" if self._after_call else text)
             self._reader, self._raw = None, ""
             self.feed(char)
             return
@@ -122,7 +127,7 @@ class MarkedCalls(ToolParser):
 
     def finish(self) -> None:
         if self._reader is not None:
-            self.say(self._raw if self._raw.strip() else "")
+            self.say(self.end_call() if self._reader.opened else self._raw if self._raw.strip() else "")
         elif self._mark and any(mark.startswith(self._mark) for mark in self.opens):
             self._plain(self._mark)
         elif not self._after_call:
@@ -203,7 +208,7 @@ class ObjectArguments:
     def __init__(self, parser: ToolParser, name: str) -> None:
         self._parser = parser
         self._name = name
-        self._scan = ValueScan()
+        self._scan = ValueScan(lenient=True)
         self.opened = self.done = False
 
     def feed(self, char: str) -> None:
