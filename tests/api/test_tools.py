@@ -151,7 +151,7 @@ def test_hermes_broken_inside_the_arguments():
         ('{"name": "add"}, {"name": "get_weather"}', ("", [("add", "{}"), ("get_weather", "{}")])),
         ('{"name": "add", "parameters": {"a": 1}}; {"name": "Bob"}', ('; {"name": "Bob"}', [("add", '{"a": 1}')])),
         ('{"name": "add", "parameters": {"a": 1}} and so on', (" and so on", [("add", '{"a": 1}')])),
-        ('{"name": "add", "parameters": {"a": 1, }}', (", }}", [("add", '{"a": 1}')])),
+        ('{"name": "add", "parameters": {"a": 1, }}', ("}}", [("add", '{"a": 1}')])),
     ],
 )
 def test_llama3(text, expected):

@@ -1,5 +1,5 @@
-"""Answers of one or more {"name": ..., "parameters": {...}}, separated by ";", "," or a line break, after an optional <|python_tag|> (Llama
-3)."""
+"""Answers of one or more {"name": ..., "parameters": {...}} after an optional <|python_tag|> (Llama 3). Between them
+stand ";", "," or a line break."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Call(CallReader):
                 if name == to or self._header.channel == "final" or not NAME.fullmatch(name):
                     raise Malformed
                 self._arguments = ObjectArguments(self._parser, name)
-            elif len(self._header.text) > 300 or "\n" in self._header.text:
+            elif len(self._header.text) > 300 or "\n" in self._header.text or self._header.restart:
                 raise Malformed
             return
         self._arguments.feed(char)
