@@ -294,6 +294,39 @@ def test_broken_behind_an_announced_call(kind, text, expected):
     assert parsed(kind, [text]) == expected and parsed(kind, [*text, ""]) == expected
 
 
+SAVE = "<tool_call>\n<function=write_file>\n"
+PATH = "<parameter=path>\na.txt\n"
+TAIL = "</function>\n</tool_call>"
+A = ("write_file", {"path": "a.txt"})
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (f'{SAVE}{PATH}</parameter>\n<parameter=modes>\n["x"]\n{TAIL}',
+         ("", [("write_file", {"path": "a.txt", "modes": ["x"]})])),
+        (f"{SAVE}{PATH}{TAIL}", ("", [A])),
+        (f"{SAVE}{PATH}<parameter=text>\nhello\n</parameter>\n{TAIL}",
+         ("", [("write_file", {"path": "a.txt", "text": "hello"})])),
+        (f"{SAVE}{PATH}{TAIL}\n<tool_call>\n<function=now>\n{TAIL}", ("", [A, ("now", {})])),
+        (f"{SAVE}{PATH}</parameter>\n</tool_call>", ("", [A])),
+        (f"{SAVE}{PATH}</tool_call>", ("", [A])),
+        (f"{SAVE}{PATH}</parameter>\n</parameter>\n{TAIL}", ("", [A])),
+        (f"{SAVE}{PATH}</parameter>\n<tool_call>\n<function=now>\n{TAIL}", ("", [A, ("now", {})])),
+        (f"{SAVE}{PATH}</parameter>\n<parameter=\nbody\n</parameter>\n{TAIL}",
+         ("<parameter=\nbody\n</parameter>", [A])),
+        (f"{SAVE}{PATH}</parameter>\n<parameter=body=\n</parameter>\n{TAIL}", ("<parameter=body=\n</parameter>", [A])),
+        (f"{SAVE}{PATH}</parameter>\n<parameter=path>\nb\n</parameter>\n{TAIL}",
+         ("<parameter=path>\nb\n</parameter>", [A])),
+        (f"{SAVE}<parameter=text>\nuse </parameter> to close\n</parameter>\n{TAIL}",
+         ("", [("write_file", {"text": "use </parameter> to close"})])),
+    ],
+)  # fmt: skip
+def test_qwen3_coder_without_its_marks(text, expected):
+    assert whole("qwen3_coder", text) == expected
+    assert parsed("qwen3_coder", [*text, ""]) == parsed("qwen3_coder", [text])
+
+
 SCRAPS = {
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", ", ", '{"name": "now", "arguments": {}}', "now", "{}"],
     "glm45": [
@@ -363,6 +396,7 @@ def test_any_text_gives_the_same_message_for_any_cut(kind, data):
     found = parsed(kind, [text])
     assert parsed(kind, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == found
     assert parsed(kind, [*text, ""]) == found
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in found[1])
     if not found[1]:
         assert found[0] == text  # no call: not a character is lost
 
