@@ -242,7 +242,6 @@ MALFORMED = {
     "openai": [
         "Hello",
         "<|channel|>final<|message|>Hi",
-        "<|channel|>commentary to=python<|message|>print(1)",
         "<|channel|>commentary to=functions.now<|message|>5",
         "it goes to=functions.now",
         "<|channel|>commentary",
@@ -399,6 +398,26 @@ def test_any_text_gives_the_same_message_for_any_cut(kind, data):
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in found[1])
     if not found[1]:
         assert found[0] == text  # no call: not a character is lost
+
+
+@pytest.mark.parametrize(
+    "kind, text, expected",
+    [
+        ("openai", "<|channel|>commentary to=functions.now<|message|><|call|>", ("", [("now", {})])),
+        ("openai", "<|channel|>commentary to=functions.now<|message|>", ("", [("now", {})])),
+        ("openai", "<|channel|>analysis to=python code<|message|>print(1)\n<|call|>",
+         ("", [("python", {"code": "print(1)\n"})])),
+        ("glm45", "<tool_call>write_file<arg_key>path</arg_key><arg_value>a<arg_key>text</arg_key><arg_value>b"
+         "</arg_value></tool_call>", ("", [("write_file", {"path": "a", "text": "b"})])),
+        ("glm45", "<tool_call>write_file<arg_key>path</arg_key><arg_value>a\n<tool_call>now</tool_call>",
+         ("", [("write_file", {"path": "a\n"}), ("now", {})])),
+        ("mistral", '[TOOL_CALLS]write_file[ARGS]{"text": "a\nb"}', ("", [("write_file", {"text": "a\nb"})])),
+        ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]', ("", [("now", {})])),
+    ],
+)  # fmt: skip
+def test_repaired_calls(kind, text, expected):
+    assert whole(kind, text) == expected
+    assert parsed(kind, [*text, ""]) == parsed(kind, [text])
 
 
 def test_arguments_stream():

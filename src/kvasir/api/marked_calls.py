@@ -30,6 +30,10 @@ class CallReader(Protocol):
         """Read the end of the answer; return text that was read behind the call's start and is no part of it."""
         return ""
 
+    def completes(self) -> bool:
+        """Whether the end of the answer makes what was read a call, which is then announced."""
+        return False
+
     def rest(self) -> str:
         """Text that is no part of the call, when the character fed last could not continue it."""
         return ""
@@ -142,6 +146,8 @@ class MarkedCalls(ToolParser):
 
     def finish(self) -> None:
         if self._reader is not None:
+            if not self._reader.opened and self._reader.completes():
+                self._raw = ""
             text = self._reader.end() if self._reader.opened else ""
             if self._raw.strip() or not self._reader.opened:
                 self.say(self._raw if self._raw.strip() and not text else text)
@@ -181,13 +187,14 @@ class Until:
 
     def __init__(self, *marks: str) -> None:
         self._marks = marks
+        self.mark = ""  # the mark that was found
         self._held = ""  # the beginning of a mark, perhaps
 
     def feed(self, char: str) -> tuple[str, bool]:
         """Read one character; return the text that it makes certain, and whether a mark is complete."""
         self._held += char
         if self._held in self._marks:
-            self._held = ""
+            self.mark, self._held = self._held, ""
             return "", True
         start = next(i for i in range(len(self._held) + 1) if any(m.startswith(self._held[i:]) for m in self._marks))
         text, self._held = self._held[:start], self._held[start:]

@@ -182,6 +182,8 @@ class Call(CallReader):
                     self._arguments.close()
             else:
                 self._value(self._held[1:] if self._begins else self._held)
+                if not self._skip and self._arguments is not None:
+                    self._arguments.end_value()
         left = (PARAMETER + self._key) if self._state == "key" else ""
         return self.left + left
 
