@@ -285,7 +285,7 @@ def test_malformed_is_content(kind, text):
         ("openai", "<|channel|>commentary to=functions.now<|message|>{]", ("]", [("now", "{}")])),
         ("pythonic", "[now(), other()]", (", other()]", [("now", "{}")])),
         ("pythonic", "[now() for x in y]", ("for x in y]", [("now", "{}")])),
-        ("pythonic", "[get_weather(city='a', city='b')]", (")]", [("get_weather", '{"city": "a"}')])),
+        ("pythonic", "[get_weather(city='a', city='b')]", (" city='b')]", [("get_weather", '{"city": "a"}')])),
     ],
 )
 def test_broken_behind_an_announced_call(kind, text, expected):
