@@ -55,6 +55,30 @@ def test_formats(kind, prompt, text, expected):
     assert split(kind, [*text, ""], prompt) == expected
 
 
+CALL = "<tool_call>\n<function=ls>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        (f"hm\n{CALL}", CALL),
+        (f"hm\n{CALL}\n</think>\n\nDone.", f"{CALL}\n\n\nDone."),
+        ('hm<tool_call>\n{"name": "ls", "arguments": {"a": "</think>"}}\n</tool_call></think>',
+         '<tool_call>\n{"name": "ls", "arguments": {"a": "</think>"}}\n</tool_call>'),
+    ],
+)  # fmt: skip
+def test_a_call_ends_the_thinking(kind, text, content):
+    assert split(kind, [text], OPENED) == ("hm", content)
+    for cut in range(len(text) + 1):
+        assert split(kind, [text[:cut], text[cut:]], OPENED) == ("hm", content)
+    assert split(kind, [*text, ""], OPENED) == ("hm", content)
+
+
+def test_thinking_about_the_format_is_no_call():
+    assert split("qwen3", ["I write <tool_call> here.</think>Yes."], OPENED) == ("I write <tool_call> here.", "Yes.")
+
+
 def test_without_a_prompt():
     assert split("deepseek_r1", ["a</think>b"], None) == ("a", "b")
     assert split("deepseek_r1", ["<think>a</think>b"], None) == ("a", "b")

@@ -71,6 +71,24 @@ RECORDED = [
         f"{ANALYSIS}hm<|end|>{START}<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{}}<|call|>",
         [(R, "hm"), (C, f"{START}<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{}}<|call|>")],
     ),
+    *(
+        (
+            "openai_gptoss",
+            START,
+            f"{head}<|end|>{START}{ANALYSIS}Secret<|end|>{START}{FINAL}Yes.<|return|>",
+            [(R, f"{text}\nSecret"), (C, "Yes.")],
+        )
+        for head, text in (
+            ("<|channel|>commentary??", "commentary??"),
+            ("<|channel|>We need to answer", "We need to answer"),
+        )
+    ),
+    (
+        "openai_gptoss",
+        START,
+        f"<|channel|>analy<|message|>Secret<|end|>{START}{FINAL}Yes.",
+        [(R, "Secret"), (C, "Yes.")],
+    ),
     ("openai_gptoss", START, f"{ANALYSIS}cut sho", [(R, "cut sho")]),
     ("openai_gptoss", START, f"{ANALYSIS}a<|en", [(R, "a<|en")]),
 ]

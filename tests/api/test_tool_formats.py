@@ -242,7 +242,6 @@ MALFORMED = {
     "openai": [
         "Hello",
         "<|channel|>final<|message|>Hi",
-        "<|channel|>commentary to=python<|message|>print(1)",
         "<|channel|>commentary to=functions.now<|message|>5",
         "it goes to=functions.now",
         "<|channel|>commentary",
@@ -281,17 +280,50 @@ def test_malformed_is_content(kind, text):
     "kind, text, expected",
     [
         ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, 5]', (", 5]", [("now", "{}")])),
-        ("gemma4", "<|tool_call>call:now{a:1]", ("]", [("now", '{"a": 1')])),
-        ("glm45", "<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_value> x", ("x", [("now", '{"a": 1')])),
-        ("openai", "<|channel|>commentary to=functions.now<|message|>{]", ("]", [("now", "{")])),
+        ("gemma4", "<|tool_call>call:now{a:1]", ("]", [("now", '{"a": 1}')])),
+        ("glm45", "<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_value> x", ("x", [("now", '{"a": 1}')])),
+        ("openai", "<|channel|>commentary to=functions.now<|message|>{]", ("]", [("now", "{}")])),
         ("pythonic", "[now(), other()]", (", other()]", [("now", "{}")])),
         ("pythonic", "[now() for x in y]", ("for x in y]", [("now", "{}")])),
-        ("pythonic", "[get_weather(city='a', city='b')]", (")]", [("get_weather", '{"city": "a"')])),
+        ("pythonic", "[get_weather(city='a', city='b')]", (" city='b')]", [("get_weather", '{"city": "a"}')])),
     ],
 )
 def test_broken_behind_an_announced_call(kind, text, expected):
     """An announced call stays a call, and only the rest is content."""
     assert parsed(kind, [text]) == expected and parsed(kind, [*text, ""]) == expected
+
+
+SAVE = "<tool_call>\n<function=write_file>\n"
+PATH = "<parameter=path>\na.txt\n"
+TAIL = "</function>\n</tool_call>"
+A = ("write_file", {"path": "a.txt"})
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (f'{SAVE}{PATH}</parameter>\n<parameter=modes>\n["x"]\n{TAIL}',
+         ("", [("write_file", {"path": "a.txt", "modes": ["x"]})])),
+        (f"{SAVE}{PATH}{TAIL}", ("", [A])),
+        (f"{SAVE}{PATH}<parameter=text>\nhello\n</parameter>\n{TAIL}",
+         ("", [("write_file", {"path": "a.txt", "text": "hello"})])),
+        (f"{SAVE}{PATH}{TAIL}\n<tool_call>\n<function=now>\n{TAIL}", ("", [A, ("now", {})])),
+        (f"{SAVE}{PATH}</parameter>\n</tool_call>", ("", [A])),
+        (f"{SAVE}{PATH}</tool_call>", ("", [A])),
+        (f"{SAVE}{PATH}</parameter>\n</parameter>\n{TAIL}", ("", [A])),
+        (f"{SAVE}{PATH}</parameter>\n<tool_call>\n<function=now>\n{TAIL}", ("", [A, ("now", {})])),
+        (f"{SAVE}{PATH}</parameter>\n<parameter=\nbody\n</parameter>\n{TAIL}",
+         ("<parameter=\nbody\n</parameter>", [A])),
+        (f"{SAVE}{PATH}</parameter>\n<parameter=body=\n</parameter>\n{TAIL}", ("<parameter=body=\n</parameter>", [A])),
+        (f"{SAVE}{PATH}</parameter>\n<parameter=path>\nb\n</parameter>\n{TAIL}",
+         ("<parameter=path>\nb\n</parameter>", [A])),
+        (f"{SAVE}<parameter=text>\nuse </parameter> to close\n</parameter>\n{TAIL}",
+         ("", [("write_file", {"text": "use </parameter> to close"})])),
+    ],
+)  # fmt: skip
+def test_qwen3_coder_without_its_marks(text, expected):
+    assert whole("qwen3_coder", text) == expected
+    assert parsed("qwen3_coder", [*text, ""]) == parsed("qwen3_coder", [text])
 
 
 SCRAPS = {
@@ -363,8 +395,29 @@ def test_any_text_gives_the_same_message_for_any_cut(kind, data):
     found = parsed(kind, [text])
     assert parsed(kind, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == found
     assert parsed(kind, [*text, ""]) == found
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in found[1])
     if not found[1]:
         assert found[0] == text  # no call: not a character is lost
+
+
+@pytest.mark.parametrize(
+    "kind, text, expected",
+    [
+        ("openai", "<|channel|>commentary to=functions.now<|message|><|call|>", ("", [("now", {})])),
+        ("openai", "<|channel|>commentary to=functions.now<|message|>", ("", [("now", {})])),
+        ("openai", "<|channel|>analysis to=python code<|message|>print(1)\n<|call|>",
+         ("", [("python", {"code": "print(1)\n"})])),
+        ("glm45", "<tool_call>write_file<arg_key>path</arg_key><arg_value>a<arg_key>text</arg_key><arg_value>b"
+         "</arg_value></tool_call>", ("", [("write_file", {"path": "a", "text": "b"})])),
+        ("glm45", "<tool_call>write_file<arg_key>path</arg_key><arg_value>a\n<tool_call>now</tool_call>",
+         ("", [("write_file", {"path": "a\n"}), ("now", {})])),
+        ("mistral", '[TOOL_CALLS]write_file[ARGS]{"text": "a\nb"}', ("", [("write_file", {"text": "a\nb"})])),
+        ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]', ("", [("now", {})])),
+    ],
+)  # fmt: skip
+def test_repaired_calls(kind, text, expected):
+    assert whole(kind, text) == expected
+    assert parsed(kind, [*text, ""]) == parsed(kind, [text])
 
 
 def test_arguments_stream():

@@ -129,6 +129,10 @@ class KeyedArguments:
         if self._kinds == {"string"}:
             self._parser.argue('"')
 
+    def has(self, key: str) -> bool:
+        """Whether this argument came before."""
+        return key in self._keys
+
     def value(self, text: str) -> None:
         """Take more of the argument's value."""
         if self._kinds == {"string"}:

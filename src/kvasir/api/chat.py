@@ -211,9 +211,9 @@ class Message:
     def finish_reason(self, reason: str) -> str:
         """The finish reason for clients: ``tool_calls`` when the message ended by itself and all its calls are complete
         (a stop string may have cut the last one)."""
-        return (
-            "tool_calls" if self.calls and reason == "stop" and all(whole(c.arguments) for c in self.calls) else reason
-        )
+        cut = self._tool_parser is not None and self._tool_parser.cut
+        complete = self.calls and not cut and all(whole(call.arguments) for call in self.calls)
+        return "tool_calls" if complete and reason == "stop" else reason
 
 
 def whole(arguments: str) -> bool:

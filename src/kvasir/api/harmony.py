@@ -29,7 +29,18 @@ class Header:
         """Whether the text so far may be a header."""
         text = self.text.lstrip()
         starts = any(s.startswith(text) or text.startswith(s) for s in (CHANNEL, START, "to="))
-        return starts and len(text) <= MAX_HEADER and "\n" not in text
+        return starts and len(text) <= MAX_HEADER and "\n" not in text and not self.restart
+
+    @property
+    def restart(self) -> str:
+        """The mark of a message's end or start at which a malformed header stops; empty when there is none."""
+        return next((m for m in (END, CALL, RETURN, START) if self.text.endswith(m) and self.text.lstrip() != m), "")
+
+    @property
+    def public(self) -> bool:
+        """Whether the message may be shown to the user: it names the channel final or commentary, or none at all."""
+        channels = re.findall(re.escape(CHANNEL) + r"\s*(\w*)", self.text)
+        return all(c in ("final", "commentary") for c in channels) and (bool(channels) or "analysis" not in self.text)
 
     @property
     def recipient(self) -> str:

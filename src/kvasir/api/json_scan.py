@@ -40,8 +40,9 @@ class Malformed(Exception):
 class ValueScan:
     """A scanner of one JSON value. ``done`` is set when the value is complete."""
 
-    def __init__(self) -> None:
+    def __init__(self, lenient: bool = False) -> None:
         self.done = False
+        self._lenient = lenient  # allow control characters in strings; ``ObjectRepair`` escapes them
         self._stack: list[str] = []  # open brackets, innermost last
         # value, string, escape, u1-u4, literal, number, after, key, colon, first_key or first_value
         self._state = "value"
@@ -117,7 +118,7 @@ class ValueScan:
     def _in_string(self, char: str) -> None:
         if char == "\\":
             self._state = "escape"
-        elif char < " ":
+        elif char < " " and not self._lenient:
             raise Malformed
         elif char == '"' and self._string_is_key:
             self._state = "colon"
@@ -221,7 +222,7 @@ class ObjectScan:
             self._state = "colon"
 
     def _start_value(self, char: str) -> str:
-        self._scan, self._state, self.text = ValueScan(), "value", char
+        self._scan, self._state, self.text = ValueScan(lenient=char == "{"), "value", char
         self._scan.feed(char)
         return "start"
 
@@ -235,3 +236,51 @@ class ObjectScan:
             self._state = "after"
             return "value"
         return "part"
+
+
+class ObjectRepair:
+    """A writer of one JSON object that can end at any point: what it gives out plus ``close()`` is valid JSON.
+
+    Control characters in strings are escaped. A comma, a key, and a value that is neither a string nor a bracket are
+    held back until the value is complete. ``held``: that text as it came.
+    """
+
+    def __init__(self) -> None:
+        self._scan = ValueScan()
+        self._ready = ""
+        self.held = ""
+
+    def feed(self, char: str) -> str:
+        """Take one character; return the text that became certain. Raises Malformed."""
+        scan = self._scan
+        was_number = scan._state == "number"
+        if scan._state == "string" and char < " ":
+            self._ready += json.dumps(char)[1:-1]
+        else:
+            scan.feed(char)
+            self._ready += char
+        self.held += char
+        if was_number and char == ",":  # it ended the number
+            out, self._ready, self.held = self._ready[:-1], char, char
+            return out
+        in_value = scan._state == "string" and not scan._string_is_key
+        return self._give() if in_value or scan._state in ("after", "first_key", "first_value") else ""
+
+    def _give(self) -> str:
+        ready, self._ready, self.held = self._ready, "", ""
+        return ready
+
+    def close(self) -> str:
+        """End the object; return the text that completes it. ``held`` keeps what could not become part of it."""
+        scan, out = self._scan, ""
+        if scan.done:
+            return ""
+        escape = scan._state in ("escape", "u1", "u2", "u3", "u4") and not scan._string_is_key
+        if escape or scan._state == "after" or (scan._state == "number" and scan._number in NUMBER_ENDS):
+            out = "\\" * escape + self._give()  # the backslash of half an escape is text
+        if escape or (scan._state == "string" and not scan._string_is_key):
+            out += '"'
+        self.held = "" if self.held.strip(WHITESPACE) in ("", ",") else self.held
+        out += "".join({"{": "}", "[": "]"}[bracket] for bracket in reversed(scan._stack)) if scan._stack else "{}"
+        scan.done = True
+        return out

@@ -21,9 +21,22 @@ class CallReader(Protocol):
 
     opened: bool
     done: bool
+    over: str = ""  # text behind the calls that was read already
 
     def feed(self, char: str) -> None:
         """Read one character. Raises Malformed when it cannot continue a call."""
+
+    def end(self) -> str:
+        """Read the end of the answer; return text that was read behind the call's start and is no part of it."""
+        return ""
+
+    def completes(self) -> bool:
+        """Whether the end of the answer makes what was read a call, which is then announced."""
+        return False
+
+    def rest(self) -> str:
+        """Text that is no part of the call, when the character fed last could not continue it."""
+        return ""
 
     def take(self, text: str, start: int) -> int:
         """Read ahead of ``feed`` what needs no look at each character, of an announced call; return where it ends."""
@@ -112,17 +125,34 @@ class MarkedCalls(ToolParser):
         except Malformed:
             # After an announced call only the rest is content, otherwise everything read.
             self._after_call = not reader.opened and not self._raw.strip()  # the calls had ended
-            self.say("" if self._after_call else self._raw)
+            text = self.end_call() + reader.rest() if reader.opened else self._raw
+            opened = reader.opened
+            last = max(text.rfind(mark[0], not reader.opened) for mark in self.opens)
+            if last >= 0 and any(mark.startswith(text[last:] + char) for mark in self.opens):
+                text, self._mark = text[:last], text[last:]  # a mark was read as part of the call
+            self._after_call |= opened and not text
+            self.say("" if self._after_call else text)
             self._reader, self._raw = None, ""
             self.feed(char)
             return
         self._raw = "" if opened or reader.opened or self.num_calls > num_calls else self._raw + char
         if reader.done:
             self._reader, self._raw, self._after_call = None, "", True
+            if left := reader.rest():
+                self._plain(left)
+                self._after_call = True
+            for char in reader.over:
+                self.feed(char)
 
     def finish(self) -> None:
         if self._reader is not None:
-            self.say(self._raw if self._raw.strip() else "")
+            if not self._reader.opened and self._reader.completes():
+                self._raw = ""
+            text = self._reader.end() if self._reader.opened else ""
+            if self._raw.strip() or not self._reader.opened:
+                self.say(self._raw if self._raw.strip() and not text else text)
+            else:
+                self.say(self.end_call() + text)
         elif self._mark and any(mark.startswith(self._mark) for mark in self.opens):
             self._plain(self._mark)
         elif not self._after_call:
@@ -157,13 +187,14 @@ class Until:
 
     def __init__(self, *marks: str) -> None:
         self._marks = marks
+        self.mark = ""  # the mark that was found
         self._held = ""  # the beginning of a mark, perhaps
 
     def feed(self, char: str) -> tuple[str, bool]:
         """Read one character; return the text that it makes certain, and whether a mark is complete."""
         self._held += char
         if self._held in self._marks:
-            self._held = ""
+            self.mark, self._held = self._held, ""
             return "", True
         start = next(i for i in range(len(self._held) + 1) if any(m.startswith(self._held[i:]) for m in self._marks))
         text, self._held = self._held[:start], self._held[start:]
@@ -203,7 +234,7 @@ class ObjectArguments:
     def __init__(self, parser: ToolParser, name: str) -> None:
         self._parser = parser
         self._name = name
-        self._scan = ValueScan()
+        self._scan = ValueScan(lenient=True)
         self.opened = self.done = False
 
     def feed(self, char: str) -> None:

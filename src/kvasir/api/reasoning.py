@@ -28,7 +28,8 @@ class ReasoningParser(Technique):
 
     The line breaks that models put around the marks belong to neither text. ``marks``: texts that a chat template of
     this format holds besides ``start`` or ``end`` (``auto``). ``shown``: further special tokens that the parser reads.
-    ``breaks``: marks of the content that end the thinking when ``end`` is missing. ``also``: other names. ``switch``: a
+    ``breaks``: beginnings of a call, which end the thinking when ``end`` is missing; an ``end`` right after the call is
+    dropped. ``also``: other names. ``switch``: a
     special token without which, in the prompt, the model need not think.
     """
 
@@ -37,7 +38,7 @@ class ReasoningParser(Technique):
     starts_inside: ClassVar[bool] = False  # whether an answer to an unknown prompt begins inside the thinking
     marks: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[tuple[str, ...]] = ()
-    breaks: ClassVar[tuple[str, ...]] = ()
+    breaks: ClassVar[tuple[str, ...]] = ("<tool_call>\n<function=", '<tool_call>\n{"name"')
     also: ClassVar[tuple[str, ...]] = ()
     switch: ClassVar[str | None] = None
 
@@ -51,6 +52,8 @@ class ReasoningParser(Technique):
         self._mode = "content" if self.disabled else "inside" if inside else "before"
         self._may_repeat = inside  # some models repeat the mark that the prompt ended with
         self._held = ""
+        self._broken = False  # a call ended the thinking, and ``end`` may follow it
+        self._tail = ""  # the end of the content, without white space, while it may
         self._fresh = True  # nothing of the present text was given out yet, so line breaks at its start are dropped
 
     def end_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -71,8 +74,8 @@ class ReasoningParser(Technique):
         if self._mode == "inside":
             reasoning = self._think(final)
         if self._mode == "content":
-            content = self._take(self._held)
-            self._held = ""
+            content = self._after_break(final) if self._broken else self._take(self._held)
+            self._held = "" if not self._broken else self._held
         return [ReasoningDelta(reasoning, content)]
 
     def _open(self, final: bool) -> None:
@@ -96,6 +99,7 @@ class ReasoningParser(Technique):
             at, mark = min(found)
             thought, self._held = self._held[:at], self._held[at + len(mark) * (mark == self.end) :]
             self._mode = "content"
+            self._broken = mark != self.end
             thought = self._take(thought.rstrip("\n"))
             self._fresh = True
             return thought
@@ -111,6 +115,23 @@ class ReasoningParser(Technique):
             if any(mark.startswith(self._held[-length:]) for mark in marks):
                 return self._held[:-length].rstrip("\n")
         return self._held.rstrip("\n")
+
+    def _after_break(self, final: bool) -> str:
+        """Content behind a call within the thinking, without an ``end`` that follows a closing mark."""
+        out = ""
+        while (at := self._held.find(self.end)) >= 0 and self._broken:
+            before, self._held = self._held[:at], self._held[at + len(self.end) :]
+            ends = (self._tail + before.rstrip())[-16:].endswith((">", "]", "}"))
+            self._broken = not ends
+            out += before if ends else before + self.end
+            self._tail = (self._tail + out.rstrip())[-16:]
+        keep = 0
+        if not final and self._broken:
+            keep = next((n for n in range(len(self.end) - 1, 0, -1) if self._held.endswith(self.end[:n])), 0)
+        settled = self._held[: len(self._held) - keep]
+        self._held = self._held[len(settled) :]
+        self._tail = (self._tail + settled).rstrip()[-16:]
+        return self._take(out + settled)
 
     def _take(self, text: str) -> str:
         if self._fresh:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvasir import technique
-from kvasir.api.json_scan import Malformed, ObjectScan
+from kvasir.api.json_scan import Malformed, ObjectRepair, ObjectScan
 from kvasir.decoding.json_schema import served_schema, whitespace_options
 from kvasir.errors import RequestError, nearest
 from kvasir.models.tokenizer import Tokenizer
@@ -65,6 +65,8 @@ class ToolParser(Technique):
         self.schemas = schemas or {}
         self.names: Collection[str] | None = None if schemas is None else frozenset(schemas)
         self.num_calls = 0
+        self.cut = False  # a call broke off, and its arguments were closed for it
+        self._writer = ObjectRepair()  # of the last call's arguments
         self._out: list[str | CallDelta] = []
 
     def push(self, text: str, final: bool = False) -> list[str | CallDelta]:
@@ -103,9 +105,20 @@ class ToolParser(Technique):
         """Report the start of a call."""
         self._out.append(CallDelta(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", name))
         self.num_calls += 1
+        self._writer = ObjectRepair()
 
     def argue(self, text: str) -> None:
         """Report more arguments of the last call."""
+        self._add("".join(map(self._writer.feed, text)))
+
+    def end_call(self) -> str:
+        """End the last call, which broke off, so that its arguments are JSON; return the text that found no place."""
+        closing = self._writer.close()
+        self.cut |= bool(closing)
+        self._add(closing)
+        return self._writer.held
+
+    def _add(self, text: str) -> None:
         last = self._out[-1] if self._out else None
         if isinstance(last, CallDelta) and last.index == self.num_calls - 1:
             last.arguments += text
@@ -156,15 +169,19 @@ class CallScan:
 
     def _take_arguments(self, char: str, event: str | None) -> None:
         scan = self._scan
-        if event == "start" and (scan.seen(self._keys) > 1 or char not in '{"'):
+        if event == "start" and (scan.seen(self._keys) > 1 or char not in '{"n'):
             raise Malformed
-        if scan.text.startswith('"'):  # some models write the arguments as a string of JSON
+        if scan.text == "n":  # null stands for no arguments
+            self._arguments("{}" if event == "value" else "")
+        elif scan.text.startswith('"'):  # some models write the arguments as a string of JSON
             if event == "value":
                 self._arguments(_object_text(scan.value()))
         elif event in ("start", "part", "value"):
             self._arguments(char)
 
     def _arguments(self, text: str) -> None:
+        if not text:
+            return
         if self.opened:
             self._parser.argue(text)
         elif self._name is None:

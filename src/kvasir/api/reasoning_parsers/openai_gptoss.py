@@ -48,8 +48,7 @@ class OpenAIGptOss(ReasoningParser):
             elif self._header.feed(char):
                 self._enter(self._header)
             elif not self._header.possible:
-                self._kind, text_read, self._header = "content", self._header.text, None
-                self._say(text_read)
+                self._malformed(self._header)
         if final and self._header is None:
             self._say(self._held)
             self._held = ""
@@ -59,7 +58,17 @@ class OpenAIGptOss(ReasoningParser):
     def _kind_of(header: Header) -> str:
         if header.recipient:
             return "call"
-        return "reasoning" if header.channel == "analysis" else "content"
+        return "content" if header.public else "reasoning"
+
+    def _malformed(self, header: Header) -> None:
+        """Take a header that is none as text. Behind a mark it may be thinking, so only the channel final is shown."""
+        text, self._header = header.text.removesuffix(header.restart), None
+        marked = text.lstrip().startswith((CHANNEL, START))
+        self._kind = "reasoning" if marked and header.channel != "final" else "content"
+        self._separate = self._kind in self._begun and bool(header.restart)
+        self._say(text.replace(START, "").replace(CHANNEL, "") if self._kind == "reasoning" else text)
+        if header.restart:
+            self._header = Header(START if header.restart == START else "")
 
     def _enter(self, header: Header) -> None:
         self._header, self._kind = None, self._kind_of(header)

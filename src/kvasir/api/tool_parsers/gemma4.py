@@ -82,6 +82,11 @@ class Call(CallReader):
         else:
             self._between(char)
 
+    def end(self) -> str:
+        if self._state == "bare":
+            self._parser.argue(typed(self._text.strip(), None))
+        return self._text if self._state == "key" else ""
+
     def _push(self, char: str) -> None:
         if len(self._stack) >= MAX_DEPTH:
             raise Malformed

@@ -67,6 +67,15 @@ class Call(CallReader):
         self._arguments.value(text[start:end])
         return end
 
+    def end(self) -> str:
+        if self._state == "value" and self._arguments is not None:
+            self._arguments.end_value()
+        return self._key if self._state in ("key", "before value") else ""
+
+    def rest(self) -> str:
+        """A repeated argument that cannot be taken, or a part that is missing, leaves its key."""
+        return f"{KEY}{self._key}" if self._state in ("key", "before value") else ""
+
     def feed(self, char: str) -> None:
         if self._state == "name":
             if not self._name.feed(char):
@@ -90,10 +99,15 @@ class Call(CallReader):
         elif self._state == "before value":
             if self._between.feed(char):
                 self._arguments.key(self._key.strip())
-                self._state, self._until = "value", Until(END_VALUE)
+                self._state, self._until = "value", Until(END_VALUE, OPEN, KEY)
         else:
             text, ended = self._until.feed(char)
             self._arguments.value(text)
             if ended:
                 self._arguments.end_value()
                 self._state, self._between = "between", OneOf(KEY, CLOSE)
+                if self._until.mark == KEY:  # its end is missing
+                    self._state, self._key, self._until = "key", "", Until(END_KEY)
+                elif self._until.mark == OPEN:
+                    self._arguments.close()
+                    self.done, self.over = True, OPEN

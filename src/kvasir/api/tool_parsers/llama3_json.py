@@ -1,5 +1,5 @@
-"""Answers of one or more {"name": ..., "parameters": {...}}, separated by ";", after an optional <|python_tag|> (Llama
-3)."""
+"""Answers of one or more {"name": ..., "parameters": {...}} after an optional <|python_tag|> (Llama 3). Between them
+stand ";", "," or a line break."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Llama3Json(ToolParser):
     def _may_start(self) -> bool:
         """Whether a call may start after the text read: white space, the tag, or the separator."""
         read = self._between.strip(WHITESPACE)
-        return read == ";" if self.num_calls else read in ("", TAG)
+        return read in ("", ";", ",") if self.num_calls else read in ("", TAG)
 
     def _may_continue(self) -> bool:
         read = self._between.strip(WHITESPACE)
-        return read in ("", ";") if self.num_calls else TAG.startswith(read)
+        return read in ("", ";", ",") if self.num_calls else TAG.startswith(read)
 
     def _in_call(self, call: CallScan, char: str) -> None:
         try:
             call.feed(char)
         except Malformed:
-            self._to_content(char if call.opened else self._between + call.raw)
+            self._to_content(self.end_call() + char if call.opened else self._between + call.raw)
             return
         if call.done:
             self._call, self._between = None, ""
@@ -63,8 +63,8 @@ class Llama3Json(ToolParser):
         self.say(text)
 
     def finish(self) -> None:
-        if self._call is not None and not self._call.opened:
-            self.say(self._between + self._call.raw)
+        if self._call is not None:
+            self.say(self.end_call() if self._call.opened else self._between + self._call.raw)
         elif self._call is None and (self._between.strip(WHITESPACE) or not self.num_calls):
             self.say(self._between)
         self._call, self._between = None, ""

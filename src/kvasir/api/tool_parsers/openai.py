@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.api.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Header
-from kvasir.api.json_scan import Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, ObjectArguments
+from kvasir.api.json_scan import WHITESPACE, Malformed
+from kvasir.api.marked_calls import CallReader, MarkedCalls, ObjectArguments, OneOf, Until
 from kvasir.api.tools import NAME, ToolParser, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
@@ -54,6 +55,11 @@ class Call(CallReader):
         self._parser = parser
         self._header = Header(mark)
         self._arguments: ObjectArguments | None = None
+        self._name = ""
+        self._begun = False  # something other than white space came after the header
+        self._empty = False  # the mark that ends the message began where arguments were expected
+        self._end = OneOf(CALL, END)
+        self._code: Until | None = None  # code of to=python, up to a mark
         self.opened = self.done = False
 
     def feed(self, char: str) -> None:
@@ -61,11 +67,45 @@ class Call(CallReader):
             if self._header.feed(char):
                 to = self._header.recipient
                 name = to.removeprefix(FUNCTIONS)
-                if name == to or self._header.channel == "final" or not NAME.fullmatch(name):
+                offered = name in ("python", *(self._parser.names or ()))
+                if (name == to and not offered) or self._header.channel == "final" or not NAME.fullmatch(name):
                     raise Malformed
+                self._name = name
                 self._arguments = ObjectArguments(self._parser, name)
-            elif len(self._header.text) > 300 or "\n" in self._header.text:
+            elif len(self._header.text) > 300 or "\n" in self._header.text or self._header.restart:
                 raise Malformed
+            return
+        if self._code is not None:
+            self._in_code(self._code, char)
+            return
+        if not self._begun and char not in WHITESPACE:
+            self._begun = True
+            if self._name == "python" and char not in "{<":
+                self._parser.open_call(self._name)
+                self._parser.argue('{"code": "')
+                self.opened, self._code = True, Until(CALL, END, START)
+                self._in_code(self._code, char)
+                return
+        if not self.opened and (char == "<" or self._empty):
+            self._empty = True
+            if self._end.feed(char):
+                self.completes()
+                self.opened, self.done = False, True
             return
         self._arguments.feed(char)
         self.opened, self.done = self._arguments.opened, self._arguments.done
+
+    def _in_code(self, until: Until, char: str) -> None:
+        text, ended = until.feed(char)
+        self._parser.argue(json.dumps(text, ensure_ascii=False)[1:-1] + ('"}' if ended else ""))
+        if ended:
+            self.opened, self.done = False, True
+
+    def completes(self) -> bool:
+        """Announce a call without arguments."""
+        if self._arguments is None or self.done or (self._begun and not self._empty):
+            return False
+        self._parser.open_call(self._name)
+        self._parser.argue("{}")
+        self.done = True
+        return True

@@ -75,6 +75,12 @@ class Calls(CallReader):
         printed = self._printed and self._state == "after"  # the bracket of print belongs to the call
         return printed or (self._arguments is not None and self._arguments.opened)
 
+    def rest(self) -> str:
+        return self._text if self._state == "argument" else ""
+
+    def end(self) -> str:
+        return self.rest()
+
     def feed(self, char: str) -> None:
         if self._state == "start" and char not in WHITESPACE:
             self._state, self._listed = "name", char == "["

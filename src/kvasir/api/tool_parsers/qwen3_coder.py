@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments
-from kvasir.api.json_scan import Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf, Until
+from kvasir.api.json_scan import WHITESPACE, Malformed
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf
 from kvasir.api.tools import ToolParser, mark, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -44,16 +45,25 @@ class Qwen3Coder(MarkedCalls):
 
 
 class Call(CallReader):
-    """A reader of one call, up to </function>."""
+    """A reader of one call, up to </function> or </tool_call>.
+
+    A value ends at a closing mark only where another mark of the format or the end of the answer follows, so that a
+    mark inside a value is text; or at a <parameter=key> on a line of its own. A parameter without a name, or one that
+    came before, is content behind the call (``left``).
+    """
 
     def __init__(self, parser: ToolParser, bare: bool) -> None:
         self._parser = parser
         self._name = NameScan(parser, strict=bare)
         self._state = "name" if bare else "head"
         self._expected = OneOf(FUNCTION)
-        self._until = Until(">")
+        self._held = ""  # the beginning of a mark, perhaps
         self._key = ""
+        self._skip = False  # the present parameter is content
+        self._begins = False  # ``_held`` begins with that line break
+        self._first = False  # the line break after the key has not come; it is not part of the value
         self._arguments: KeyedArguments | None = None
+        self.left = self.over = ""
         self.done = False
 
     @property
@@ -61,10 +71,11 @@ class Call(CallReader):
         return self._arguments is not None and self._arguments.opened
 
     def take(self, text: str, start: int) -> int:
-        if self._state != "value" or self._arguments is None:
+        if self._state != "value" or self._held or self._first:
             return start
-        end = self._until.skip(text, start)
-        self._arguments.value(text[start:end])
+        found = [at for char in "<\n" if (at := text.find(char, start)) >= 0]
+        end = min(found, default=len(text))
+        self._value(text[start:end])
         return end
 
     def feed(self, char: str) -> None:
@@ -76,32 +87,128 @@ class Call(CallReader):
                 if char != ">":
                     raise Malformed
                 self._arguments = KeyedArguments(self._parser, self._name.name)
-                self._state, self._expected = "between", OneOf(PARAMETER, END_FUNCTION)
+                self._state = "between"
+        elif self._state == "between":
+            self._between(char)
+        elif self._state == "key":
+            self._in_key(char)
         else:
-            assert self._arguments is not None
-            self._in_arguments(self._arguments, char)
+            self._in_value(char)
 
-    def _in_arguments(self, arguments: KeyedArguments, char: str) -> None:
-        if self._state == "between":
-            found = self._expected.feed(char)
-            if found == END_FUNCTION:
-                arguments.close()
-                self.done = True
-            elif found:
-                self._state, self._key, self._until = "key", "", Until(">")
+    def _between(self, char: str) -> None:
+        assert self._arguments is not None
+        if not self._held and char in WHITESPACE:
             return
-        if self._state == "begin":
-            self._state = "value"
-            if char == "\n":  # the line break after the key is not part of the value
+        held = self._held + char
+        if held in (END_FUNCTION, CLOSE):
+            self._arguments.close()
+            self.done = True
+        elif held == PARAMETER:
+            self._state, self._key = "key", ""
+        elif held != END_PARAMETER:
+            if not any(mark.startswith(held) for mark in (PARAMETER, END_PARAMETER, END_FUNCTION, CLOSE)):
+                raise Malformed  # ``held`` is given back by the parser
+            self._held = held
+            return
+        self._held = ""
+
+    def _in_key(self, char: str) -> None:
+        assert self._arguments is not None
+        self._skip = char != ">" or not self._key.strip() or self._arguments.has(self._key.strip())
+        if char not in ">\n<=":
+            self._key += char
+            return
+        self._state, self._held, self._first, self._begins = "value", "", True, False
+        if self._skip:
+            self.left += PARAMETER + self._key
+            self._first = False
+            self._in_value(char)
+        else:
+            self._arguments.key(self._key.strip())
+
+    def _in_value(self, char: str) -> None:
+        self._held += char
+        if self._first:
+            self._first, self._begins = False, char == "\n"
+        self._release()
+
+    def _release(self) -> None:
+        """Give out the held text that cannot begin an end of the value; go on behind the value at its end."""
+        while self._held and self._state == "value":
+            if found := ENDS.fullmatch(self._held):
+                self._end_value(found["mark"] or "", found["rest"] or found["alone"])
+            elif MAY_END.fullmatch(self._held):
                 return
-        text, ended = self._until.feed(char)
-        if self._state == "key":
-            self._key += text
+            else:
+                self._value("" if self._begins else self._held[0])
+                self._held, self._begins = self._held[1:], False
+
+    def _end_value(self, mark: str, rest: str) -> None:
+        assert self._arguments is not None
+        if self._skip:
+            self.left += "\n" * self._held.startswith("\n") + mark
+        else:
+            self._arguments.end_value()
+        self._state, self._held = "between", ""
+        for i, char in enumerate(rest):
+            if self.done:
+                self.over = rest[i:]
+                return
+            try:
+                self.feed(char)
+            except Malformed:  # another call begins
+                self._held = rest[i - len(self._held) : -1]
+                raise
+
+    def _value(self, text: str) -> None:
+        assert self._arguments is not None
+        if self._skip:
+            self.left += text
+        else:
+            self._arguments.value(text)
+
+    def rest(self) -> str:
+        return self.left + self._held
+
+    def end(self) -> str:
+        """Read the end of the answer; return text that is no part of the call."""
+        if self._state == "value":
+            at = len(self._held) - len(self._held.lstrip("\n"))
+            ended = [m for m in (END_PARAMETER, END_FUNCTION, CLOSE) if self._held[at:].startswith(m)]
             if ended:
-                arguments.key(self._key.strip())
-                self._state, self._until = "begin", Until(f"\n{END_PARAMETER}", END_PARAMETER)
-            return
-        arguments.value(text)
-        if ended:
-            arguments.end_value()
-            self._state, self._expected = "between", OneOf(PARAMETER, END_FUNCTION)
+                self._end_value(ended[0], "")
+                assert self._arguments is not None
+                if self._arguments.opened:
+                    self._arguments.close()
+            else:
+                self._value(self._held[1:] if self._begins else self._held)
+                if not self._skip and self._arguments is not None:
+                    self._arguments.end_value()
+        left = (PARAMETER + self._key) if self._state == "key" else ""
+        return self.left + left
+
+
+def _begun(*parts: str) -> str:
+    """A regular expression for every beginning of these parts, one after the other."""
+    found = ""
+    for part in reversed(parts):
+        found = f"(?:{part}{found})?"
+    return found
+
+
+SPACE = r"\s{0,40}"
+BEFORE = (PARAMETER, END_FUNCTION, CLOSE, OPEN, FUNCTION)
+AFTER_FUNCTION = (CLOSE, OPEN, FUNCTION)
+KEY = r"[^\s<>=]{1,80}"
+ENDS = re.compile(
+    rf"\n?(?P<mark>{END_PARAMETER})(?:{SPACE}{END_PARAMETER})?(?P<rest>{SPACE}(?:{'|'.join(BEFORE)}))"
+    rf"|\n?(?P<alone>{END_FUNCTION}{SPACE}(?:{'|'.join(AFTER_FUNCTION)})|(?<=\n)(?:{CLOSE}|{PARAMETER}{KEY}>))"
+)
+MAY_END = re.compile(
+    "|".join(
+        [_begun("\n?", *END_PARAMETER, SPACE, *END_PARAMETER, SPACE, *mark) for mark in BEFORE]
+        + [_begun("\n?", *END_PARAMETER, SPACE, *mark) for mark in BEFORE]
+        + [_begun("\n?", *END_FUNCTION, SPACE, *mark) for mark in AFTER_FUNCTION]
+        + [_begun("\n", *CLOSE), _begun("\n", *PARAMETER, KEY, ">")]
+    )
+)
