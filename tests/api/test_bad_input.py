@@ -452,7 +452,7 @@ def test_21_special_strings_in_text_are_text(http, server):
     special = set(tokenizer().special_ids)
     for path, body in (
         (CHAT, {"messages": [{"role": "user", "content": evil}]}),
-        (TEXT, {"prompt": evil}),
+        (TEXT, {"prompt": evil, "parse_special": False}),
         (RESPONSES, {"input": evil}),
     ):
         http.post(path, json=body)

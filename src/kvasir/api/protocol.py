@@ -294,7 +294,12 @@ class ChoicesBody(SamplingBody):
 
 
 class CompletionBody(ChoicesBody):
+    """Body of /v1/completions. ``parse_special``, ``add_special_tokens``: how text is read; see
+    ``Tokenizer.prompt_ids``."""
+
     prompt: Prompts
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -337,6 +342,7 @@ class ChatBody(ChoicesBody):
     include_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Object | None = None
+    add_special_tokens: Literal[False] | None = None  # the chat template writes them
     scaling: Scaling | None = None
 
     def check(self) -> None:
@@ -388,6 +394,7 @@ class TokenizeBody(Body):
     """Body of /tokenize, with either ``prompt`` or ``messages``."""
 
     prompt: str | None = None
+    parse_special: bool | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Object] | None = None
     add_special_tokens: bool | None = None
