@@ -1,4 +1,4 @@
-"""Raw prompts: special tokens in their text are tokens, as ``transformers`` reads them, on every route that takes text."""
+"""Raw prompts: special tokens in their text are tokens, as ``transformers`` reads them, wherever text comes in."""
 
 from __future__ import annotations
 

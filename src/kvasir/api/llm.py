@@ -113,7 +113,8 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt: a string, ``{"prompt_token_ids": [...]}``, or ``{"prompt": "...", "parse_special":
-        False, "add_special_tokens": False}`` with one of the last two or both. Results come in the order of the prompts.
+        False, "add_special_tokens": False}`` with one of the last two or both. Results come in the order of the
+        prompts.
 
         ``use_tqdm`` shows a progress bar. ``on_done`` gets the place and the result of each request when it ends,
         between two steps of the others; it may not use this LLM. ``lora_request``: the adapter that computes all

@@ -103,7 +103,7 @@ Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema
 Object = dict[str, Any]
 
 # Schemas for the OpenAPI document. The values are checked by hand where they are used, which gives better messages.
-_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}
 _CALL = {
     "type": "object",
     "required": ["id", "type", "function"],
