@@ -87,7 +87,9 @@ def test_ids_and_texts_are_those_of_the_original(pre, tmp_path):
         assert ours.decode(want, skip_special=False) == theirs.decode(want, skip_special_tokens=False)
     begins = [theirs.token_to_id("<s>")] if pre in ("llama-bpe", "spm") else []
     assert ours.encode("Hello there") == begins + theirs.encode("Hello there", add_special_tokens=False).ids
-    assert ours.eos_ids == (theirs.token_to_id("<|im_end|>"),) and "default" in ours.templates
+    assert (
+        ours.eos_ids == (theirs.token_to_id("<|im_end|>"), theirs.token_to_id("</s>")) and "default" in ours.templates
+    )
     assert theirs.token_to_id("<think>") not in ours.special_ids, "what a user defined is text"
 
 
@@ -108,6 +110,23 @@ def test_what_the_file_says_about_its_ends_is_followed(tmp_path):
     ids = ours.encode("abc")
     assert ids[0] == begin and ids[-1] == theirs.token_to_id("<|im_end|>") and end in ours.eos_ids
     assert ours.encode_pair("a", "b").count(begin) == 2
+
+
+def test_every_end_token_that_the_vocabulary_names_ends(tmp_path):
+    ends = ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>"]
+    for others, wanted in (
+        (ends, ends),
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),  # gpt-oss ends a message with <|end|>
+    ):
+        theirs = small.byte_level()
+        theirs.add_special_tokens([small.AddedToken(t, special=True, normalized=False) for t in others])
+        write_tokenizer(source_of(theirs, "gpt2", **{"ggml.pre": "qwen2"}), tmp_path)
+        ours = Ours.load(tmp_path)
+        assert {ours.id_to_token(i) for i in ours.eos_ids} == {"<|im_end|>", "</s>", *wanted}
+    word = source_of(theirs, "gpt2", **{"ggml.pre": "qwen2"})
+    word.fields["tokenizer.ggml.token_type"][theirs.token_to_id("</s>")] = NORMAL
+    write_tokenizer(word, tmp_path)
+    assert "</s>" not in {ours.id_to_token(i) for i in Ours.load(tmp_path).eos_ids}, "an ordinary piece ends nothing"
 
 
 def test_other_tokenizers_are_refused_by_name(tmp_path):

@@ -1,11 +1,14 @@
 """The bodies that the routes read, with OpenAI's names and vLLM's extras. Types only; admission checks ranges.
 
-A parameter is either honoured, listed in ``METADATA`` (it changes nothing by definition), accepted at its one supported
-value (``ONLY``), or refused by name. Numbers are strict: booleans and floats are not integers, and NaN is refused.
+A parameter is either honoured, listed in ``METADATA`` (it changes nothing by definition), ignored with a warning
+(``FOREIGN``), accepted at its one supported value (``ONLY``), or refused by name. Numbers are strict: booleans and
+floats are not integers, and NaN is refused.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -19,11 +22,14 @@ MAX_PROMPTS = 128
 MAX_RUN_PROBLEMS = 256
 
 # Parameters that say who asks and what for, but not what to compute.
-METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+# Parameters of other services that a model's answer does not need: they are ignored, with one warning a name.
+FOREIGN = {"store", "prediction", "web_search_options", "vllm_xargs"}
+# Most names that are told about, so that a client cannot fill the log.
+MAX_TOLD = 200
+log = logging.getLogger(__name__)
 # Parameters with their only supported values, most of which switch a feature off: clients send whole objects.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "background": (False,),
     "truncation": ("disabled",),
@@ -426,7 +432,12 @@ def _unknown(kind: type[Body], extra: Object, lenient: bool) -> list[str]:
     for name, value in extra.items():
         if value is None or name in METADATA or any(type(value) is type(v) and value == v for v in ONLY.get(name, ())):
             continue
-        if lenient:
+        if name in FOREIGN and value is False:
+            continue
+        if name in FOREIGN:
+            tell_ignored(name)
+            ignored.append(name)
+        elif lenient:
             ignored.append(name)
         elif name in ONLY:
             raise RequestError(
@@ -442,6 +453,17 @@ def _unknown(kind: type[Body], extra: Object, lenient: bool) -> list[str]:
                 code="unsupported_parameter",
             )
     return ignored
+
+
+@functools.cache
+def _tell(name: str) -> None:
+    log.warning("%s is ignored: it changes nothing here", name)
+
+
+def tell_ignored(name: str) -> None:
+    """Log that a client's field is ignored: once a name in this process, escaped, and at most MAX_TOLD names."""
+    if _tell.cache_info().currsize < MAX_TOLD:
+        _tell(ascii(name[:80]))
 
 
 def _request_error(error: pydantic.ValidationError) -> RequestError:

@@ -32,6 +32,34 @@ BEGINS = ("llama-bpe", "llama3")  # their texts begin with BOS where the file do
 WHOLE = ("llama-bpe", "llama3")  # a word that is a token stays whole, whatever its merges
 SPACE = "▁"  # SentencePiece's
 ROLES = ("bos", "eos", "unknown", "padding")
+# Tokens that end an answer wherever a vocabulary marks them as no ordinary text: files often name only one of them.
+ENDS = frozenset(
+    {
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|eot|>",
+        "<|eom|>",
+        "<|end_of_text|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|end_of_turn|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<|end_of_sentence|>",
+        "<|END_RESPONSE|>",
+        "<|end_of_utterance|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOS]",
+        "</s>",
+        "<eos>",
+    }
+)
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -69,6 +97,9 @@ def write_tokenizer(source: GGUFFile, folder: Path) -> None:
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     ends = {source.field(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")} - {None}
+    # gpt-oss ends each of its messages with <|end|>, and the answer with <|return|> or <|call|>.
+    named = ENDS - {"<|end|>"} if "<|return|>" in tokens else ENDS
+    ends |= {i for i, (token, k) in enumerate(zip(tokens, types)) if token in named and k in (CONTROL, USER)}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(ends)} if ends else {}))
 
 
