@@ -524,3 +524,26 @@ def test_the_text_of_a_token_is_found_without_keeping_it(kind):
     ids = range(t.size + 2)
     assert [t.token_text(i) for i in ids] == [t.decode([i], skip_special=False) for i in ids]
     assert not t._texts or t._codec is None
+
+
+def test_text_parts_go_as_a_list_to_templates_that_read_lists():
+    """As transformers gives them; other templates get them joined by a line break."""
+    from transformers import PreTrainedTokenizerFast
+
+    reads = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "over"}, {"type": "text", "text": " the <|im_end|>"}]
+    messages = [{"role": "user", "content": parts}]
+    special = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend("byte_level"), chat_template=reads, **special)
+    lists = Tokenizer(backend("byte_level"), special, {"default": reads})
+    text = theirs.apply_chat_template(messages, tokenize=False)
+    assert lists.apply_chat_template(messages, add_generation_prompt=False) == text
+    assert "over the <|im_end|>" in text
+    assert lists.encode_chat(messages).count(lists.token_to_id("<|im_end|>")) == 1, "the user's is text"
+    for template in (CHATML, "{% for m in messages %}{{ m | tojson }}{{ m.content }}{% endfor %}"):
+        joined = Tokenizer(backend("byte_level"), special, {"default": template})
+        assert "over\n the" in joined.apply_chat_template(messages)
+    assert lists.apply_chat_template(messages, continue_final_message=True).endswith("over\n the <|im_end|>")

@@ -84,8 +84,8 @@ class Pools(Protocol):
 
 
 def reading(prompt: Any) -> tuple[bool, bool]:
-    """How the text of a prompt is read: ``parse_special`` and ``add_special_tokens``, which are true unless its dict
-    says otherwise. Raises RequestError."""
+    """Return ``parse_special`` and ``add_special_tokens`` of a prompt, which are true unless its dict says otherwise.
+    Raises RequestError."""
     found = []
     for name in ("parse_special", "add_special_tokens"):
         value = prompt.get(name) if isinstance(prompt, dict) else None

@@ -279,7 +279,15 @@ class Tokenizer:
                 param="chat_template_kwargs",
                 code="reserved_name",
             )
-        messages = [normal(message, i) for i, message in enumerate(messages)]
+        template = self._template(chat_template, bool(tools))
+        # A client's template runs in a process of its own, where nothing is tried first.
+        parts = (
+            isinstance(template, ChatTemplate)
+            and any(isinstance(m.get("content"), list) for m in messages if isinstance(m, Mapping))
+            and template.reads_parts
+        )
+        last = len(messages) - 1 if continued else -1
+        messages = [normal(message, i, parts and i != last) for i, message in enumerate(messages)]
         end = unused([messages, tools, kwargs]) if continued else ""
         if continued:
             messages[-1]["content"] += end
@@ -293,7 +301,6 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         variables.setdefault("documents", None)
-        template = self._template(chat_template, bool(tools))
         text = (
             template.render(variables) if isinstance(template, ChatTemplate) else render_isolated(template, variables)
         )
