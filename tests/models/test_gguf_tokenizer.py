@@ -93,6 +93,55 @@ def test_ids_and_texts_are_those_of_the_original(pre, tmp_path):
     assert theirs.token_to_id("<think>") not in ours.special_ids, "what a user defined is text"
 
 
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    {
+        "tekken": [
+            "Hello",
+            "World",
+            " foo",
+            "Bar",
+            " HTTPserver",
+            " ",
+            "1",
+            "2",
+            "3",
+            "4",
+            " it",
+            "'s",
+            " a",
+            "/\n",
+            "b",
+        ],
+        "gpt-4o": ["Hello", "World", " foo", "Bar", " HTTPserver", " ", "123", "4", " it's", " a", "/\n", "b"],
+        "starcoder": [
+            "HelloWorld",
+            " fooBar",
+            " HTTPserver",
+            " ",
+            "1",
+            "2",
+            "3",
+            "4",
+            " it",
+            "'s",
+            " a",
+            "/",
+            "\n",
+            "b",
+        ],
+        "llama-v3": ["HelloWorld", " fooBar", " HTTPserver", " ", "123", "4", " it", "'s", " a", "/\n", "b"],
+        "olmo": ["HelloWorld", " fooBar", " HTTPserver", " 1234", " it", "'s", " a", "/", "\n", "b"],
+    }.items(),
+)
+def test_usual_names_of_pre_tokenizers(pre, words, tmp_path):
+    write_tokenizer(source_of(small.byte_level(), "gpt2", **{"ggml.pre": pre}), tmp_path)
+    cut = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
+    text = "HelloWorld fooBar HTTPserver 1234 it's a/\nb"
+    found = [text[a:b] for _, (a, b) in cut.pre_tokenize_str(text)]
+    assert found == words and "".join(found) == text
+
+
 def test_another_way_to_cut_words_is_noticed(tmp_path, monkeypatch):
     theirs = cut_by(WORDS % "{1,3}", True, False)
     monkeypatch.setitem(gguf_tokenizer.PATTERNS, "llama-bpe", WORDS % "")

@@ -19,17 +19,26 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # kinds of tokens
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# Words that begin at a capital: %(clitics)s may follow, and numbers have %(digits)s digits.
+CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%(clitics)s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%(clitics)s|"
+    r"\p{N}%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Names whose files put every digit on its own and then cut as GPT-2 does.
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")  # their texts begin with BOS where the file does not say
+WHOLE = (*BEGINS, "tekken")  # a word that is a token stays whole, whatever its merges
 # How text is cut into words, by ``tokenizer.ggml.pre``; None: as GPT-2 cuts it.
 PATTERNS: dict[str, str | None] = {
-    "gpt-2": None,
-    "smollm": None,  # and every digit on its own
-    "llama-bpe": WORDS % "{1,3}",
-    "llama3": WORDS % "{1,3}",
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), None),
+    **dict.fromkeys(DIGITS, None),
+    **dict.fromkeys((*BEGINS, "smaug-bpe", "dbrx"), WORDS % "{1,3}"),
     "qwen2": WORDS % "",
     "deepseek-r1-qwen": WORDS % "",
+    "tekken": CASED % {"clitics": "", "digits": ""},
+    "gpt-4o": CASED % {"clitics": "(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "digits": "{1,3}"},
 }
-BEGINS = ("llama-bpe", "llama3")  # their texts begin with BOS where the file does not say
-WHOLE = ("llama-bpe", "llama3")  # a word that is a token stays whole, whatever its merges
 SPACE = "▁"  # SentencePiece's
 ROLES = ("bos", "eos", "unknown", "padding")
 # Tokens that end an answer wherever a vocabulary marks them as no ordinary text: files often name only one of them.
@@ -127,7 +136,7 @@ def _byte_level(source: GGUFFile, tokens: list[str], types: list[int]) -> Tokeni
     pattern, steps = PATTERNS[pre], []
     if pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    elif pre == "smollm":
+    elif pre in DIGITS:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
