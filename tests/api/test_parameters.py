@@ -337,3 +337,12 @@ def test_the_number_of_names_told_is_bounded(caplog):
         tell_ignored(f"name{i}")
     assert len(caplog.records) == MAX_TOLD
     _tell.cache_clear()
+
+
+def test_long_tool_names_with_dots(http):
+    name = "mcp__example.search_" + "x" * 108
+    assert len(name) == 128
+    assert ask(http, tools=[{"type": "function", "function": {"name": name}}]).status_code == 200
+    body = {"max_tokens": 4, "messages": USER, "tools": [{"name": name, "input_schema": {"type": "object"}}]}
+    assert http.post("/v1/messages", json=body).status_code == 200
+    ask(http, status=400, tools=[{"type": "function", "function": {"name": name + "x"}}])
