@@ -154,6 +154,7 @@ NAMED = {
     "kernels/weight_codes.py": {"i8", "u4", "fp6"},  # likewise
     "models/gguf_folder.py": {"gguf", "llama", "qwen2", "qwen3"},  # its reader, and its architectures
     "models/gguf_tokenizer.py": {"llama", "qwen2"},  # kinds of its tokenizers
+    "api/vllm_flags.py": {"mistral"},  # a mode of tokenizers
     "api/json_scan.py": {"u4"},  # the fourth digit of an escape
     "engine/codec_choice.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "models/quantisation.py": {"fp8"},  # a type of activations

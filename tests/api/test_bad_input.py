@@ -123,7 +123,6 @@ IN_CHAT = {  # body fields over a healthy body -> (status, param)
     "11-unknown-null-name": ({"foo\r\nbar": 1}, None),
     "11-functions": ({"functions": [{"name": "f"}]}, "functions"),
     "11-audio": ({"audio": {"voice": "x"}}, "audio"),
-    "11-store": ({"store": True}, "store"),
     "11-modalities": ({"modalities": ["audio"]}, "modalities"),
     "11-reasoning-effort": ({"reasoning_effort": "huge"}, "reasoning_effort"),
     "11-best-of": ({"best_of": 2}, "best_of"),
@@ -452,7 +451,7 @@ def test_21_special_strings_in_text_are_text(http, server):
     special = set(tokenizer().special_ids)
     for path, body in (
         (CHAT, {"messages": [{"role": "user", "content": evil}]}),
-        (TEXT, {"prompt": evil}),
+        (TEXT, {"prompt": evil, "parse_special": False}),
         (RESPONSES, {"input": evil}),
     ):
         http.post(path, json=body)

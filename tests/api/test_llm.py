@@ -536,18 +536,18 @@ def test_without_a_tokenizer_and_with_dummy_weights():
 def test_vllms_keywords_hold_or_are_refused_by_name():
     holds = {
         "tensor_parallel_size": 1,
-        "trust_remote_code": False,
+        "trust_remote_code": True,
         "quantization": None,
         "disable_log_stats": True,
         "cpu_offload_gb": 0,
-        "swap_space": 0.0,
+        "swap_space": 4.0,
         "hf_overrides": {},
         "runner": None,
     }
     assert settled({**holds, "max_model_len": 64}) == {"max_model_len": 64}
     for name, value, why in (
         ("tensor_parallel_size", 2, "only 1 is"),
-        ("trust_remote_code", True, "never run"),
+        ("cpu_offload_gb", 4, "stay on the device"),
         ("enable_chunked_prefill", False, "in chunks"),
         ("disable_log_stats", False, "/metrics"),
         ("speculative_config", {"method": "ngram"}, "--drafter"),

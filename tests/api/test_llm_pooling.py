@@ -44,7 +44,7 @@ def embedder(tmp_path_factory):
 
 
 def wanted(llm, folder, text):
-    ids = llm.get_tokenizer().encode(text)
+    ids = llm.get_tokenizer().prompt_ids(text)
     return F.normalize(pooling_checkpoints.states(folder, ids)[-1], dim=0).numpy()
 
 
@@ -65,7 +65,7 @@ def test_prompts_dimensions_and_cutting(embedder):
     whole = wanted(llm, folder, PROMPTS["query"] + "fox")[:8]
     np.testing.assert_allclose(found, whole / np.linalg.norm(whole), atol=CLOSE)
     cut = llm.embed(TEXTS[3], truncate_prompt_tokens=6)[0]
-    ids = llm.get_tokenizer().encode(TEXTS[3])
+    ids = llm.get_tokenizer().prompt_ids(TEXTS[3])
     assert cut.prompt_token_ids == [*ids[:5], ids[-1]]
     for bad, param in ((PoolingParams(dimensions=33), "dimensions"), ("words", "pooling_params")):
         with pytest.raises(RequestError) as refused:

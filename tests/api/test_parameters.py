@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from kvasir.api.protocol import MAX_TOLD, _tell, tell_ignored
 from tests.api.fake_client import FakeClient, tokenizer
 from tests.api.running import key, running
 
@@ -291,3 +292,57 @@ def test_tools_that_are_no_functions_are_dropped_with_a_warning(http, server):
     flat = [search, {"type": "function", "name": "a b"}]
     assert ask(http, RESPONSES, 400, tools=flat).json()["error"]["param"] == "tools[1].name"
     assert ask(http, status=400, tools=[{"type": 5}]).json()["error"]["param"] == "tools[0].type"
+
+
+def test_fields_of_other_services_are_ignored_with_one_warning_a_name(http, server, caplog):
+    answer = {
+        "role": "assistant",
+        "content": "yo",
+        "provider_specific_fields": {"refusal": None},
+        "thinking_blocks": [{"type": "thinking", "thinking": "x"}],
+        "reasoning_details": [{}],
+        "parsed": {"a": 1},
+        "annotations": [{"type": "url_citation"}],
+        "audio": None,
+        "function_call": None,
+        "evil\n\x1b[31m": 1,
+    }
+    messages = [{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "say: hi"}]
+    foreign = {"store": True, "prediction": {"type": "content", "content": "x"}, "web_search_options": {}}
+    foreign |= {"vllm_xargs": {"a": 1}, "service_tier": "flex", "safety_identifier": "s", "prompt_cache_key": "k"}
+    _tell.cache_clear()
+    with caplog.at_level("WARNING", "kvasir.api.protocol"):
+        for _ in range(2):
+            r = http.post(CHAT, json={"messages": messages, **foreign, "metadata": {"a": "b"}, "user": "u"})
+            assert r.status_code == 200 and "vllm_xargs" in r.headers["warning"]
+    told = [record.getMessage() for record in caplog.records if record.name == "kvasir.api.protocol"]
+    assert len(told) == len(set(told)) == 6 + 4 and all(line.isprintable() for line in told)
+    plain = {"messages": [messages[0], {"role": "assistant", "content": "yo"}, messages[2]]}
+    ids = server.engine.seen[-1].prompt_ids
+    assert http.post(CHAT, json=plain).status_code == 200 and server.engine.seen[-1].prompt_ids == ids
+    for bad in ({"function_call": {"name": "f", "arguments": "{}"}}, {"prefix": True}):
+        assert (
+            http.post(CHAT, json={"messages": [*messages, {"role": "assistant", "content": "", **bad}]}).status_code
+            == 400
+        )
+    assert http.post(CHAT, json={**plain, "temprature": 1}).status_code == 400, (
+        "the control: it would change the answer"
+    )
+    assert http.post(CHAT, json={"messages": [{**messages[0], "parsed": 1}]}).status_code == 400, "a user's message"
+
+
+def test_the_number_of_names_told_is_bounded(caplog):
+    _tell.cache_clear()
+    for i in range(2 * MAX_TOLD):
+        tell_ignored(f"name{i}")
+    assert len(caplog.records) == MAX_TOLD
+    _tell.cache_clear()
+
+
+def test_long_tool_names_with_dots(http):
+    name = "mcp__example.search_" + "x" * 108
+    assert len(name) == 128
+    assert ask(http, tools=[{"type": "function", "function": {"name": name}}]).status_code == 200
+    body = {"max_tokens": 4, "messages": USER, "tools": [{"name": name, "input_schema": {"type": "object"}}]}
+    assert http.post("/v1/messages", json=body).status_code == 200
+    ask(http, status=400, tools=[{"type": "function", "function": {"name": name + "x"}}])

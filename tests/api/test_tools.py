@@ -342,12 +342,12 @@ def test_an_answer_does_not_look_for_its_parsers(monkeypatch):
 @pytest.mark.parametrize(
     "given_tools, choice, param",
     [
-        ([tool(f"t{i}") for i in range(129)], None, "tools"),
+        ([tool(f"t{i}") for i in range(513)], None, "tools"),
         ([tool("a"), tool("a")], None, "tools[1].function.name"),
         ([tool('x", "evil": "')], None, "tools[0].function.name"),
         ([tool("a\nb")], None, "tools[0].function.name"),
         ([tool("")], None, "tools[0].function.name"),
-        ([tool("a" * 65)], None, "tools[0].function.name"),
+        ([tool("a" * 129)], None, "tools[0].function.name"),
         ([tool(5)], None, "tools[0].function.name"),
         ({}, None, "tools"),
         ([7], None, "tools[0]"),

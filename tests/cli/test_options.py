@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
+from kvasir.api.vllm_flags import NOTED, ONLY_AT, SATISFIED, SWITCHES, UNSERVED, VALUES, without_noted
 from kvasir.cli.bench import _given
 from kvasir.cli.options import build_settings
 from kvasir.config import EngineConfig, Settings
@@ -188,7 +188,8 @@ def test_vllm_flags_we_do_not_serve_are_refused_by_name(kvasir, flag):
     "command", [["chat"], ["generate"], ["bench", "offline"], ["bench", "startup"], ["bench", "profile"]], ids=" ".join
 )
 def test_every_command_with_settings_knows_vllms_flags(kvasir, command):
-    assert "stay on the device" in kvasir(*command, "--swap-space=4").err
+    assert "stay on the device" in kvasir(*command, "--cpu-offload-gb=4").err
+    assert "changes nothing here" in kvasir(*command, "--swap-space=4", "--cpu-offload-gb=4").err
 
 
 def test_vllm_flags_that_hold_anyway_are_taken(settings):
@@ -208,7 +209,7 @@ def test_and_refused_at_another_value(kvasir, flags):
 
 def test_the_tables_of_vllm_flags_agree():
     only_at = {name for names in ONLY_AT for name in names}
-    tables = [set(SATISFIED), only_at, set(UNSERVED), OURS - {"--model"}]
+    tables = [set(SATISFIED), only_at, set(UNSERVED), set(SWITCHES), set(VALUES), OURS - {"--model"}]
     assert sum(map(len, tables)) == len(set().union(*tables)), "a flag stands in two tables"
     assert all(flag.startswith("-") and reason and not reason.endswith(".") for flag, reason in UNSERVED.items())
 
@@ -306,3 +307,27 @@ def test_the_log_of_the_load_is_switched_by_vllms_flag(settings):
     assert settings().server.log_stats and settings().server.log_stats_interval == 10
     assert not settings("--disable-log-stats").server.log_stats
     assert settings("--no-log-stats") == settings("--disable-log-stats")
+
+
+def test_vllm_flags_that_change_nothing_are_taken_with_a_line(kvasir):
+    for flag in NOTED:
+        values = ["x"] if flag in VALUES else []
+        assert without_noted(["m", flag, *values, "--port", "1"])[0] == ["m", "--port", "1"], flag
+    forms = [
+        ["--compilation-config", '{"level": 3}'],
+        ["--compilation-config={}"],
+        ["--compilation-config.pass_config.fuse_norm_quant", "true"],
+        ["--limit-mm-per-prompt.video", "0"],
+        ["-O3"],
+        ["-O", "3"],
+        ["-O.cudagraph_mode=NONE"],
+        ["--no-enable-expert-parallel"],
+        ["--trust_remote_code"],
+    ]
+    for form in forms:
+        left, lines = without_noted(["m", *form, "--seed", "1"])
+        assert left == ["m", "--seed", "1"] and len(lines) == 1 and "changes nothing here" in lines[0], form
+    assert without_noted(["--no-async-scheduling"])[1] == [], "this would change something"
+    assert without_noted(["--", "--trust-remote-code"])[1] == []
+    done = kvasir("serve", "model", "--language-model-only", "--mm-encoder-tp-mode", "data", "--ssl-keyfile", "k")
+    assert "vLLM's --language-model-only changes nothing here: " in done.err and "--ssl-keyfile" in done.err

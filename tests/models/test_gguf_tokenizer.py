@@ -87,8 +87,59 @@ def test_ids_and_texts_are_those_of_the_original(pre, tmp_path):
         assert ours.decode(want, skip_special=False) == theirs.decode(want, skip_special_tokens=False)
     begins = [theirs.token_to_id("<s>")] if pre in ("llama-bpe", "spm") else []
     assert ours.encode("Hello there") == begins + theirs.encode("Hello there", add_special_tokens=False).ids
-    assert ours.eos_ids == (theirs.token_to_id("<|im_end|>"),) and "default" in ours.templates
+    assert (
+        ours.eos_ids == (theirs.token_to_id("<|im_end|>"), theirs.token_to_id("</s>")) and "default" in ours.templates
+    )
     assert theirs.token_to_id("<think>") not in ours.special_ids, "what a user defined is text"
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    {
+        "tekken": [
+            "Hello",
+            "World",
+            " foo",
+            "Bar",
+            " HTTPserver",
+            " ",
+            "1",
+            "2",
+            "3",
+            "4",
+            " it",
+            "'s",
+            " a",
+            "/\n",
+            "b",
+        ],
+        "gpt-4o": ["Hello", "World", " foo", "Bar", " HTTPserver", " ", "123", "4", " it's", " a", "/\n", "b"],
+        "starcoder": [
+            "HelloWorld",
+            " fooBar",
+            " HTTPserver",
+            " ",
+            "1",
+            "2",
+            "3",
+            "4",
+            " it",
+            "'s",
+            " a",
+            "/",
+            "\n",
+            "b",
+        ],
+        "llama-v3": ["HelloWorld", " fooBar", " HTTPserver", " ", "123", "4", " it", "'s", " a", "/\n", "b"],
+        "olmo": ["HelloWorld", " fooBar", " HTTPserver", " 1234", " it", "'s", " a", "/", "\n", "b"],
+    }.items(),
+)
+def test_usual_names_of_pre_tokenizers(pre, words, tmp_path):
+    write_tokenizer(source_of(small.byte_level(), "gpt2", **{"ggml.pre": pre}), tmp_path)
+    cut = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
+    text = "HelloWorld fooBar HTTPserver 1234 it's a/\nb"
+    found = [text[a:b] for _, (a, b) in cut.pre_tokenize_str(text)]
+    assert found == words and "".join(found) == text
 
 
 def test_another_way_to_cut_words_is_noticed(tmp_path, monkeypatch):
@@ -108,6 +159,23 @@ def test_what_the_file_says_about_its_ends_is_followed(tmp_path):
     ids = ours.encode("abc")
     assert ids[0] == begin and ids[-1] == theirs.token_to_id("<|im_end|>") and end in ours.eos_ids
     assert ours.encode_pair("a", "b").count(begin) == 2
+
+
+def test_every_end_token_that_the_vocabulary_names_ends(tmp_path):
+    ends = ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>"]
+    for others, wanted in (
+        (ends, ends),
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),  # gpt-oss ends a message with <|end|>
+    ):
+        theirs = small.byte_level()
+        theirs.add_special_tokens([small.AddedToken(t, special=True, normalized=False) for t in others])
+        write_tokenizer(source_of(theirs, "gpt2", **{"ggml.pre": "qwen2"}), tmp_path)
+        ours = Ours.load(tmp_path)
+        assert {ours.id_to_token(i) for i in ours.eos_ids} == {"<|im_end|>", "</s>", *wanted}
+    word = source_of(theirs, "gpt2", **{"ggml.pre": "qwen2"})
+    word.fields["tokenizer.ggml.token_type"][theirs.token_to_id("</s>")] = NORMAL
+    write_tokenizer(word, tmp_path)
+    assert "</s>" not in {ours.id_to_token(i) for i in Ours.load(tmp_path).eos_ids}, "an ordinary piece ends nothing"
 
 
 def test_other_tokenizers_are_refused_by_name(tmp_path):

@@ -8,6 +8,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models.chat_template import ChatTemplate, render_isolated
@@ -115,6 +116,54 @@ def test_plain_text_equals_transformers(kind):
         assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False)
     marked = "<s>a<|im_end|>b<think>"
     assert ours.encode(marked, add_special=False, parse_special=True) == theirs.encode(marked, add_special_tokens=False)
+
+
+RAW = [
+    "",
+    "plain",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "a <think> b</think>\n<tool_call>",
+    "  <|im_end|>  two\n",
+    "x<s>y</s>",
+]
+
+
+def beginning(kind):
+    """A tokenizer whose post-processor adds a BOS."""
+    made = backend(kind)
+    at = made.token_to_id("<s>")
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", at)])
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make_backend", [backend, beginning], ids=["as_it_is", "with_bos"])
+def test_raw_prompts_equal_transformers(kind, make_backend):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_object=make_backend(kind), bos_token="<s>", eos_token="<|im_end|>")
+    ours = Tokenizer(make_backend(kind), {"bos_token": "<s>", "eos_token": "<|im_end|>"}, {"default": CHATML})
+    for text in RAW:
+        assert ours.prompt_ids(text) == theirs.encode(text), text
+        assert ours.prompt_ids(text, add_special=False) == theirs.encode(text, add_special_tokens=False), text
+    marked = RAW[2]
+    assert ours.token_to_id("<|im_start|>") in ours.prompt_ids(marked)
+    assert ours.token_to_id("<|im_start|>") not in ours.prompt_ids(marked, parse_special=False), "the control"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bos_that_begins_the_text_is_not_added_again(kind):
+    ours = Tokenizer(beginning(kind), {"bos_token": "<s>"})
+    bos = ours.token_to_id("<s>")
+    assert ours.encode("<s>hi", parse_special=True)[:2] == [bos, bos], "the control: transformers adds it again"
+    for text, count in (("<s>hi", 1), ("hi", 1), ("<s><s>hi", 2), ("<s>", 1), ("", 1)):
+        ids = ours.prompt_ids(text)
+        assert ids[:count] == [bos] * count and bos not in ids[count:], text
+        assert ours.encode_within(text, None, parse_special=True) == ids
+        assert ours.encode_within(text, 2, parse_special=True) == ids[:2]
+    assert ours.prompt_ids("<s>hi", add_special=False).count(bos) == 1
+    assert ours.prompt_ids("hi", add_special=False).count(bos) == 0
+    assert ours.prompt_ids("<s>hi", parse_special=False).count(bos) == 1, "the text's own is plain text"
 
 
 def test_template_helpers():
@@ -475,3 +524,26 @@ def test_the_text_of_a_token_is_found_without_keeping_it(kind):
     ids = range(t.size + 2)
     assert [t.token_text(i) for i in ids] == [t.decode([i], skip_special=False) for i in ids]
     assert not t._texts or t._codec is None
+
+
+def test_text_parts_go_as_a_list_to_templates_that_read_lists():
+    """As transformers gives them; other templates get them joined by a line break."""
+    from transformers import PreTrainedTokenizerFast
+
+    reads = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "over"}, {"type": "text", "text": " the <|im_end|>"}]
+    messages = [{"role": "user", "content": parts}]
+    special = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend("byte_level"), chat_template=reads, **special)
+    lists = Tokenizer(backend("byte_level"), special, {"default": reads})
+    text = theirs.apply_chat_template(messages, tokenize=False)
+    assert lists.apply_chat_template(messages, add_generation_prompt=False) == text
+    assert "over the <|im_end|>" in text
+    assert lists.encode_chat(messages).count(lists.token_to_id("<|im_end|>")) == 1, "the user's is text"
+    for template in (CHATML, "{% for m in messages %}{{ m | tojson }}{{ m.content }}{% endfor %}"):
+        joined = Tokenizer(backend("byte_level"), special, {"default": template})
+        assert "over\n the" in joined.apply_chat_template(messages)
+    assert lists.apply_chat_template(messages, continue_final_message=True).endswith("over\n the <|im_end|>")

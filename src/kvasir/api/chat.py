@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvasir.api.protocol import tell_ignored
 from kvasir.api.reasoning import ReasoningParser
 from kvasir.api.tools import CallDelta, ToolParser
 from kvasir.errors import RequestError, nearest
@@ -21,6 +22,8 @@ KEYS = {
 }
 # Keys that clients send back with empty values, which are dropped.
 EMPTY = {"refusal", "annotations", "audio", "function_call", "tool_calls"}
+# Keys of an assistant message that would change the answer and are not served; all others that are unknown are ignored.
+MEANT = {"function_call", "prefix", "partial"}
 # Keys that ask for caching, which happens anyway.
 HINTS = {"cache_control"}
 
@@ -51,7 +54,13 @@ def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}.role must be one of {', '.join(ROLES)}.{nearest(str(role)[:40], ROLES)}", param=f"{where}.role"
         )
     message = {k: v for k, v in message.items() if v is not None and k not in HINTS and not (k in EMPTY and not v)}
-    if unknown := message.keys() - KEYS.get(role, {"role", "content", "name"}):
+    unknown = message.keys() - KEYS.get(role, {"role", "content", "name"})
+    if role == "assistant":  # answers of other services come back with fields of theirs
+        for name in sorted(unknown - MEANT):
+            tell_ignored(name)
+            del message[name]
+        unknown &= MEANT
+    if unknown:
         name = min(unknown)
         raise RequestError(
             f"{where}: '{name[:80]}' is not supported in a message of the role {role}",

@@ -112,7 +112,8 @@ class LLM:
         on_done: Callable[[int, RequestOutput], None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt: a string, or ``{"prompt_token_ids": [...]}``. Results come in the order of the
+        """Complete every prompt: a string, ``{"prompt_token_ids": [...]}``, or ``{"prompt": "...", "parse_special":
+        False, "add_special_tokens": False}`` with one of the last two or both. Results come in the order of the
         prompts.
 
         ``use_tqdm`` shows a progress bar. ``on_done`` gets the place and the result of each request when it ends,
@@ -297,16 +298,16 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None = None) -> Request:
         if isinstance(prompt, str):
-            ids = self._need_tokenizer().encode(prompt)
+            ids = self._need_tokenizer().prompt_ids(prompt)
         elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
             ids = prompt["prompt_token_ids"]
         elif isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
-            ids = self._need_tokenizer().encode(prompt["prompt"])
+            ids = self._need_tokenizer().prompt_ids(prompt["prompt"], *offline.reading(prompt))
         else:
             raise RequestError(
                 'a prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}', param="prompts"
             )
-        encode = (lambda text: self.tokenizer.encode(text, add_special=False)) if self.tokenizer else None
+        encode = (lambda word: self.tokenizer.prompt_ids(word, add_special=False)) if self.tokenizer else None
         adapter = None if lora is None else load_once(self.engine, lora)
         name, now = f"llm-{next(self._ids)}", time.monotonic()
         return admit(

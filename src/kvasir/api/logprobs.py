@@ -77,11 +77,12 @@ def completion_logprobs(
     return out
 
 
-def prompt_offsets(tokenizer: Tokenizer, ids: Iterable[int], show_special: bool) -> list[int]:
-    """Start of each token's text in the echoed prompt, which does not include a BOS that the tokenizer added."""
-    stream = tokenizer.stream(skip=() if show_special else tokenizer.special_ids)
-    offsets, at = [], 0
-    for token in ids:
+def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], added: int) -> list[int]:
+    """Start of each token's text in the echoed prompt, which does not include the first ``added`` tokens: those that
+    the tokenizer added."""
+    stream = tokenizer.stream()
+    offsets, at = [0] * added, 0
+    for token in ids[added:]:
         offsets.append(at)
         at += len(stream.push(token))
     return offsets

@@ -69,7 +69,7 @@ TOOL = {
     "additionalProperties": False,
     "properties": {
         "type": {"const": "custom"},
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
         "description": {"type": "string"},
         "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}},
         "cache_control": {"type": "object"},

@@ -83,6 +83,18 @@ class Pools(Protocol):
         """Compute the vectors of prompts, in order."""
 
 
+def reading(prompt: Any) -> tuple[bool, bool]:
+    """Return ``parse_special`` and ``add_special_tokens`` of a prompt, which are true unless its dict says otherwise.
+    Raises RequestError."""
+    found = []
+    for name in ("parse_special", "add_special_tokens"):
+        value = prompt.get(name) if isinstance(prompt, dict) else None
+        if value is not None and not isinstance(value, bool):
+            raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
+        found.append(value is not False)
+    return found[0], found[1]
+
+
 def embed(
     llm: Pools,
     prompts: Any,
@@ -100,12 +112,13 @@ def embed(
             ids.append(list(prompt["prompt_token_ids"])[:most])
             continue
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        read = reading(prompt)
         if not isinstance(text, str):
             raise RequestError(
                 'a prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}', param="prompts"
             )
         side = PoolingText(llm.get_tokenizer(), llm.info)
-        ids.append(side.ids(text, side.prompt(prompt_name), most))
+        ids.append(side.ids(text, side.prompt(prompt_name), most, *read))
     collectors = llm.pool(ids, params or PoolingParams(), use_tqdm)
     for collector in collectors:
         if collector.vector is not None:

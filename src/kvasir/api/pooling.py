@@ -55,11 +55,18 @@ class PoolingText:
             param=param,
         )
 
-    def ids(self, text: str | list[int], prompt: str = "", most: int | None = None) -> list[int]:
+    def ids(
+        self,
+        text: str | list[int],
+        prompt: str = "",
+        most: int | None = None,
+        parse_special: bool = False,
+        add_special: bool = True,
+    ) -> list[int]:
         """Token ids of one input with ``prompt`` before it, shortened to its first ``most``. Raises RequestError."""
         if not isinstance(text, str):
             return text if most is None else text[:most]
-        return self.tokenizer.encode_within(prompt + text, most)
+        return self.tokenizer.encode_within(prompt + text, most, parse_special, add_special)
 
     def pair_ids(self, query: str, document: str, instruction: str | None = None, most: int | None = None) -> list[int]:
         """Token ids of the prompt that a reranker scores; the document is cut where there are more than ``most``.

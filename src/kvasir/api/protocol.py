@@ -1,11 +1,14 @@
 """The bodies that the routes read, with OpenAI's names and vLLM's extras. Types only; admission checks ranges.
 
-A parameter is either honoured, listed in ``METADATA`` (it changes nothing by definition), accepted at its one supported
-value (``ONLY``), or refused by name. Numbers are strict: booleans and floats are not integers, and NaN is refused.
+A parameter is either honoured, listed in ``METADATA`` (it changes nothing by definition), ignored with a warning
+(``FOREIGN``), accepted at its one supported value (``ONLY``), or refused by name. Numbers are strict: booleans and
+floats are not integers, and NaN is refused.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -19,11 +22,14 @@ MAX_PROMPTS = 128
 MAX_RUN_PROBLEMS = 256
 
 # Parameters that say who asks and what for, but not what to compute.
-METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+# Parameters of other services that a model's answer does not need: they are ignored, with one warning a name.
+FOREIGN = {"store", "prediction", "web_search_options", "vllm_xargs"}
+# Most names that are told about, so that a client cannot fill the log.
+MAX_TOLD = 200
+log = logging.getLogger(__name__)
 # Parameters with their only supported values, most of which switch a feature off: clients send whole objects.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "background": (False,),
     "truncation": ("disabled",),
@@ -103,7 +109,7 @@ Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema
 Object = dict[str, Any]
 
 # Schemas for the OpenAPI document. The values are checked by hand where they are used, which gives better messages.
-_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}
 _CALL = {
     "type": "object",
     "required": ["id", "type", "function"],
@@ -294,7 +300,12 @@ class ChoicesBody(SamplingBody):
 
 
 class CompletionBody(ChoicesBody):
+    """Body of /v1/completions. ``parse_special``, ``add_special_tokens``: how text is read; see
+    ``Tokenizer.prompt_ids``."""
+
     prompt: Prompts
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -337,6 +348,7 @@ class ChatBody(ChoicesBody):
     include_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Object | None = None
+    add_special_tokens: Literal[False] | None = None  # the chat template writes them
     scaling: Scaling | None = None
 
     def check(self) -> None:
@@ -388,6 +400,7 @@ class TokenizeBody(Body):
     """Body of /tokenize, with either ``prompt`` or ``messages``."""
 
     prompt: str | None = None
+    parse_special: bool | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Object] | None = None
     add_special_tokens: bool | None = None
@@ -419,7 +432,12 @@ def _unknown(kind: type[Body], extra: Object, lenient: bool) -> list[str]:
     for name, value in extra.items():
         if value is None or name in METADATA or any(type(value) is type(v) and value == v for v in ONLY.get(name, ())):
             continue
-        if lenient:
+        if name in FOREIGN and value is False:
+            continue
+        if name in FOREIGN:
+            tell_ignored(name)
+            ignored.append(name)
+        elif lenient:
             ignored.append(name)
         elif name in ONLY:
             raise RequestError(
@@ -435,6 +453,17 @@ def _unknown(kind: type[Body], extra: Object, lenient: bool) -> list[str]:
                 code="unsupported_parameter",
             )
     return ignored
+
+
+@functools.cache
+def _tell(name: str) -> None:
+    log.warning("%s is ignored: it changes nothing here", name)
+
+
+def tell_ignored(name: str) -> None:
+    """Log that a client's field is ignored: once a name in this process, escaped, and at most MAX_TOLD names."""
+    if _tell.cache_info().currsize < MAX_TOLD:
+        _tell(ascii(name[:80]))
 
 
 def _request_error(error: pydantic.ValidationError) -> RequestError:

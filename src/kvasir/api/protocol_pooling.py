@@ -48,6 +48,8 @@ class PoolingBody(Body):
 
 class EmbeddingsBody(PoolingBody):
     input: Inputs
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     prompt_name: str | None = None

@@ -40,7 +40,8 @@ class CompletionJob:
             if isinstance(prompt, str):
                 service.text.check_size([prompt], service.info.max_model_len)
         limit = service.cut(body.max_tokens, caller)
-        whole = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompt]
+        read = body.parse_special, body.add_special_tokens
+        whole = [self.tokenizer.prompt_ids(p, *read) if isinstance(p, str) else p for p in body.prompt]
         prompts = [truncated(ids, body.truncate_prompt_tokens, limit, service.info) for ids in whole]
         only_echo = bool(body.echo) and body.max_tokens == 0
         fixed: dict[str, Any] = {"logprobs": body.logprobs, "grammar": grammar}
@@ -144,8 +145,12 @@ class CompletionJob:
         return choice
 
     def _echoed(self, running: Running) -> dict[str, Any]:
-        ids = running.request.prompt_ids
-        offsets = prompt_offsets(self.tokenizer, ids, show_special=not isinstance(self.body.prompt[running.index], str))
+        ids, prompt = running.request.prompt_ids, self.body.prompt[running.index]
+        added = 0  # tokens before the text that the tokenizer added, which the echo does not show
+        if isinstance(prompt, str) and self.prefixes[running.index] == prompt:
+            bare = self.tokenizer.prompt_ids(prompt, self.body.parse_special, add_special=False)
+            added = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)
+        offsets = prompt_offsets(self.tokenizer, ids, added)
         return completion_logprobs(
             self.name, _cut(running.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0), ids, offsets
         )

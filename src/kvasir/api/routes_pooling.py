@@ -114,7 +114,8 @@ class EmbeddingsJob(PoolingJob):
             raise RequestError("a prompt goes before text; it cannot go before token ids", param=param)
         prompt = self.text.prompt(body.prompt_name, body.input_type) if isinstance(body.input[0], str) else ""
         most = self.most()
-        prompts = self.encode("input", body.input, lambda text: self.text.ids(text, prompt, most))
+        read = body.parse_special is not False, body.add_special_tokens is not False
+        prompts = self.encode("input", body.input, lambda text: self.text.ids(text, prompt, most, *read))
         scaled = body.use_activation if body.normalize is None else body.normalize
         self.admit("input", prompts, PoolingParams(dimensions=body.dimensions, use_activation=scaled))
 

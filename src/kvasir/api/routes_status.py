@@ -150,7 +150,7 @@ class StatusRoutes:
         )
         tools.validate(body.tools)
         if body.messages is None:
-            ids = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+            ids = tokenizer.prompt_ids(body.prompt or "", body.parse_special, body.add_special_tokens)
         else:
             ids = tokenizer.encode_chat(
                 check_messages(body.messages),

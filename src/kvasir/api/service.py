@@ -261,7 +261,7 @@ class Service:
                             arrival=caller.arrival,
                             tenant=caller.tenant,
                             priority=priority or 0,
-                            encode=self.text.encode,
+                            encode=self.text.word,
                             processing=self.text.processing,
                             adapter=None if model in (None, self.info.name) else model,
                             most=self.most_tokens(caller),

@@ -66,8 +66,12 @@ class Text:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text without special tokens, for bad words."""
+        """Token ids of a continuation: plain text, without added tokens."""
         return self.tokenizer.encode(text, add_special=False)
+
+    def word(self, text: str) -> list[int]:
+        """Token ids of a bad word, which may name a special token."""
+        return self.tokenizer.prompt_ids(text, add_special=False)
 
     def reasoning(self, prompt_ids: Sequence[int], continued: str | None = None) -> reasoning.ReasoningParser | None:
         """A parser for one answer to this prompt; None when the model does not think.

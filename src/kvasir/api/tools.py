@@ -24,8 +24,8 @@ from kvasir.technique import Technique
 from kvasir.types import Grammar
 
 PACKAGE = "kvasir.api.tool_parsers"
-MAX_TOOLS = 128
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_TOOLS = 512
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 LARK = re.compile(r"[/~{}]")
 LARK_TOKEN = re.compile(r"<[\w/|-]+>", re.ASCII)  # a token that Lark can name
@@ -285,7 +285,7 @@ def _check_tools(tools: Any) -> None:
         name = function.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RequestError(
-                f"{where}.function.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -",
+                f"{where}.function.name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -",
                 param=f"{where}.function.name",
             )
         if name in seen:

@@ -1,8 +1,9 @@
 """``kvasir generate``: answer prompts, as text or as JSON lines.
 
 A single prompt goes through the chat template where the model has one. A JSON line is one request: {"prompt": "..."},
-{"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter by its usual name. A line that cannot be
-served becomes a line with "error" and does not stop the others. Finished answers survive an interrupt.
+{"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter by its usual name. Special tokens in a
+"prompt" are tokens, unless its line says "parse_special": false. A line that cannot be served becomes a line with
+"error" and does not stop the others. Finished answers survive an interrupt.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.types import SamplingParams
 
 NAMES = {f.name for f in dataclasses.fields(SamplingParams)} - {"grammar"}
+# How the text of a raw prompt is read.
+READING = ("parse_special", "add_special_tokens")
 # Default of max_tokens, where the context has room for it.
 USUAL_TOKENS = 256
 # Key of an entry that stands for a bad line of the input and holds the error; no key of a user starts with NUL.
@@ -215,7 +218,8 @@ def _request(llm: Any, entry: dict[str, Any], shared: dict[str, Any]) -> tuple[d
     kinds = [k for k in ("prompt", "messages", "prompt_token_ids") if k in entry]
     if len(kinds) != 1:
         raise RequestError("give exactly one of prompt, messages, prompt_token_ids", param="prompt")
-    ids = _token_ids(llm, kinds[0], asked.pop(kinds[0]))
+    read = {name: asked.pop(name) for name in READING if kinds[0] == "prompt" and name in asked}
+    ids = _token_ids(llm, kinds[0], asked.pop(kinds[0]), read)
     if unknown := sorted(set(asked) - NAMES):
         raise RequestError(f"unknown parameter '{unknown[0]}'.{nearest(unknown[0], NAMES)}", param=unknown[0])
     asked.setdefault("max_tokens", max(1, min(USUAL_TOKENS, llm.info.max_model_len - len(ids))))
@@ -227,7 +231,7 @@ def _request(llm: Any, entry: dict[str, Any], shared: dict[str, Any]) -> tuple[d
         raise RequestError(f"bad sampling parameters: {e}") from e
 
 
-def _token_ids(llm: Any, kind: str, content: Any) -> list[int]:
+def _token_ids(llm: Any, kind: str, content: Any, read: dict[str, Any]) -> list[int]:
     wanted = str if kind == "prompt" else list
     if not isinstance(content, wanted):
         raise RequestError(
@@ -238,7 +242,9 @@ def _token_ids(llm: Any, kind: str, content: Any) -> list[int]:
     if llm.tokenizer is None:
         raise RequestError("without a tokenizer (--skip-tokenizer-init) only prompt_token_ids are served", param=kind)
     if kind == "prompt":
-        return llm.tokenizer.encode(content)
+        from kvasir.api.offline_pooling import reading
+
+        return llm.tokenizer.prompt_ids(content, *reading(read))
     from kvasir.api.chat import check_messages
 
     return llm.tokenizer.encode_chat(check_messages(content))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from kvasir.api.vllm_flags import ONLY_AT, ONLY_AT_OFFLINE, SATISFIED, SATISFIED_OFFLINE, UNSERVED
+from kvasir.api.vllm_flags import ONLY_AT, ONLY_AT_OFFLINE, SATISFIED, SATISFIED_OFFLINE, UNSERVED, without_noted
 from kvasir.compose import compose
 from kvasir.config import EngineConfig, ServerConfig, Settings, read_toml
 from kvasir.errors import ConfigError, nearest
@@ -45,6 +45,10 @@ class Command(TyperCommand):
                 formatter.write_dl(records, col_max=32)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(p.name.startswith(_VLLM) for p in self.get_params(ctx)):  # a command with settings
+            args, lines = without_noted(args, {n for p in self.get_params(ctx) for n in (*p.opts, *p.secondary_opts)})
+            for line in lines:
+                print(line, file=sys.stderr)
         try:
             return super().parse_args(ctx, one_value_each(args))
         except NoSuchOption as e:

@@ -68,14 +68,18 @@ def restore(text: str, originals: dict[str, str]) -> str:
     return re.sub("[" + "".join(originals) + "]", lambda m: originals[m[0]], text) if originals else text
 
 
-def normal(message: Any, index: int) -> dict[str, Any]:
+def normal(message: Any, index: int, parts: bool = False) -> dict[str, Any]:
     """Return a message in the form that templates expect: content is a string, null keys are dropped, and the arguments
-    of calls are objects. Raises RequestError that names the place."""
+    of calls are objects. ``parts``: the text parts of a user stay a list. Raises RequestError that names the place."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where} must be an object with a role", param=f"{where}.role")
     message = {k: v for k, v in message.items() if v is not None}
-    message["content"] = _flat(message.get("content", ""), where)
+    texts = _texts(message.get("content", ""), where)
+    if parts and len(texts) > 1 and message["role"] == "user":
+        message["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        message["content"] = "\n".join(texts)
     calls = message.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, (list, tuple)) or not all(isinstance(c, Mapping) for c in calls):
@@ -84,10 +88,10 @@ def normal(message: Any, index: int) -> dict[str, Any]:
     return message
 
 
-def _flat(content: Any, where: str) -> str:
-    """Join text parts, one per line. Raises RequestError for a part that is not text."""
+def _texts(content: Any, where: str) -> list[str]:
+    """The texts of the parts. Raises RequestError for a part that is not text."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
     texts = []
@@ -106,7 +110,7 @@ def _flat(content: Any, where: str) -> str:
         if not isinstance(text, str):
             raise RequestError(f"{where}.content[{i}].text must be a string", param=f"{where}.content[{i}].text")
         texts.append(text)
-    return "\n".join(texts)
+    return texts
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ template sent by a client runs in a process of its own, with hard limits on memo
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import subprocess
@@ -189,6 +190,19 @@ class ChatTemplate:
             [n.data for n in tree.find_all(nodes.TemplateData)]
             + [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)]
         )
+
+    @functools.cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template writes the content of a user's message from a list of text parts, found by a try."""
+        parts = [{"type": "text", "text": text} for text in ("first\U000f0000", "second\U000f0000")]
+        message = {"role": "user", "content": parts}
+        try:
+            text = self.render(
+                {"messages": [message], "tools": None, "documents": None, "add_generation_prompt": False}
+            )
+        except RequestError:
+            return False
+        return all(p["text"] in text for p in parts) and "'type'" not in text and '"type"' not in text
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return the prompt's text. Raises RequestError 400 when the template

@@ -19,19 +19,56 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # kinds of tokens
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# Words that begin at a capital: %(clitics)s may follow, and numbers have %(digits)s digits.
+CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%(clitics)s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%(clitics)s|"
+    r"\p{N}%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Names whose files put every digit on its own and then cut as GPT-2 does.
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")  # their texts begin with BOS where the file does not say
+WHOLE = (*BEGINS, "tekken")  # a word that is a token stays whole, whatever its merges
 # How text is cut into words, by ``tokenizer.ggml.pre``; None: as GPT-2 cuts it.
 PATTERNS: dict[str, str | None] = {
-    "gpt-2": None,
-    "smollm": None,  # and every digit on its own
-    "llama-bpe": WORDS % "{1,3}",
-    "llama3": WORDS % "{1,3}",
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), None),
+    **dict.fromkeys(DIGITS, None),
+    **dict.fromkeys((*BEGINS, "smaug-bpe", "dbrx"), WORDS % "{1,3}"),
     "qwen2": WORDS % "",
     "deepseek-r1-qwen": WORDS % "",
+    "tekken": CASED % {"clitics": "", "digits": ""},
+    "gpt-4o": CASED % {"clitics": "(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "digits": "{1,3}"},
 }
-BEGINS = ("llama-bpe", "llama3")  # their texts begin with BOS where the file does not say
-WHOLE = ("llama-bpe", "llama3")  # a word that is a token stays whole, whatever its merges
 SPACE = "▁"  # SentencePiece's
 ROLES = ("bos", "eos", "unknown", "padding")
+# Tokens that end an answer wherever a vocabulary marks them as no ordinary text: files often name only one of them.
+ENDS = frozenset(
+    {
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|eot|>",
+        "<|eom|>",
+        "<|end_of_text|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|end_of_turn|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<|end_of_sentence|>",
+        "<|END_RESPONSE|>",
+        "<|end_of_utterance|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOS]",
+        "</s>",
+        "<eos>",
+    }
+)
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -69,6 +106,9 @@ def write_tokenizer(source: GGUFFile, folder: Path) -> None:
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     ends = {source.field(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")} - {None}
+    # gpt-oss ends each of its messages with <|end|>, and the answer with <|return|> or <|call|>.
+    named = ENDS - {"<|end|>"} if "<|return|>" in tokens else ENDS
+    ends |= {i for i, (token, k) in enumerate(zip(tokens, types)) if token in named and k in (CONTROL, USER)}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(ends)} if ends else {}))
 
 
@@ -96,7 +136,7 @@ def _byte_level(source: GGUFFile, tokens: list[str], types: list[int]) -> Tokeni
     pattern, steps = PATTERNS[pre], []
     if pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    elif pre == "smollm":
+    elif pre in DIGITS:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)

@@ -1,6 +1,7 @@
 """Translation of text to token ids and back, and of chat messages to a prompt. Needs only the ``tokenizers`` library.
 
-User text cannot act as part of the template. A special-token string in it (``<|im_end|>``) is encoded as plain text:
+A raw prompt is read as ``transformers`` reads it (``prompt_ids``): marks in it are tokens. In a chat, user text cannot
+act as part of the template. A special-token string in it (``<|im_end|>``) is encoded as plain text:
 before rendering, each such string is replaced by one private character. The rendered text is encoded, and only the
 stretches that hold a private character are restored and encoded again, with every special token switched off. Messages
 without such strings take the ordinary path and give the same ids as ``transformers``.
@@ -123,14 +124,27 @@ class Tokenizer:
                 return [*around[0], *ids, *around[1]]
         return (self._backend.post_process(encoding, None, True) if add_special else encoding).ids
 
-    def encode_within(self, text: str, most: int | None) -> list[int]:
-        """Token ids of ``text`` with what the tokenizer adds, of a beginning of the text if there are more than
-        ``most``."""
-        ids = self.encode(text)
+    def prompt_ids(self, text: str, parse_special: bool | None = None, add_special: bool | None = None) -> list[int]:
+        """Token ids of a raw prompt as ``transformers`` makes them, except that a BOS which begins the text is not
+        added again. Both options default to true and are those of ``encode``. Raises RequestError."""
+        parse, add = parse_special is not False, add_special is not False
+        ids = self.encode(text, add, parse)
+        before = self._around[0] if add and parse else []
+        doubled = before and ids[: len(before)] == ids[len(before) : 2 * len(before)] == before
+        return ids[len(before) :] if doubled else ids
+
+    def encode_within(
+        self, text: str, most: int | None, parse_special: bool = False, add_special: bool = True
+    ) -> list[int]:
+        """Token ids of ``text`` as in ``prompt_ids``, of a beginning of the text if there are more than ``most``."""
+        ids = self.prompt_ids(text, parse_special, add_special)
         if most is None or len(ids) <= most:
             return ids
-        before, after = self._around
-        return [*before, *self.encode(text, add_special=False)[: max(0, most - len(before) - len(after))], *after]
+        before, after = self._around if add_special else ([], [])
+        bare = self.encode(text, False, parse_special)
+        if before and bare[: len(before)] == before:
+            bare = bare[len(before) :]
+        return [*before, *bare[: max(0, most - len(before) - len(after))], *after]
 
     def encode_pair(self, first: str, second: str, most: int | None = None) -> list[int]:
         """Token ids of two plain texts with what the tokenizer puts around a pair; the second text is cut where there
@@ -265,7 +279,15 @@ class Tokenizer:
                 param="chat_template_kwargs",
                 code="reserved_name",
             )
-        messages = [normal(message, i) for i, message in enumerate(messages)]
+        template = self._template(chat_template, bool(tools))
+        # A client's template runs in a process of its own, where nothing is tried first.
+        parts = (
+            isinstance(template, ChatTemplate)
+            and any(isinstance(m.get("content"), list) for m in messages if isinstance(m, Mapping))
+            and template.reads_parts
+        )
+        last = len(messages) - 1 if continued else -1
+        messages = [normal(message, i, parts and i != last) for i, message in enumerate(messages)]
         end = unused([messages, tools, kwargs]) if continued else ""
         if continued:
             messages[-1]["content"] += end
@@ -279,7 +301,6 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         variables.setdefault("documents", None)
-        template = self._template(chat_template, bool(tools))
         text = (
             template.render(variables) if isinstance(template, ChatTemplate) else render_isolated(template, variables)
         )
