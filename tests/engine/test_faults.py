@@ -216,8 +216,8 @@ def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
     Nothing here depends on the speed of the machine: the compilation ends only after the test, and the loop once the
     request was refused.
     """
-    driver, sent, inbox, over = Driver(grammar_timeout=0.6), [], queue.SimpleQueue(), threading.Event()
-    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, grammar: over.wait(60))
+    driver, sent, inbox = Driver(grammar_timeout=0.6), [], queue.SimpleQueue()
+    driver.engine._grammars._tried_by = "tests.decoding.slow_compiler:SlowCompiler"
     beats_before_refusal = []
 
     def send(frame: bytes) -> None:
@@ -232,12 +232,11 @@ def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
     nothing = lambda *words: None  # noqa: E731
     flight = SimpleNamespace(launch=nothing, idle=nothing, busy=nothing, stepped=nothing, beat=beat)
     loop = process.Loop(driver.engine, SimpleNamespace(send=send), inbox, flight, 0.1)
-    inbox.put(messages.Submit(1, driver.request("g", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "a"))))
+    inbox.put(messages.Submit(1, driver.request("g", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "slow"))))
     guard = threading.Timer(50, inbox.put, [messages.Stop()])
     guard.start()
     loop.run()
     guard.cancel()
-    over.set()
     assert any(b"grammar_timeout" in frame for frame in sent), "the request was not refused"
     assert len(beats_before_refusal) >= 3 and set(beats_before_refusal) == {0}, (
         "the loop must beat although no step is launched"
