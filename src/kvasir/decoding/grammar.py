@@ -1,7 +1,7 @@
 """Structured output: a grammar becomes a mask over the next token. A thin layer over ``llguidance``.
 
-Compiling takes milliseconds, so there is no cache. It is bounded: sizes are checked before the library sees the text,
-and the library's own fuel bounds the rest. ``GrammarCompiler.compile`` may run in a worker thread. A compiled
+Compiling takes milliseconds. Sizes are checked before the library sees the text, and the library's own fuel bounds most
+of the rest; what it does not bound ends in ``grammar_process``. ``GrammarCompiler.compile`` may run in a worker thread. A compiled
 ``Matcher`` is never advanced itself: every branch, and every return from preemption, takes a ``copy`` (microseconds)
 and replays its output.
 """

@@ -47,7 +47,7 @@ WALK_TOKENS, WALK_SECONDS = 32, 0.03
 
 
 class Hello(msgspec.Struct):
-    """What the process needs to know. ``seconds``: when it ends by itself in a grammar that its caller does not end."""
+    """The settings of the process. ``seconds``: when it ends by itself in a grammar that its caller does not end."""
 
     tokenizer_file: str
     vocab_size: int
