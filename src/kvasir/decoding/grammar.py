@@ -1,9 +1,9 @@
 """Structured output: a grammar becomes a mask over the next token. A thin layer over ``llguidance``.
 
 Compiling takes milliseconds. Sizes are checked before the library sees the text, and the library's own fuel bounds most
-of the rest; what it does not bound ends in ``grammar_process``. ``GrammarCompiler.compile`` may run in a worker thread. A compiled
-``Matcher`` is never advanced itself: every branch, and every return from preemption, takes a ``copy`` (microseconds)
-and replays its output.
+of the rest; what it does not bound ends in ``grammar_process``. ``GrammarCompiler.compile`` may run in a worker thread.
+A compiled ``Matcher`` is never advanced itself: every branch, and every return from preemption, takes a ``copy``
+(microseconds) and replays its output.
 """
 
 from __future__ import annotations

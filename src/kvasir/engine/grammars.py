@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kvasir.decoding.grammar_process import MEMORY_BYTES, Ended, GrammarProcess
+from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarProcess
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.types import Grammar, Request
@@ -46,7 +46,7 @@ class Grammars:
         vocab_size: int,
         eos_ids: tuple[int, ...],
         seconds: float,
-        compiler: str | None = None,
+        compiler: str = COMPILER,
     ) -> None:
         self._tokenizer_file = tokenizer_file
         self._vocab_size = vocab_size
@@ -176,8 +176,7 @@ class Grammars:
                 if process.alive:
                     self._busy.add(process)
                     return process
-        compiler = {} if self._tried_by is None else {"compiler": self._tried_by}
-        process = GrammarProcess(self._tokenizer_file, self._vocab_size, self._eos_ids, self._seconds, **compiler)
+        process = GrammarProcess(self._tokenizer_file, self._vocab_size, self._eos_ids, self._seconds, self._tried_by)
         with self._lock:
             self._busy.add(process)
             closed = self._closed
