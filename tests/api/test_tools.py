@@ -475,10 +475,10 @@ def test_schemas_in_a_grammar(compiler):
     ],
 )
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "bad"}}])
-def test_the_schema_that_does_not_compile_is_named(bad, why, choice):
+def test_the_schema_that_does_not_compile_is_named(bad, why, choice, compiler):
     offered = [tool(), tool("bad", type="object", properties={"type": {"type": "string"}, "a": bad}, required=["a"])]
     with pytest.raises(RequestError, match=why) as e:
-        tools.grammar(offered, choice, Hermes, make("byte_level"))
+        compiler.compile(tools.grammar(offered, choice, Hermes, make("byte_level")))
     assert (e.value.param, e.value.code, "\n" in e.value.message) == (
         "tools[1].function.parameters",
         "invalid_grammar",

@@ -13,7 +13,7 @@ import llguidance
 import numpy as np
 import pytest
 
-from kvasir.decoding import grammar as grammar_module
+from kvasir.decoding import matcher as matcher_module
 from kvasir.decoding.sampler import Sampler
 from kvasir.types import Grammar
 from tests.decoding.grammars import EOT, allowed, ids, random_walk
@@ -159,13 +159,13 @@ def test_accept_rollback_and_copy_agree_with_a_fresh_matcher(compiler, tok):
 def test_masks_computed_together_are_those_computed_alone(compiler, tok, threads, monkeypatch):
     """Free, ended, constrained and failed matchers, in any mixture."""
     size = tok[2] + 9
-    monkeypatch.setattr(grammar_module, "_threads", lambda: llguidance.LLExecutor(2) if threads else None)
+    monkeypatch.setattr(matcher_module, "_threads", lambda: llguidance.LLExecutor(2) if threads else None)
     matchers = [compiler.compile(Grammar("regex", f"[a-{c}]{{1,3}}")) for c in "cdefg"]
     matchers.append(compiler.compile(Grammar("regex", "abc", after=(5,))))
     matchers[1].error = "gave up"
     assert matchers[2].accept([*ids("ab", tok[1]), EOS])
     together = np.empty((len(matchers), -(-size // 32)), np.int32)
-    good = grammar_module.fill_all(matchers, together)
+    good = matcher_module.fill_all(matchers, together)
     alone = np.empty_like(together)
     assert good == [matcher.fill(mask) for matcher, mask in zip(matchers, alone)] and good.count(False) == 1
     assert (together == alone).all() and len(np.unique(together, axis=0)) == len(matchers)
@@ -271,7 +271,7 @@ class Broken:
 
 
 def test_a_library_failure_fails_one_request(compiler, tok):
-    from kvasir.decoding.grammar import Matcher
+    from kvasir.decoding.matcher import Matcher
 
     size = tok[2] + 9
     grammar = Grammar("regex", "abc")

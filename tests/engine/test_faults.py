@@ -13,6 +13,9 @@ import torch
 from kvasir.client import engine_process as process
 from kvasir.client import messages
 from kvasir.decoding.grammar import GrammarCompiler
+from kvasir.decoding.matcher import Matcher
+from kvasir.engine import engine as engine_module
+from kvasir.engine.grammars import NUM_TURNS
 from kvasir.types import Grammar
 from tests.engine.driver import Driver, Output
 
@@ -216,8 +219,8 @@ def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
     Nothing here depends on the speed of the machine: the compilation ends only after the test, and the loop once the
     request was refused.
     """
-    driver, sent, inbox, over = Driver(grammar_timeout=0.6), [], queue.SimpleQueue(), threading.Event()
-    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, grammar: over.wait(60))
+    driver, sent, inbox = Driver(grammar_timeout=0.6), [], queue.SimpleQueue()
+    driver.engine._grammars._tried_by = "tests.decoding.slow_compiler:SlowCompiler"
     beats_before_refusal = []
 
     def send(frame: bytes) -> None:
@@ -232,12 +235,11 @@ def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
     nothing = lambda *words: None  # noqa: E731
     flight = SimpleNamespace(launch=nothing, idle=nothing, busy=nothing, stepped=nothing, beat=beat)
     loop = process.Loop(driver.engine, SimpleNamespace(send=send), inbox, flight, 0.1)
-    inbox.put(messages.Submit(1, driver.request("g", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "a"))))
+    inbox.put(messages.Submit(1, driver.request("g", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "slow"))))
     guard = threading.Timer(50, inbox.put, [messages.Stop()])
     guard.start()
     loop.run()
     guard.cancel()
-    over.set()
     assert any(b"grammar_timeout" in frame for frame in sent), "the request was not refused"
     assert len(beats_before_refusal) >= 3 and set(beats_before_refusal) == {0}, (
         "the loop must beat although no step is launched"
@@ -463,4 +465,44 @@ def test_the_first_tokens_say_how_long_the_request_was_queued():
     driver.run(requests)
     first, second = (driver.outputs[f"w{i}", 0].queued for i in range(2))
     assert 0 <= first <= second and driver.outputs["w1", 1].queued is None
+    driver.close()
+
+
+def test_a_grammar_that_waits_too_long_for_its_turn_gets_503(monkeypatch):
+    """The grammars before it never end, so that it can only wait; the one whose turn came is not failed for waiting."""
+    monkeypatch.setattr(engine_module, "PATIENCE_SECONDS", 0.0)
+    driver = Driver(grammar_timeout=600.0)
+    driver.engine._grammars._tried_by = "tests.decoding.slow_compiler:SlowCompiler"
+    for i in range(NUM_TURNS):
+        driver.submit(driver.request(f"slow{i}", PROMPTS[2], max_tokens=5, grammar=Grammar("regex", f"slow{i}")))
+    driver.submit(driver.request("late", PROMPTS[2], max_tokens=5, grammar=Grammar("regex", "a")))
+    for _ in range(3):
+        driver.step()
+    assert driver.errors.keys() == {"late"}
+    assert (driver.errors["late"].status, driver.errors["late"].code) == (503, "grammars_busy")
+    driver.close()
+
+
+class Panicking:
+    """A library whose every call panics, as its Rust code does: with what is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    def __getattr__(self, name):
+        def call(*args):
+            raise self.PanicException("a bug")
+
+        return call
+
+
+def test_a_panic_on_a_step_fails_its_request_alone(healthy, monkeypatch):
+    driver = Driver(max_num_seqs=8)
+    monkeypatch.setattr(
+        GrammarCompiler, "compile", lambda self, grammar: Matcher(Panicking(), self.vocab_size, self.eos_ids)
+    )
+    driver.submit(driver.request("bad", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "a")))
+    driver.run(fleet(driver))
+    assert "panicked" in driver.errors["bad"].message
+    assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
     driver.close()

@@ -7,7 +7,7 @@ from itertools import cycle
 
 import pytest
 
-from kvasir.decoding.grammar import Matcher
+from kvasir.decoding.matcher import Matcher
 from kvasir.engine.chain_times import FIRST_SHARE
 from kvasir.types import Grammar
 from tests.engine.driver import Driver

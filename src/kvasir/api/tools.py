@@ -356,7 +356,7 @@ def grammar(
             param="tool_choice",
             code="no_tool_parser",
         )
-    from kvasir.decoding.grammar import MAX_TEXT_BYTES, check_schema, try_schema
+    from kvasir.decoding.grammar import MAX_TEXT_BYTES, check_schema
 
     places = {f"tools[{i}].function.parameters": function for i, function in enumerate(functions(tools))}
     for place, function in places.items():
@@ -384,9 +384,9 @@ def grammar(
             param="tools" if len(wanted) > 1 else next(iter(wanted)),
             code="invalid_grammar",
         )
-    for place, function in wanted.items():  # one by one, so that an error names the tool at fault
-        try_schema(schema_of(function), place)
-    return Grammar("lark", text, () if cls.from_start else after)
+    # Whether it compiles is tried elsewhere: a schema may crash the library. An error then names the tool at fault.
+    parts = tuple((place, json.dumps(schema_of(function))) for place, function in wanted.items())
+    return Grammar("lark", text, () if cls.from_start else after, parts=parts)
 
 
 def _served(function: Mapping[str, Any], place: str, dropped: list[str] | None) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from kvasir.kernels.sample import GREEDY_BELOW
 from kvasir.types import Sequence, Span
 
 if TYPE_CHECKING:
-    from kvasir.decoding.grammar import Matcher
+    from kvasir.decoding.matcher import Matcher
 
 NUM_PARAMS = 7  # temperature, top-p, log(min-p), repetition, frequency, presence, top-k
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, TOP_K = range(NUM_PARAMS)
@@ -383,7 +383,7 @@ class Packer:
 
     def _masks_together(self) -> None:
         """Add the masks of all rows that are the only free one of their span. See ``_grammar_masks``."""
-        from kvasir.decoding.grammar import fill_all  # loads the library, which most processes never need
+        from kvasir.decoding.matcher import fill_all  # loads the library, which most processes never need
 
         steps = [state.matcher.try_accept(path) for _, _, state, path in self.under_grammar]
         there = [row for row, count in zip(self.under_grammar, steps) if count == len(row[3])]

@@ -24,7 +24,7 @@ from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.forcing import Forcing, forced_places
 from kvasir.engine.gate import Gate
-from kvasir.engine.grammars import Grammars, failure, timeout, wait_for_one
+from kvasir.engine.grammars import PATIENCE_SECONDS, Grammars, failure, wait_for_one, waited
 from kvasir.engine.groups import Groups
 from kvasir.engine.learning import device_bytes, drafter_for, start_learning
 from kvasir.engine.pace import Pace, StepClock, mixed_rows
@@ -114,7 +114,8 @@ class Engine:
         )
         self._learning = start_learning(config, self._drafting, built.runner)
         self._forcing = Forcing(built.runner, self._overlap)
-        self._grammars = Grammars(built.tokenizer_file, self.info.vocab_size, self.info.eos_ids)
+        seconds = config.service.grammar_timeout
+        self._grammars = Grammars(built.tokenizer_file, self.info.vocab_size, self.info.eos_ids, seconds)
         self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
         self._groups = Groups()
@@ -238,14 +239,14 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------- grammars
 
     def _start_compiling(self, live: Live) -> None:
-        until = time.monotonic() + self.config.service.grammar_timeout
+        until = time.monotonic() + PATIENCE_SECONDS
         for seq in live.branches.values():
             self.scheduler.block(seq, until)
         live.compiling = self._grammars.compile(live.request)
         self._compiling += 1
 
     def _poll_compiling(self, now: float) -> list[Event]:
-        """Hand finished matchers to their branches. Requests whose grammar fails or takes too long fail."""
+        """Hand finished matchers to their branches. Requests whose grammar fails or waits too long fail."""
         events = []
         for live in [live for live in self._live.values() if live.compiling is not None]:
             future, first = live.compiling, next(iter(live.branches.values()))
@@ -259,9 +260,8 @@ class Engine:
                     seq.state["grammar"] = future.result().copy()
                     self.scheduler.unblock(seq)
                 events += self._accept(live)
-            elif now > first.blocked_until:
-                future.cancel()
-                events.append(self._fail(live.request.id, **timeout(self.config.service.grammar_timeout)))
+            elif now > first.blocked_until and future.cancel():
+                events.append(self._fail(live.request.id, **waited()))
         return events
 
     # ----------------------------------------------------------------------------------------------------------- steps

@@ -1,17 +1,26 @@
-"""Compiles grammars in threads of their own, so that a large schema delays no step."""
+"""Compiles grammars in threads of their own, so that a large schema delays no step, and tries each one in another
+process first (``decoding/grammar_process.py``), so that one that crashes or runs away hurts its own request only."""
 
 from __future__ import annotations
 
+import hashlib
+import signal
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypedDict
 
+from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarProcess
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
-from kvasir.types import Request
+from kvasir.types import Grammar, Request
 
-NUM_THREADS = 2
+# Grammars that compile at a time, each in a process that is started when it is needed.
+NUM_TURNS = 3
+PATIENCE_SECONDS = 30.0  # longest wait for a turn
+MAX_KNOWN = 512  # results that are remembered
 WAIT_SECONDS = 0.005  # the longest sleep of a step loop that has nothing to do but wait for a grammar
 
 
@@ -25,32 +34,174 @@ class Failure(TypedDict):
 
 
 class Grammars:
-    """Compiles the grammars of requests. ``tokenizer_file`` None: the engine has no tokenizer, and every grammar
-    fails."""
+    """Compiles the grammars of requests, after processes of their own have tried them: fair by key, and bounded.
 
-    def __init__(self, tokenizer_file: Path | None, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+    ``seconds``: most that a grammar may take; its wait for a turn does not count. ``tokenizer_file`` None: the engine
+    has no tokenizer, and every grammar fails. ``compiler``: the class that the processes use.
+    """
+
+    def __init__(
+        self,
+        tokenizer_file: Path | None,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+        seconds: float,
+        compiler: str = COMPILER,
+    ) -> None:
         self._tokenizer_file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
+        self._seconds, self._tried_by = seconds, compiler
         self._compiler: Any = None  # built for the first grammar: most processes never need the library
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._building = threading.Lock()
+        self._lock = threading.Lock()  # guards everything below
+        self._queues: OrderedDict[str, dict[Future, Grammar]] = OrderedDict()  # by key, whose turn is next first
+        self._running: Counter[str] = Counter()
+        self._idle: list[GrammarProcess] = []
+        self._busy: set[GrammarProcess] = set()
+        self._known: OrderedDict[bytes, RequestError | None] = OrderedDict()  # why grammars are refused, or None
+        self._closed = False
+        self._threads = ThreadPoolExecutor(NUM_TURNS, thread_name_prefix="grammar")
 
     def compile(self, request: Request) -> Future:
-        """Start to compile the grammar of ``request``. The result is a matcher; every branch needs a copy of it."""
-        return self._threads.submit(self._compile, request)
+        """Put the grammar of ``request`` into the queue of its key. The result is a matcher; every branch needs a copy
+        of it. ``cancel`` succeeds only while the grammar waits for its turn."""
+        future: Future = Future()
+        key = request.tenant.partition(":")[0]
+        with self._lock:
+            self._queues.setdefault(key, {})[future] = request.params.grammar
+        future.add_done_callback(lambda future: self._forget(key, future))
+        self._dispatch()
+        return future
 
-    def _compile(self, request: Request) -> Any:
-        if self._compiler is None:
-            from kvasir.decoding.grammar import GrammarCompiler
+    def _forget(self, key: str, future: Future) -> None:
+        with self._lock:
+            self._queues.get(key, {}).pop(future, None)
 
-            if self._tokenizer_file is None:
-                raise RequestError(
-                    "structured output needs the model's tokenizer; this engine runs without one", param="grammar"
-                )
-            self._compiler = GrammarCompiler(self._tokenizer_file, self._vocab_size, self._eos_ids)
-        return self._compiler.compile(request.params.grammar)
+    def _dispatch(self) -> None:
+        """Start what may start."""
+        with self._lock:
+            while not self._closed and self._running.total() < NUM_TURNS and (job := self._next()):
+                self._running[job[0]] += 1
+                self._threads.submit(self._run, *job)
+
+    def _next(self) -> tuple[str, Future, Grammar] | None:
+        """Take a grammar of the key whose turn it is. A key leaves a place free for others, where there are others."""
+        for key in list(self._queues):
+            queue = self._queues[key]
+            while queue and self._running[key] < (NUM_TURNS - 1 if key else NUM_TURNS):
+                future = next(iter(queue))
+                grammar = queue.pop(future)
+                self._queues.move_to_end(key)
+                if future.set_running_or_notify_cancel():
+                    return key, future, grammar
+            if not queue:
+                del self._queues[key]
+        return None
+
+    def _run(self, key: str, future: Future, grammar: Grammar) -> None:
+        try:
+            future.set_result(self._compile(grammar))
+        except BaseException as e:  # a panic of the library is no Exception
+            future.set_exception(e)
+        finally:
+            with self._lock:
+                self._running -= Counter([key])
+            self._dispatch()
+
+    def _compile(self, grammar: Grammar) -> Any:
+        if self._tokenizer_file is None:
+            raise RequestError(
+                "structured output needs the model's tokenizer; this engine runs without one", param="grammar"
+            )
+        self._try(grammar)
+        with self._building:
+            if self._compiler is None:
+                from kvasir.decoding.grammar import GrammarCompiler
+
+                self._compiler = GrammarCompiler(self._tokenizer_file, self._vocab_size, self._eos_ids)
+        return self._compiler.compile(grammar)
+
+    def _try(self, grammar: Grammar) -> None:
+        """Try ``grammar`` in a process, unless the same text was tried not long ago. Raises RequestError."""
+        text = repr((grammar.kind, grammar.text, grammar.whitespace, grammar.parts))
+        name = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        with self._lock:
+            known, refusal = name in self._known, self._known.get(name)
+            if known:
+                self._known.move_to_end(name)
+        if not known:
+            try:
+                self._try_out(grammar)
+            except RequestError as e:
+                if e.status != 400 or e.code == "grammar_timeout":  # may pass another time
+                    raise
+                refusal = e
+            with self._lock:
+                self._known[name] = refusal
+                while len(self._known) > MAX_KNOWN:
+                    self._known.popitem(last=False)
+        if refusal is not None:
+            raise RequestError(refusal.message, status=refusal.status, param=refusal.param, code=refusal.code)
+
+    def _try_out(self, grammar: Grammar) -> None:
+        for attempt in range(2):
+            process = self._take()
+            try:
+                return process.try_out(grammar)
+            except Ended as e:
+                log.warning("the process that tries grammars was ended (%s) and is replaced", e)
+                # Somebody ended it from outside, or the system that ran out of memory: not yet the grammar's fault.
+                outside = e.signal in (signal.SIGKILL, signal.SIGTERM)
+                if outside and attempt:
+                    raise RequestError(
+                        "the process that tries grammars was ended from outside",
+                        status=503,
+                        param="grammar",
+                        code="grammars_unavailable",
+                    ) from e
+                if not outside:
+                    raise RequestError(
+                        f"the grammar cannot be used: compiling it crashes ({e}) or takes more than "
+                        f"{MEMORY_BYTES >> 20} MiB",
+                        param="grammar",
+                    ) from e
+            finally:
+                self._give_back(process)
+
+    def _take(self) -> GrammarProcess:
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.alive:
+                    self._busy.add(process)
+                    return process
+        process = GrammarProcess(self._tokenizer_file, self._vocab_size, self._eos_ids, self._seconds, self._tried_by)
+        with self._lock:
+            self._busy.add(process)
+            closed = self._closed
+        if closed:
+            process.close()
+        return process
+
+    def _give_back(self, process: GrammarProcess) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            keep = process.alive and not self._closed
+            if keep:
+                self._idle.append(process)
+        if not keep:
+            process.close()
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            waiting = [future for queue in self._queues.values() for future in queue]
+            processes = [*self._idle, *self._busy]
+        for future in waiting:
+            future.cancel()
+        for process in processes:
+            process.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -66,10 +217,10 @@ def failure(request_id: str, error: BaseException) -> Failure:
     return Failure(status=500, code="internal_error", message=message, param="grammar")
 
 
-def timeout(seconds: float) -> Failure:
-    """Describe a grammar that took too long."""
-    message = f"the grammar did not compile within {seconds:g} s"
-    return Failure(status=400, code="grammar_timeout", message=message, param="grammar")
+def waited() -> Failure:
+    """Describe a grammar that waited too long for its turn."""
+    message = f"the grammar waited {PATIENCE_SECONDS:g} s for others to compile; try again later"
+    return Failure(status=503, code="grammars_busy", message=message, param="grammar")
 
 
 def wait_for_one(pending: Iterable[Future]) -> None:

@@ -19,12 +19,14 @@ class Grammar:
     choices. ``whitespace`` between the tokens of JSON: ``short`` (at most a blank, or a new line with indentation),
     ``any``, or ``fixed`` (one line, with the separators ", " and ": ").
     ``after``: token ids of the end-of-reasoning mark; if not empty, the grammar starts once they have been generated.
+    ``parts``: names and JSON schemas of parts of the text, so that an error can name the one at fault.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf"]
     text: str = ""
     after: tuple[int, ...] = ()
     whitespace: Literal["short", "any", "fixed"] = "short"
+    parts: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
