@@ -24,7 +24,7 @@ class Grammar:
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf"]
     text: str = ""
     after: tuple[int, ...] = ()
-    whitespace: Literal["short", "any", "fixed"] = "short"
+    whitespace: Literal["short", "any", "fixed"] = "fixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
