@@ -58,7 +58,7 @@ def test_tools_on_offer_and_a_format(http, server):
 @pytest.mark.parametrize(
     "constraint, whitespace",
     [
-        ({}, "short"),
+        ({}, "fixed"),
         ({"whitespace": "any"}, "any"),
         ({"whitespace": "fixed"}, "fixed"),
         ({"disable_any_whitespace": True}, "fixed"),

@@ -232,11 +232,7 @@ class _Rules:
             self._rules.append(f"{name}: /{_TEXT}/" + (f' & ~/"({without})"/' if without else ""))
             item = self._rule(f"{name} {self._colon} {self._value(others, f'{path}/additionalProperties')}")
             items.append((self._rule(f"{item} ({self._comma} {item})*"), False))
-        rule = self._rule(self._state(items, 0, False)) if not items else self._states(items)
-        return f'"{{" {self._space}{rule} {self._space}"}}"'
-
-    def _state(self, items: list[tuple[str, bool]], i: int, some: bool) -> str:
-        return '""'
+        return f'"{{" {self._space}{self._states(items)} {self._space}"}}"'
 
     def _states(self, items: list[tuple[str, bool]]) -> str:
         """The items in their order with commas between two, those that are not required left out at will."""

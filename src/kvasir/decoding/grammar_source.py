@@ -148,11 +148,15 @@ def _literal(character: str) -> str:
 
 def _parse_json(text: str, param: str) -> Any:
     try:
-        return json.loads(text, parse_float=read_float, object_pairs_hook=_object)
+        return json.loads(text, parse_float=read_float, parse_constant=_constant, object_pairs_hook=_object)
     except RecursionError as e:
         raise RequestError("the JSON is nested too deeply", param=param) from e
     except ValueError as e:
         raise RequestError(f"not valid JSON: {e}", param=param) from e
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
