@@ -44,7 +44,9 @@ def test_integers_of_large_ranges(low, high, n, near):
         low, high = sorted((low, high))
     pattern = re.compile(integers(low, high))
     for value in (n, (low or 0) + near, (high or 0) + near):
-        assert bool(pattern.fullmatch(str(value))) == ((low is None or low <= value) and (high is None or value <= high))
+        assert bool(pattern.fullmatch(str(value))) == (
+            (low is None or low <= value) and (high is None or value <= high)
+        )
 
 
 def test_numbers_against_tenths():

@@ -174,7 +174,9 @@ class _Rules:
 
     def _number(self, kind: str, node: Mapping[str, Any], path: str) -> str:
         if "multipleOf" in node:
-            raise self._refuse("multipleOf", path, f"{node['multipleOf']} with bounds of many digits, or of many digits")
+            raise self._refuse(
+                "multipleOf", path, f"{node['multipleOf']} with bounds of many digits, or of many digits"
+            )
         bounds: dict[str, tuple[Decimal, bool] | None] = {}
         for side, sign in (("inimum", 1), ("aximum", -1)):
             found = []

@@ -62,6 +62,10 @@ class Matcher:
         self.error = ""
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._eos_ids
+
+    @property
     def constrained(self) -> bool:
         """False while the output is still free text before ``after``."""
         return not self._after or tuple(self._free[-len(self._after) :]) == self._after

@@ -15,9 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Parts of a Lark grammar that may hold angle brackets without meaning a token, and token names.
-_LARK = re.compile(
-    r'"(?:\\.|[^"\\\n])*+"|/(?:\\.|[^/\\\n])++/|//[^\n]*+|#[^\n]*+|(?P<token><[^<>\s"]++>)', re.DOTALL
-)
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*+"|/(?:\\.|[^/\\\n])++/|//[^\n]*+|#[^\n]*+|(?P<token><[^<>\s"]++>)', re.DOTALL)
 _BY_ID = re.compile(r"<\[[\d,\-]*\]>|<\*>|<\[\*\]>")
 
 

@@ -42,10 +42,11 @@ def is_safe(value: int | float) -> bool:
         return -EXACT < value < EXACT
     if isinstance(value, Rounded):
         return False
-    _, digits, exponent = exact(value).normalize().as_tuple()
-    if not isinstance(exponent, int):
+    digits, _, power = repr(abs(value)).partition("e")
+    whole, _, places = digits.partition(".")
+    if not whole.isdigit():
         return False  # infinity
-    return -PLACES <= exponent and abs(value) < EXACT and int("".join(map(str, digits))) < EXACT
+    return abs(int(power or 0) - len(places)) <= PLACES and abs(value) < EXACT and int(whole + places) < EXACT
 
 
 def integers(low: int | None, high: int | None) -> str:

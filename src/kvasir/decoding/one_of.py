@@ -46,7 +46,9 @@ def _narrow(mine: dict[str, Any], changed: dict[str, Any], other: Mapping[str, A
     properties, theirs = mine["properties"], _properties(other)
     for name, schema in properties.items():  # a property whose value tells the two apart
         apart = name in theirs and disjoint(_merged(schema, {}, root), _merged(theirs[name], {}, root), root)
-        closed = other.get("additionalProperties") is False and name not in theirs and not other.get("patternProperties")
+        closed = (
+            other.get("additionalProperties") is False and name not in theirs and not other.get("patternProperties")
+        )
         if (apart or closed) and schema is not False:
             mine["required"].append(name)
             changed["required"].append(name)
