@@ -59,7 +59,14 @@ def _safe_value(value: Any) -> bool:
 
 def exact_rules(name: str, schema: Mapping[str, Any], options: Mapping[str, Any], param: str) -> list[str]:
     """Rules in which ``name`` is the schema. ``options``: the library's for whitespace. Raises RequestError."""
-    return _Rules(name, schema, options, param).all()
+    try:
+        return _Rules(name, schema, options, param).all()
+    except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as e:
+        raise RequestError(
+            f"the schema cannot be used: it is malformed ({type(e).__name__}: {str(e)[:100]})",
+            param=param,
+            code="invalid_grammar",
+        ) from e
 
 
 class _Rules:

@@ -63,9 +63,7 @@ def served_schema(schema: Any, param: str | None, dropped: list[str] | None = No
     return _served(schema, "#", param, dropped, 0, schema)
 
 
-def _served(
-    node: Any, path: str, param: str | None, dropped: list[str] | None, depth: int, root: Any
-) -> Any:
+def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, depth: int, root: Any) -> Any:
     if not isinstance(node, dict) or depth > 64:  # deeper schemas are refused by ``check_schema``
         return node
     kept: dict[str, Any] = {}
@@ -101,12 +99,15 @@ def _without_one_of(
     node: dict[str, Any], path: str, param: str | None, dropped: list[str] | None, root: Any
 ) -> dict[str, Any]:
     """The node with ``anyOf`` of branches that exclude each other in place of ``oneOf``."""
-    branches = exclusive(node["oneOf"], node, root)
+    try:
+        branches = exclusive(node["oneOf"], node, root)
+    except (TypeError, AttributeError, ValueError, RecursionError):  # it is malformed, which the library says better
+        return node
     if isinstance(branches, tuple):
         if dropped is None:
             raise RequestError(
-                f"'oneOf' at {path[:200]}: one output could satisfy both branch {branches[0]} and branch {branches[1]}, "
-                "which no grammar can rule out; give each branch a required property with a 'const' of its own, or use "
+                f"'oneOf' at {path[:200]}: one output could satisfy both branch {branches[0]} and branch {branches[1]}"
+                ", which no grammar can rule out; give each branch a required property with a 'const' of its own, or use "
                 "'anyOf'",
                 param=param,
                 code="invalid_grammar",

@@ -82,13 +82,10 @@ def disjoint(a: Mapping[str, Any], b: Mapping[str, Any], root: Any) -> bool:
                 return True
             if name not in theirs and two.get("additionalProperties") is False and not two.get("patternProperties"):
                 return True
-            if name in theirs and name in properties and name in (two.get("required") or []):
-                if disjoint(_merged(properties[name], {}, root), _merged(theirs[name], {}, root), root):
-                    return True
-            elif name in theirs and name in properties:
-                # It is there in every value of ``one``; ``two`` would read it by its own schema.
-                if disjoint(_merged(properties[name], {}, root), _merged(theirs[name], {}, root), root):
-                    return True
+            # A value of ``one`` has it; ``two`` reads it by its own schema.
+            both = name in theirs and name in properties
+            if both and disjoint(_merged(properties[name], {}, root), _merged(theirs[name], {}, root), root):
+                return True
     return False
 
 
