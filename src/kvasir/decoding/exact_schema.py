@@ -20,8 +20,8 @@ BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 # Keywords that constrain nothing.
 _NOTES = frozenset(
-    "title description default examples example deprecated readOnly writeOnly discriminator format $comment $schema $id "
-    "$defs definitions".split()
+    "title description default examples example deprecated readOnly writeOnly discriminator format $comment $schema "
+    "$id $defs definitions".split()
 )
 _TEXT = r'"[^"\\\x00-\x1f\x7f]*"'  # a key, without escapes
 

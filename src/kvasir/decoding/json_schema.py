@@ -107,7 +107,7 @@ def _without_one_of(
         if dropped is None:
             raise RequestError(
                 f"'oneOf' at {path[:200]}: one output could satisfy both branch {branches[0]} and branch {branches[1]}"
-                ", which no grammar can rule out; give each branch a required property with a 'const' of its own, or use "
+                "; give each branch a required property with a 'const' of its own, or use "
                 "'anyOf'",
                 param=param,
                 code="invalid_grammar",
