@@ -58,7 +58,7 @@ def test_tools_on_offer_and_a_format(http, server):
 @pytest.mark.parametrize(
     "constraint, whitespace",
     [
-        ({}, "short"),
+        ({}, "fixed"),
         ({"whitespace": "any"}, "any"),
         ({"whitespace": "fixed"}, "fixed"),
         ({"disable_any_whitespace": True}, "fixed"),
@@ -91,3 +91,11 @@ def test_the_responses_route(http, server):
     offered[0]["parameters"] = TOOL["function"]["parameters"]
     assert http.post("/v1/responses", json=body).status_code == 200
     assert "only_calls | only_text" in server.engine.seen[-1].params.grammar.text
+
+
+def test_tools_with_branches_and_large_numbers(http, server):
+    branches = [{"type": "object", "properties": {n: {"type": "string"}}, "required": [n]} for n in "ab"]
+    parameters = {"type": "object", "properties": {"x": {"oneOf": branches}, "n": {"enum": [1234567890123456789]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    grammar, _ = asked(http, server, tools=[tool], tool_choice="required")
+    assert "oneOf" not in grammar.text and "1234567890123456789" in grammar.text

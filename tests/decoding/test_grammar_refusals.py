@@ -8,12 +8,12 @@ import re
 import pytest
 import torch
 
-from kvasir.decoding.grammar import (
+from kvasir.decoding.grammar import GrammarCompiler
+from kvasir.decoding.grammar_source import (
     _LARK_BOUND,
     _LARK_REGEX,
     _REGEX_ITEM,
     MAX_ENUM_VALUES,
-    GrammarCompiler,
     check_regex,
     check_schema,
 )

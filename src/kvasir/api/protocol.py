@@ -220,7 +220,7 @@ class ResponseFormat(Part):
 class StructuredOutputs(Part):
     """Form of vLLM's constraint, with one of the first five fields. ``json`` is a schema, as object or text;
     ``grammar`` is Lark, EBNF or GBNF. ``whitespace`` between the tokens of JSON, of ``response_format`` too:
-    ``short`` (default), ``any``, or ``fixed``, which vLLM calls ``disable_any_whitespace``. ``strict`` false leaves
+    ``fixed`` (default, vLLM's ``disable_any_whitespace``), ``short`` or ``any``. ``strict`` false leaves
     out what no grammar can express of a schema."""
 
     json_: Object | bool | str | None = Field(None, alias="json")

@@ -157,4 +157,4 @@ def whitespace_of(body: SamplingBody) -> str:
             param="structured_outputs.whitespace",
             code="conflict",
         )
-    return "fixed" if fixed else structured.whitespace or "short"
+    return structured.whitespace or ("short" if fixed is False else "fixed")

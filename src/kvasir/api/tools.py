@@ -356,7 +356,8 @@ def grammar(
             param="tool_choice",
             code="no_tool_parser",
         )
-    from kvasir.decoding.grammar import MAX_TEXT_BYTES, check_schema
+    from kvasir.decoding.grammar import MAX_TEXT_BYTES
+    from kvasir.decoding.grammar_source import check_schema
 
     places = {f"tools[{i}].function.parameters": function for i, function in enumerate(functions(tools))}
     for place, function in places.items():
@@ -404,7 +405,7 @@ def _schema_in(text_format: Grammar) -> Any:
     return {"type": "object"} if text_format.kind == "json_object" else json.loads(text_format.text)
 
 
-def embedded(schema: Any, whitespace: str = "short") -> str:
+def embedded(schema: Any, whitespace: str = "fixed") -> str:
     """A JSON schema as a term of a Lark grammar. ``whitespace``: see ``Grammar``."""
     if isinstance(schema, bool):
         schema = {}  # "false" is refused where the client's schema is read

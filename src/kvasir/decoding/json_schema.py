@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvasir.decoding.one_of import exclusive
 from kvasir.errors import RequestError
 
 # Formats that constrain a string.
@@ -59,13 +60,15 @@ def served_schema(schema: Any, param: str | None, dropped: list[str] | None = No
 
     ``dropped``: collects the paths of keywords that are left out; None refuses them: RequestError (400) with the path.
     """
-    return _served(schema, "#", param, dropped, 0)
+    return _served(schema, "#", param, dropped, 0, schema)
 
 
-def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, depth: int) -> Any:
+def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, depth: int, root: Any) -> Any:
     if not isinstance(node, dict) or depth > 64:  # deeper schemas are refused by ``check_schema``
         return node
     kept: dict[str, Any] = {}
+    if isinstance(node.get("oneOf"), list):
+        node = _without_one_of(node, path, param, dropped, root)
     for key, value in node.items():
         place = f"{path}/{_escaped(key)}"
         if key == "format" and not (isinstance(value, str) and value in FORMATS):
@@ -83,13 +86,38 @@ def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, 
             dropped.append(place)
             continue
         if key in _MAPS and isinstance(value, dict):
-            value = {k: _served(v, f"{place}/{_escaped(k)}", param, dropped, depth + 1) for k, v in value.items()}
+            value = {k: _served(v, f"{place}/{_escaped(k)}", param, dropped, depth + 1, root) for k, v in value.items()}
         elif key in _LISTS and isinstance(value, list):
-            value = [_served(v, f"{place}/{i}", param, dropped, depth + 1) for i, v in enumerate(value)]
+            value = [_served(v, f"{place}/{i}", param, dropped, depth + 1, root) for i, v in enumerate(value)]
         elif key in _ONE:
-            value = _served(value, place, param, dropped, depth + 1)
+            value = _served(value, place, param, dropped, depth + 1, root)
         kept[key] = value
     return kept
+
+
+def _without_one_of(
+    node: dict[str, Any], path: str, param: str | None, dropped: list[str] | None, root: Any
+) -> dict[str, Any]:
+    """The node with ``anyOf`` of branches that exclude each other in place of ``oneOf``."""
+    try:
+        branches = exclusive(node["oneOf"], node, root)
+    except (TypeError, AttributeError, ValueError, RecursionError):  # it is malformed, which the library says better
+        return node
+    if isinstance(branches, tuple):
+        if dropped is None:
+            raise RequestError(
+                f"'oneOf' at {path[:200]}: one output could satisfy both branch {branches[0]} and branch {branches[1]}"
+                "; give each branch a required property with a 'const' of its own, or use "
+                "'anyOf'",
+                param=param,
+                code="invalid_grammar",
+            )
+        dropped.append(f"{path}/oneOf")
+        branches = node["oneOf"]
+    rest = {k: v for k, v in node.items() if k != "oneOf"}
+    if "anyOf" in rest:
+        return {**rest, "allOf": [*rest.get("allOf", []), {"anyOf": branches}]}
+    return {**rest, "anyOf": branches}
 
 
 def _changes_nothing(key: str, value: Any, node: dict[str, Any]) -> bool:

@@ -43,6 +43,10 @@ class Matcher:
         self.panicked = False
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._eos_ids
+
+    @property
     def constrained(self) -> bool:
         """False while the output is still free text before ``after``."""
         return not self._after or tuple(self._free[-len(self._after) :]) == self._after
@@ -192,6 +196,7 @@ def _threads() -> llguidance.LLExecutor | None:
 def reason(text: str) -> str:
     """Return the library's reason in one line. For a regex it repeats the pattern first, and gives the reason in a
     later line."""
+    text = text.partition("; following special tokens are available")[0]
     lines = text.strip().splitlines() or [""]
     reason = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
     return f"{re.sub(_SHOWN_REGEX, '', lines[0])} {reason}" if reason else lines[0]

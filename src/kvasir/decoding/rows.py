@@ -378,8 +378,11 @@ class Packer:
         token, name = self.pushed.get(m, (-1, ""))
         if token >= 0 and not bits[token // 32] >> (token % 32) & 1:
             self.errors[m] = f"grammar_error: the grammar forbids token {token}, which the processor '{name}' forces"
-        else:
-            self.masks.append((m, bits if state.allowed is None else bits & state.allowed))
+            return
+        if self.banned and state.matcher.is_stopped():  # ``min_tokens`` cannot make a finished output go on
+            eos = set(state.matcher.eos_ids)
+            self.banned = [(row, i) for row, i in self.banned if row != m or i not in eos]
+        self.masks.append((m, bits if state.allowed is None else bits & state.allowed))
 
     def _masks_together(self) -> None:
         """Add the masks of all rows that are the only free one of their span. See ``_grammar_masks``."""

@@ -16,7 +16,9 @@ def until_stop(
         return [], "length", None
     for i, token in enumerate(sampled):
         count = seq.num_output + i + 1
-        if token in seq.stop_ids and count >= params.min_tokens:
+        # Under a grammar, EOS comes before ``min_tokens`` only where nothing else can follow.
+        finished = params.grammar is not None and token in eos_ids
+        if token in seq.stop_ids and (finished or count >= params.min_tokens):
             is_eos = token in eos_ids and not params.ignore_eos
             return sampled[: i + 1], "stop", None if is_eos else token
         if count >= seq.max_output:

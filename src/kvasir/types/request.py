@@ -25,7 +25,7 @@ class Grammar:
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf"]
     text: str = ""
     after: tuple[int, ...] = ()
-    whitespace: Literal["short", "any", "fixed"] = "short"
+    whitespace: Literal["short", "any", "fixed"] = "fixed"
     parts: tuple[tuple[str, str], ...] = ()
 
 

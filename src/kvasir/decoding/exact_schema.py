@@ -1,0 +1,272 @@
+"""Lark rules for schemas with numbers that the grammar library would round.
+
+Only what lies between the root and such a number becomes rules of ours; the rest stays a schema of the library's. A
+keyword that these rules do not know is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from kvasir.decoding.number_ranges import MAX_DIGITS, Rounded, exact, integers, is_safe, numbers
+from kvasir.errors import RequestError
+
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
+# Keywords that constrain nothing.
+_NOTES = frozenset(
+    "title description default examples example deprecated readOnly writeOnly discriminator format $comment $schema "
+    "$id $defs definitions".split()
+)
+_TEXT = r'"[^"\\\x00-\x1f\x7f]*"'  # a key, without escapes
+
+
+def needs_rules(schema: Any) -> bool:
+    """Whether the library would change a number of this schema."""
+    return any(True for _ in _unsafe(schema))
+
+
+def _unsafe(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            if key in (*BOUNDS, "multipleOf") and isinstance(value, int | float) and not is_safe(value):
+                yield key
+            elif key in ("const", "enum"):
+                if not _safe_value(value):
+                    yield key
+            elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
+                for part in value.values():
+                    yield from _unsafe(part)
+            elif key not in _NOTES and key != "required":
+                yield from _unsafe(value)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _unsafe(part)
+
+
+def _safe_value(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_safe_value, value.values()))
+    if isinstance(value, list):
+        return all(map(_safe_value, value))
+    return isinstance(value, bool) or not isinstance(value, int | float) or is_safe(value)
+
+
+def exact_rules(name: str, schema: Mapping[str, Any], options: Mapping[str, Any], param: str) -> list[str]:
+    """Rules in which ``name`` is the schema. ``options``: the library's for whitespace. Raises RequestError."""
+    try:
+        return _Rules(name, schema, options, param).all()
+    except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as e:
+        raise RequestError(
+            f"the schema cannot be used: it is malformed ({type(e).__name__}: {str(e)[:100]})",
+            param=param,
+            code="invalid_grammar",
+        ) from e
+
+
+class _Rules:
+    def __init__(self, name: str, root: Mapping[str, Any], options: Mapping[str, Any], param: str) -> None:
+        self._name, self._root, self._options, self._param = name, root, options, param
+        self._rules: list[str] = []
+        self._count = 0
+        self._references: dict[str, str] = {}
+        pattern = options.get("whitespace_pattern") or r"[\x20\x0A\x0D\x09]+"
+        self._space = "" if options.get("whitespace_flexible") is False else f"(/{pattern}/)? "
+        self._comma = self._separator(options.get("item_separator", ","))
+        self._colon = self._separator(options.get("key_separator", ":"))
+
+    def all(self) -> list[str]:
+        body = self._value(self._root, "#")
+        return [f"{self._name}: {body}", *self._rules]
+
+    def _separator(self, text: str) -> str:
+        return f"{self._space}{json.dumps(text)} {self._space}".strip()
+
+    def _rule(self, body: str) -> str:
+        self._count += 1
+        self._rules.append(f"{self._name}_{self._count}: {body}")
+        return f"{self._name}_{self._count}"
+
+    def _refuse(self, key: str, path: str, why: str) -> RequestError:
+        return RequestError(
+            f"'{key}' at {path[:200]} cannot be kept exactly: {why}", param=self._param, code="invalid_grammar"
+        )
+
+    def _value(self, node: Any, path: str) -> str:
+        if not isinstance(node, Mapping):
+            return self._leaf(node)
+        if not needs_rules({k: v for k, v in node.items() if k not in _NOTES}) and not self._refers(node):
+            return self._leaf(node)
+        kinds = node.get("type", list(_KINDS))
+        kinds = [kinds] if isinstance(kinds, str) else [k for k in kinds if k != "integer" or "number" not in kinds]
+        if "const" in node or "enum" in node:
+            return self._constants(node, kinds, path)
+        for word in ("$ref", "anyOf", "allOf"):
+            if word in node:
+                if others := [k for k in node if k not in _NOTES and k != word]:
+                    raise self._refuse(others[0], path, f"it stands next to '{word}' and a number of many digits")
+                return self._combined(word, node[word], path)
+        return self._either([self._kind(kind, node, path) for kind in kinds])
+
+    def _either(self, choices: list[str]) -> str:
+        return f"({' | '.join(choices)})"
+
+    def _leaf(self, node: Any) -> str:
+        schema = node if isinstance(node, Mapping) else {}
+        return "%json " + json.dumps({**schema, "x-guidance": dict(self._options)})
+
+    def _refers(self, node: Any) -> bool:
+        """Whether a reference lies in a schema: its target is known to our rules only."""
+        if isinstance(node, Mapping):
+            return isinstance(node.get("$ref"), str) or any(self._refers(v) for k, v in node.items() if k not in _NOTES)
+        return isinstance(node, list) and any(map(self._refers, node))
+
+    def _combined(self, word: str, value: Any, path: str) -> str:
+        if word == "$ref":
+            if value not in self._references:
+                self._count += 1
+                rule = self._references[value] = f"{self._name}_{self._count}"
+                target: Any = self._root
+                for step in value.removeprefix("#").strip("/").split("/") if value != "#" else ():
+                    step = step.replace("~1", "/").replace("~0", "~")
+                    if not isinstance(target, Mapping) or step not in target:
+                        raise self._refuse(word, path, f"{value[:80]!r} is not found")
+                    target = target[step]
+                self._rules.append(f"{rule}: {self._value(target, value)}")
+            return self._references[value]
+        if word == "allOf" and len(value) != 1:
+            raise self._refuse(word, path, "its parts hold a number of many digits")
+        return self._either([self._value(part, f"{path}/{word}/{i}") for i, part in enumerate(value)])
+
+    def _constants(self, node: Mapping[str, Any], kinds: list[str], path: str) -> str:
+        for key in node:
+            if key not in _NOTES and key not in ("const", "enum", "type"):
+                raise self._refuse(key, path, "it stands next to a value with a number of many digits")
+        values = [node["const"]] if "const" in node else node["enum"]
+        values = [v for v in values if any(_is(v, kind) for kind in kinds)]
+        if "const" in node and "enum" in node:
+            values = [v for v in values if v in node["enum"]]
+        if not values:
+            raise self._refuse("const" if "const" in node else "enum", path, "no value has the type that is asked for")
+        return self._either([self._constant(value) for value in values])
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, Mapping):
+            items = [f"{self._key(k)} {self._constant(v)}" for k, v in value.items()]
+        elif isinstance(value, list):
+            items = [self._constant(v) for v in value]
+        else:
+            text = value.text if isinstance(value, Rounded) else json.dumps(value, ensure_ascii=False)
+            return json.dumps(text)
+        ends = ('"{"', '"}"') if isinstance(value, Mapping) else ('"["', '"]"')
+        inner = f" {self._comma} ".join(items)
+        return f"{ends[0]} {self._space}{inner} {self._space}{ends[1]}"
+
+    def _key(self, key: str) -> str:
+        return f"{json.dumps(json.dumps(key, ensure_ascii=False))} {self._colon}"
+
+    def _kind(self, kind: str, node: Mapping[str, Any], path: str) -> str:
+        if kind in ("integer", "number") and any(_unsafe({k: node[k] for k in (*BOUNDS, "multipleOf") if k in node})):
+            return self._number(kind, node, path)
+        if kind == "object":
+            return self._object(node, path)
+        if kind == "array":
+            return self._array(node, path)
+        return self._leaf({**{k: v for k, v in node.items() if k in _WORDS[kind]}, "type": kind})
+
+    def _number(self, kind: str, node: Mapping[str, Any], path: str) -> str:
+        if "multipleOf" in node:
+            raise self._refuse(
+                "multipleOf", path, f"{node['multipleOf']} with bounds of many digits, or of many digits"
+            )
+        bounds: dict[str, tuple[Decimal, bool] | None] = {}
+        for side, sign in (("inimum", 1), ("aximum", -1)):
+            found = []
+            for word in (f"m{side}", f"exclusiveM{side}"):
+                value = node.get(word)
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    number = exact(value)
+                    if not number.is_finite() or number.adjusted() >= MAX_DIGITS:
+                        raise self._refuse(word, path, f"it has more than {MAX_DIGITS} digits")
+                    if kind == "number" and number != number.to_integral_value():
+                        raise self._refuse(word, path, f"{number} stands next to a number of many digits, or is one")
+                    found.append((number, word.startswith("e")))
+            bounds[side] = max(found, key=lambda b, s=sign: (b[0] * s, b[1])) if found else None
+        low, high = bounds["inimum"], bounds["aximum"]
+        try:
+            if kind == "integer":
+                least = None if low is None else math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
+                most = None if high is None else math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
+                return f"/{integers(least, most)}/"
+            ends = (low and int(low[0]), high and int(high[0]), bool(low and low[1]), bool(high and high[1]))
+            return f"/{numbers(*ends)}/"
+        except ValueError as e:
+            raise self._refuse("minimum", path, str(e)) from e
+
+    def _array(self, node: Mapping[str, Any], path: str) -> str:
+        if "prefixItems" in node or isinstance(node.get("items"), list):
+            raise self._refuse("prefixItems", path, "items of their own schemas hold a number of many digits")
+        low, high = int(node.get("minItems", 0)), node.get("maxItems")
+        if high == 0:
+            return f'"[" {self._space}"]"'
+        item = self._rule(self._value(node.get("items", {}), f"{path}/items"))
+        more = f"{{{max(low - 1, 0)},{'' if high is None else int(high) - 1}}}"
+        inner = self._rule(f"{item} ({self._comma} {item}){more}")
+        return f'"[" {self._space}{inner}{"" if low else "?"} {self._space}"]"'
+
+    def _object(self, node: Mapping[str, Any], path: str) -> str:
+        for key in ("patternProperties", "minProperties", "maxProperties"):
+            if key in node:
+                raise self._refuse(key, path, "it stands next to a number of many digits")
+        properties, required = dict(node.get("properties") or {}), node.get("required") or []
+        others = node.get("additionalProperties", True)
+        for key in required:
+            properties.setdefault(key, others)
+        items = []
+        for key, schema in properties.items():
+            if schema is False:
+                if key in required:
+                    raise self._refuse("required", path, f"{key[:80]!r} is not allowed")
+                continue
+            value = self._value(schema, f"{path}/properties/{key}")
+            items.append((self._rule(f"{self._key(key)} {value}"), key in required))
+        if others is not False:
+            name = f"{self._name}_KEY_{self._count}".upper()
+            without = "|".join(re.sub(r"[^a-zA-Z0-9]", lambda c: f"\\x{{{ord(c[0]):x}}}", key) for key in properties)
+            self._rules.append(f"{name}: /{_TEXT}/" + (f' & ~/"({without})"/' if without else ""))
+            item = self._rule(f"{name} {self._colon} {self._value(others, f'{path}/additionalProperties')}")
+            items.append((self._rule(f"{item} ({self._comma} {item})*"), False))
+        return f'"{{" {self._space}{self._states(items)} {self._space}"}}"'
+
+    def _states(self, items: list[tuple[str, bool]]) -> str:
+        """The items in their order with commas between two, those that are not required left out at will."""
+        self._count += 1
+        rule = f"{self._name}_{self._count}"
+        for i, (item, required) in enumerate(items):
+            for state, lead in (("none", ""), ("some", f"{self._comma} ")):
+                skip = "" if required else f" | {rule}_{state}_{i + 1}"
+                self._rules.append(f"{rule}_{state}_{i}: {lead}{item} {rule}_some_{i + 1}{skip}")
+        self._rules += [f'{rule}_{state}_{len(items)}: ""' for state in ("none", "some")]
+        return f"{rule}_none_0"
+
+
+_WORDS = {
+    "null": (),
+    "boolean": (),
+    "integer": (*BOUNDS, "multipleOf"),
+    "number": (*BOUNDS, "multipleOf"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+}
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool) or value is None:
+        return kind == ("null" if value is None else "boolean")
+    if isinstance(value, int | float):
+        return kind == "number" or kind == "integer" and exact(value) % 1 == 0
+    return kind == {str: "string", list: "array", dict: "object"}.get(type(value))

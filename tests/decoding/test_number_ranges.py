@@ -1,0 +1,91 @@
+"""Regexes of number ranges, against every number of small ranges and random numbers of large ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from decimal import Decimal
+
+import llguidance
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvasir.decoding.number_ranges import EXACT, Rounded, integers, is_safe, numbers, read_float
+from kvasir.types import Grammar
+from tests.decoding.grammars import ids
+
+ENDS = [None, -1010, -101, -100, -99, -11, -10, -9, -1, 0, 1, 5, 9, 10, 11, 35, 99, 100, 101, 109, 999, 1010]
+
+
+def test_integers_against_every_number_of_small_ranges():
+    for low in ENDS:
+        for high in ENDS:
+            if low is not None and high is not None and low > high:
+                with pytest.raises(ValueError):
+                    integers(low, high)
+                continue
+            pattern = re.compile(integers(low, high))
+            for n in range(-1200, 1200):
+                right = (low is None or low <= n) and (high is None or n <= high)
+                assert bool(pattern.fullmatch(str(n))) == right, (low, high, n)
+            assert not any(pattern.fullmatch(text) for text in ("", "-", "-0", "00", "01", "-01", "1.0", "1e1"))
+
+
+big = st.integers(-(10**40), 10**40) | st.integers(-(2**65), 2**65) | st.integers(-99, 99)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.none() | big, st.none() | big, big, st.integers(-2, 2))
+def test_integers_of_large_ranges(low, high, n, near):
+    if low is not None and high is not None:
+        low, high = sorted((low, high))
+    pattern = re.compile(integers(low, high))
+    for value in (n, (low or 0) + near, (high or 0) + near):
+        assert bool(pattern.fullmatch(str(value))) == (
+            (low is None or low <= value) and (high is None or value <= high)
+        )
+
+
+def test_numbers_against_tenths():
+    for low in (None, -12, -1, 0, 1, 9, 10):
+        for high in (None, -11, -1, 0, 1, 2, 12, 101):
+            for above in (False, True):
+                for below in (False, True):
+                    try:
+                        pattern = re.compile(numbers(low, high, above, below))
+                    except ValueError:
+                        assert low is not None and high is not None and low + (above or below) > high
+                        continue
+                    for tenths in range(-150, 150):
+                        value = Decimal(tenths) / 10
+                        right = low is None or (value > low if above else value >= low)
+                        right &= high is None or (value < high if below else value <= high)
+                        for text in {str(value), str(value.quantize(Decimal("0.01")))}:
+                            found = bool(pattern.fullmatch(text))
+                            assert found == right or (not value and text.startswith("-")), (low, high, text)
+
+
+def test_rounded_numbers_keep_their_text():
+    assert not isinstance(read_float("0.1"), Rounded) and not isinstance(read_float("1e22"), Rounded)
+    assert read_float("0.1000000000000000055").text == "0.1000000000000000055"
+    assert isinstance(read_float("1e400"), Rounded) and not is_safe(read_float("1e400"))
+
+
+def test_the_library_keeps_what_is_called_safe(compiler, tok):
+    """Otherwise a number would be changed without a word."""
+    rng, lost = random.Random(0), 0
+    for _ in range(250):
+        number = float(Decimal(rng.randrange(10 ** rng.randint(1, 17))).scaleb(rng.randint(-26, 4)))
+        source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"const": number}))
+        inner = llguidance.LLMatcher(compiler._tokenizer, source, log_level=0)
+        text = np.format_float_positional(number, trim="-")
+        kept = inner.try_consume_tokens(ids(text, tok[1])) == len(text) and inner.is_accepting()
+        assert kept or not is_safe(number), (number, text)
+        lost += not kept
+    assert lost, "the rule is needed"
+    for number in (EXACT - 1, 1 - EXACT):
+        matcher = compiler.compile(Grammar("json_schema", json.dumps({"const": number})))
+        assert matcher.accept(ids(str(number), tok[1])) and matcher.is_accepting()
