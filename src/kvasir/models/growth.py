@@ -15,7 +15,10 @@ MAX_GROWTH = 64
 
 def check_growth(file: Path) -> None:
     """Raise ConfigError, which names file and field, for steps that make more than 64 characters of one."""
-    found = read_json(file)
+    try:
+        found = read_json(file)
+    except ConfigError as e:
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {e}") from e
     for field in ("normalizer", "pre_tokenizer", "decoder"):
         growth = 1
         for step in _steps(found.get(field)):

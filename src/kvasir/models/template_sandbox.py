@@ -63,6 +63,7 @@ NODES = frozenset(
     }
 )
 TESTS = frozenset(jinja2.defaults.DEFAULT_TESTS)
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 SCALARS = (int, float, type(None), jinja2.Undefined)
 
 
@@ -135,6 +136,8 @@ class Meter:
             return 16 + value.bit_length() // 3
         if isinstance(value, (list, tuple, dict)):
             return self._container(value)
+        if isinstance(value, VIEWS):
+            return self._container(tuple(value))
         if isinstance(value, (*SCALARS, Namespace, Macro, LoopContext, range)) or self.room is None:
             return 16
         raise Apart
