@@ -8,7 +8,6 @@ hard limits on memory and time (``template_process``).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,8 @@ from jinja2 import meta, nodes
 
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models.template_process import Worker
-from kvasir.models.template_sandbox import MAX_CHARS, METER, ROOM, Apart, LimitError, Meter, Sandbox, is_cheap
+from kvasir.models.template_render import render_metered
+from kvasir.models.template_sandbox import ROOM, Apart, Meter, Sandbox, is_cheap
 
 # Seconds of CPU time of the rendering thread, so that a busy machine does not fail requests.
 TIME_LIMIT = 1.0
@@ -73,47 +73,10 @@ class ChatTemplate:
         refuses the messages or exceeds a limit."""
         if self._template is not None and not self.apart:
             try:
-                return _render(self._template, variables, Meter(TIME_LIMIT, ROOM))
+                return render_metered(self._template, variables, Meter(TIME_LIMIT, ROOM))
             except Apart as e:
                 self.apart = e.always
         return self._worker.render(self.source, variables, TIME_LIMIT, "messages")
-
-
-def _render(template: jinja2.Template, variables: Mapping[str, Any], meter: Meter) -> str:
-    parts, size = [], 0
-    try:
-        for part in template.generate({**variables, METER: meter}):
-            size += len(part)
-            if size > MAX_CHARS:
-                raise LimitError(f"made more than {MAX_CHARS} characters")
-            parts.append(part)
-    except Apart:
-        raise
-    except (LimitError, MemoryError) as e:
-        raise RequestError(
-            f"the chat template {str(e) or 'took too much memory'}", param="messages", code="chat_template_limit"
-        ) from e
-    except Exception as e:
-        raise RequestError(
-            f"the chat template refuses these messages: {str(e)[:500] or type(e).__name__}",
-            param="messages",
-            code="chat_template_error",
-        ) from e
-    return "".join(parts)
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(source: str) -> jinja2.Template:
-    return Sandbox().from_string(source)
-
-
-def render_here(source: str, variables: Mapping[str, Any], seconds: float) -> str:
-    """Compile and render any template in this process, which has limits of its own. Raises RequestError 400."""
-    try:
-        template = _compiled(source)
-    except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as e:
-        raise RequestError(f"the chat template is not valid Jinja: {e}", code="chat_template_error") from e
-    return _render(template, variables, Meter(seconds, None))
 
 
 def render_isolated(source: str, variables: Mapping[str, Any]) -> str:

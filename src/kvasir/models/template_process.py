@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from kvasir.errors import RequestError
+from kvasir.models.template_render import render_here
 
 # Memory of a process.
 MAX_MEMORY_BYTES = 1 << 30
@@ -102,8 +103,6 @@ def _read(pipe: BinaryIO) -> bytes | None:
 
 
 def _serve() -> None:
-    from kvasir.models.chat_template import render_here
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
