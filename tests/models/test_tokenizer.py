@@ -346,7 +346,7 @@ def test_one_long_pause_between_two_checks_is_forgiven(monkeypatch):
     """A garbage collection may take longer than the limit. A second pause of this kind uses the limit up."""
     template = ChatTemplate("{% for a in range(3) %}{{ a }}{% endfor %}")
     clock = iter([0.0, 5.0, *[5.1] * 99])
-    monkeypatch.setattr("kvasir.models.chat_template.time.thread_time", lambda: next(clock))
+    monkeypatch.setattr("kvasir.models.template_sandbox.time.thread_time", lambda: next(clock))
     assert template.render({}) == "012"
     clock = iter([0.0, 5.0, 10.0, *[10.1] * 99])
     with pytest.raises(RequestError, match="longer than 1 s"):

@@ -146,8 +146,20 @@ def _download(model: str, revision: str | None) -> Path:
         raise ConfigError(f"model '{model}': {why} ({type(e).__name__}: {details})") from e
 
 
+def refuse_special(folder: Path) -> None:
+    """Raise ConfigError for an entry of a model folder that is neither a file nor a folder: reading a pipe or a device
+    may never end."""
+    if not folder.is_dir():
+        return
+    for entry in sorted(folder.iterdir()):
+        if entry.exists() and not entry.is_file() and not entry.is_dir():
+            raise ConfigError(f"{entry} is a pipe, a socket or a device, and not a file. Remove it from the folder.")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ConfigError that names the file."""
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file} is not a file")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
@@ -165,6 +177,7 @@ def read_config(
     """Read config.json of a model folder; of a multimodal model, the config of its text (`families.text_of`).
     ``as_served`` rewrites another layout first. Raises ConfigError that names the file or field, also for models that
     are not served."""
+    refuse_special(path)
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise ConfigError(

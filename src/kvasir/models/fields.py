@@ -21,6 +21,11 @@ REQUIRED: Any = object()
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Whole numbers in a config must be smaller.
 LARGEST = 1 << 31
+# Counts that loops run over must be at most this: published models have up to 128 layers and 512 experts.
+MOST = {
+    "num_hidden_layers": 1 << 12,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_attention_heads"), 1 << 16),
+}
 # Our slots, and the usual HF names of the tensors that fill them.
 OUTER = {
     "embed.weight": "model.embed_tokens.weight",
@@ -79,6 +84,8 @@ class Fields:
             not isinstance(value, int) or isinstance(value, bool) or not least <= value < LARGEST
         ):
             raise self.fail(name, f"is {value!r}, expected a whole number of at least {least}")
+        if name in MOST and value is not default and value > MOST[name]:
+            raise self.fail(name, f"is {value}, more than {MOST[name]}, the most that is served")
         return value
 
     def number(self, name: str, default: Any = REQUIRED, positive: bool = True) -> Any:

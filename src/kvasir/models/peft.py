@@ -18,12 +18,15 @@ from pathlib import Path
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.models.checkpoint import read_json
+from kvasir.models.checkpoint import read_json, refuse_special
+from kvasir.models.patterns import safe_pattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # Ways to begin that change the base weights: such an adapter belongs to its own residual base until it is converted.
 OWN_BASE = ("pissa", "corda", "olora", "loftq")
+# Most entries of alpha_pattern: there is one for each module at most.
+MAX_PATTERNS = 4096
 # Most names listed in a message.
 SHOWN = 4
 
@@ -43,6 +46,7 @@ class PeftFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        refuse_special(path)
         if not (path / CONFIG).is_file():
             raise ConfigError(f"{path} has no {CONFIG}: name a folder that PEFT's save_pretrained wrote")
         if not (path / WEIGHTS).is_file():
@@ -55,6 +59,13 @@ class PeftFolder:
             raise ConfigError(f"{path}: peft_type is {kind!r}; LORA is served. `kvasir convert to_lora` writes it.")
         self.rank = self._number("r")
         self.alpha = self._number("lora_alpha")
+        patterns = self.config.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
+            raise ConfigError(f"{path / CONFIG}: alpha_pattern is no object of at most {MAX_PATTERNS} patterns")
+        for pattern, alpha in patterns.items():
+            safe_pattern(pattern, f"{path / CONFIG}: alpha_pattern")
+            if type(alpha) not in (int, float):
+                raise ConfigError(f"{path / CONFIG}: alpha_pattern has {alpha!r}, expected a number")
 
     def _number(self, name: str) -> float:
         value = self.config.get(name)
@@ -81,7 +92,10 @@ class PeftFolder:
         """alpha / r of a module, or alpha / sqrt(r) with ``use_rslora``; patterns are matched as PEFT does."""
         alpha = self.alpha
         for pattern, value in (self.config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            own = safe_pattern(pattern, f"{self.path / CONFIG}: alpha_pattern")
+            # As PEFT's "(.*\.)?(pattern)$", from each place where a part of the name begins.
+            starts = [0, *(m.end() for m in re.finditer(r"\.", module))]
+            if any(own.fullmatch(module, start) for start in starts):
                 alpha = value
                 break
         return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)

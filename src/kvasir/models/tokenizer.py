@@ -22,7 +22,8 @@ from tokenizers import Tokenizer as Backend
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.models.chat_messages import Marks, longest_first, normal, restore, unused
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
-from kvasir.models.checkpoint import end_ids
+from kvasir.models.checkpoint import end_ids, refuse_special
+from kvasir.models.growth import check_growth
 from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, WindowStream
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -85,11 +86,16 @@ class Tokenizer:
         path = Path(path)
         folder = path.parent if path.is_file() else path
         file = path if path.is_file() else folder / "tokenizer.json"
+        refuse_special(folder)
         if not file.exists():
             raise ConfigError(_missing(folder))
+        check_growth(file)
         try:
             backend = Backend.from_file(str(file))
-        except Exception as e:  # the library raises bare Exception for every kind of bad file
+            backend.encode("A probe: 12 words.\n")
+        except BaseException as e:  # bare Exception for every kind of bad file, and a panic is not even that
+            if isinstance(e, (KeyboardInterrupt, SystemExit)):
+                raise
             raise ConfigError(
                 f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it again with "
                 "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
@@ -175,6 +181,12 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as e:
             raise RequestError(
                 "the text holds a lone surrogate, which is not valid Unicode", param="prompt", code="invalid_unicode"
+            ) from e
+        except BaseException as e:
+            if type(e).__name__ != "PanicException":  # what the library's panics are, which no module exports
+                raise
+            raise RequestError(
+                f"tokenizer.json cannot encode this text: {str(e)[:300]}", param="prompt", code="tokenizer_error"
             ) from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
