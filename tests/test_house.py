@@ -154,6 +154,7 @@ NAMED = {
     "kernels/weight_codes.py": {"i8", "u4", "fp6"},  # likewise
     "models/gguf_folder.py": {"gguf", "llama", "qwen2", "qwen3"},  # its reader, and its architectures
     "models/gguf_tokenizer.py": {"llama", "qwen2"},  # kinds of its tokenizers
+    "models/growth.py": {"suffix"},  # a field of a tokenizer's steps
     "api/vllm_flags.py": {"mistral"},  # a mode of tokenizers
     "api/json_scan.py": {"u4"},  # the fourth digit of an escape
     "engine/codec_choice.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
@@ -342,7 +343,7 @@ def test_no_machine_paths_in_the_tree():
 
 
 # Most MiB of each part of the tree; together they are the limit of 45 MiB, with one to spare.
-BUDGETS = {"assets": 26, "results": 4, "text": 2, "pictures": 2, "code": 10}
+BUDGETS = {"assets": 26, "results": 4, "text": 2, "pictures": 2, "vendor": 1, "code": 11}
 
 
 def part_of(name: str) -> str:
@@ -353,6 +354,8 @@ def part_of(name: str) -> str:
         return "results"
     if name.startswith("src/kvasir/lab/text/"):
         return "text"
+    if "/vendor/" in name:
+        return "vendor"
     return "pictures" if name.endswith((".png", ".svg", ".gif", ".jpg")) else "code"
 
 

@@ -90,7 +90,7 @@ def disjoint(a: Mapping[str, Any], b: Mapping[str, Any], root: Any) -> bool:
 
 
 def _merged(schema: Any, parent: Mapping[str, Any], root: Any) -> dict[str, Any]:
-    """What is known of a schema: its own keywords behind references, and its parent's type and required names."""
+    """Return the keywords that hold for a schema: its own behind references, its parent's type and required names."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#"):

@@ -1,4 +1,4 @@
-"""How much longer a tokenizer.json makes a text: a normaliser or a decoder that multiplies it is refused."""
+"""Bounds on how much longer a tokenizer.json makes a text: a normaliser or a decoder that multiplies it is refused."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from kvasir.models.chat_messages import Marks, longest_first, normal, restore, u
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
 from kvasir.models.checkpoint import end_ids, refuse_special
 from kvasir.models.growth import check_growth
+from kvasir.models.template_files import read_object, templates_in
 from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, WindowStream
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -100,9 +101,9 @@ class Tokenizer:
                 f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it again with "
                 "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             ) from e
-        config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
-        ends = end_ids(_read_json(folder / "generation_config.json"), "generation_config.json")
-        return cls(backend, config, _templates(folder, config, chat_template), ends)
+        config = {**read_object(folder / "special_tokens_map.json"), **read_object(folder / "tokenizer_config.json")}
+        ends = end_ids(read_object(folder / "generation_config.json"), "generation_config.json")
+        return cls(backend, config, templates_in(folder, config, chat_template), ends)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -413,18 +414,6 @@ class Tokenizer:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as e:
-        raise ConfigError(f"{file} is not valid JSON: {e}. Download it again.") from e
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
-    return value
-
-
 def _missing(folder: Path) -> str:
     others = [
         n
@@ -438,38 +427,6 @@ def _missing(folder: Path) -> str:
         f".save_pretrained({str(folder)!r}); or point --tokenizer at a folder that has one. A server needs it; for "
         "token ids alone there is LLM(..., skip_tokenizer_init=True)."
     )
-
-
-def _templates(folder: Path, config: Mapping[str, Any], given: str | None) -> dict[str, str]:
-    """Template sources by name. Later places override earlier ones:
-    tokenizer_config.json, chat_template.json, *.jinja, the caller's."""
-    found: dict[str, str] = {}
-    for value in (config.get("chat_template"), _read_json(folder / "chat_template.json").get("chat_template")):
-        if isinstance(value, str):
-            found["default"] = value
-        elif isinstance(value, list):
-            found |= {
-                v["name"]: v["template"] for v in value if isinstance(v, dict) and {"name", "template"} <= v.keys()
-            }
-    for file in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
-        if file.exists():
-            found["default" if file.parent == folder else file.stem] = file.read_text(encoding="utf-8")
-    if given is not None:
-        found = {"default": _given(given)}
-    if len(found) == 1:
-        found = {"default": next(iter(found.values()))}
-    return found
-
-
-def _given(chat_template: str) -> str:
-    if "{" in chat_template or "\n" in chat_template:
-        return chat_template
-    try:
-        return Path(chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(
-            f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read: {e}"
-        ) from e
 
 
 def _content(token: Any) -> str:
