@@ -6,9 +6,9 @@
 LIST.toml has tables ``[[PART]]`` with ``name``, ``seconds`` and ``command``, a shell command in which OUT stands for
 the folder, `kvasir` runs this tree, and environment variables that it names must be set. ``gpu`` (default: all) names
 the GPUs that the command sees, ``decides`` says what the result is for, and ``after`` names a file that must be there
-before it starts (OUT and environment variables stand for their values). Several parts run at the same time. Commands of ``together`` start at once and measure no time:
-they share a GPU. Commands of every other part run in their order, one at a time. A part that runs alone on a machine
-with fewer GPUs than it names gets the first ones.
+before it starts (OUT and environment variables stand for their values). Several parts run at the same time. Commands of
+``together`` start at once and measure no time: they share a GPU. Commands of every other part run in their order, one
+at a time. A part that runs alone on a machine with fewer GPUs than it names gets the first ones.
 
 Each command has its own process group and is asked to end (SIGTERM) after its seconds, or when --seconds of the whole
 run are over, so it must write what it has as it goes. It may then end its servers; whatever is left of it and of the
