@@ -30,7 +30,7 @@ def test_a_typo_finds_its_name(word, name):
 
 
 @pytest.mark.parametrize(
-    "word", ["add_special_tokens", "length_penalty", "min_length", "prompt_token_ids", "--echo", ""]
+    "word", ["length_penalty", "min_length", "prompt_token_ids", "--echo", ""]
 )
 def test_other_parameters_are_not_suggested(word):
     assert nearest(word, NAMES) == ""

@@ -246,7 +246,7 @@ IN_CHAT = {  # body fields over a healthy body -> (status, param)
         {
             "tools": [
                 TOOL,
-                {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": {"type": "strng"}}}}},
+                {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": {"not": {}}}}}},
             ],
             "tool_choice": "required",
         },
@@ -368,7 +368,7 @@ IN_RESPONSES = {
     "tool-name": ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
     "tool-schema": (
         {
-            "tools": [{"type": "function", "name": "f", "parameters": {"properties": {"a": {"type": "strng"}}}}],
+            "tools": [{"type": "function", "name": "f", "parameters": {"properties": {"a": {"not": {}}}}}],
             "tool_choice": "required",
         },
         "tools[0].parameters",

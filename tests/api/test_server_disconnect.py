@@ -34,7 +34,7 @@ def send(server: Running, path: str, body: dict | bytes, cut: int | None = None)
     """Send a raw request, so that the test decides when the client leaves. ``cut``: send only so many bytes of the
     body."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
     head += f"content-length: {len(data)}\r\n\r\n".encode()
     connection = socket.socket()
     connection.settimeout(60)
@@ -137,8 +137,8 @@ def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
             assert slow.recv(100) == b"", "closed without a word"
         with socket.create_connection(address, timeout=60) as slow:
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
-                b"100\r\n\r\n{"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                b"content-length: 100\r\n\r\n{"
             )
             assert b" 408 " in slow.recv(4000)
         with httpx.Client(base_url=server.url, timeout=120) as http:  # a slow answer is not a slow head
@@ -222,7 +222,7 @@ def test_more_connections_than_files():
 def test_pipelined_requests_are_answered_in_order(slow):
     one = send(slow, "/v1/completions", {"prompt": "say: one"})
     data = json.dumps({"prompt": "say: two"}).encode()
-    head = b"host: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = b"host: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(data)}\r\n\r\n".encode()
     one.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head + data)
     got = b""

@@ -216,7 +216,7 @@ MALFORMED = {
         "<tool_call>now <arg_value>",
         "<tool_call>\n</tool_call>",
         "<tool_call>now<arg_key>a</arg_key>5",
-        "<tool_call>a.b</tool_call>",
+        "<tool_call>a b</tool_call>",
         "1 < 2",
         "</tool_call>",
     ],

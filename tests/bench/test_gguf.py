@@ -16,8 +16,11 @@ from tests.bench.helpers import SITE
 @pytest.fixture(autouse=True)
 def package(monkeypatch):
     monkeypatch.syspath_prepend(SITE)
+    real = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "gguf"}
     yield
-    sys.modules.pop("gguf", None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+        del sys.modules[name]
+    sys.modules.update(real)
 
 
 @pytest.mark.parametrize("file_type, kind", [("f32", "F32"), ("bf16", "BF16"), ("q8_0", "Q8_0")])

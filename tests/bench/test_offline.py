@@ -23,13 +23,13 @@ def run(capsys, config=None, **options):
         config or EngineConfig(),
         **{"shape": None, "workloads": TINY, "peer": None, "repeats": 1, "output": None, **options},
     )
-    return json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    return json.loads(options["output"].read_text() if "output" in options else printed)
 
 
 def test_it_produces_a_result(capsys, tmp_path):
     found = run(capsys, EngineConfig.of(max_num_seqs=4, num_threads=1), repeats=2, output=tmp_path / "r.json")
     check(found)
-    assert json.loads((tmp_path / "r.json").read_text()) == found
     (only,) = found["arms"]
     assert only["config"] == {"max_num_seqs": 4, "num_threads": 1, "enable_prefix_caching": False}, (
         "the settings that are not the defaults"

@@ -110,7 +110,7 @@ def test_bench_serve_measures_it(kvasir, server, tmp_path):
     done = kvasir(*args, "--api-key", "k", "--json", file)
     assert done.code == 0, done.err
     found = json.loads(file.read_text())
-    assert found == json.loads(done.out) and "ttft_ms_p50" in done.err
+    assert '"arms"' not in done.out and "ttft_ms_p50" in done.err
     metrics = found["arms"][0]["metrics"]
     assert metrics["requests_by_status"] == {"200": 5}
     assert round(metrics["output_tok_s"] / metrics["requests_s"]) == 6

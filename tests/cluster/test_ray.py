@@ -24,7 +24,7 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
 
     monkeypatch.setattr(ray_hosts, "find_spec", lambda name: None)
     for call in (ray_hosts.RayHosts, ray_hosts.status):
-        with pytest.raises(ConfigError, match="kvasir\\[cluster\\]"):
+        with pytest.raises(ConfigError, match="pip install ray cryptography"):
             call("auto")
 
 

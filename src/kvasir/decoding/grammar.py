@@ -87,6 +87,8 @@ def try_schema(schema: str, param: str) -> None:
     try:
         source = schema_source(json.loads(schema), param)
         why = reason(llguidance.LLMatcher.validate_grammar(source, limits=llguidance.LLParserLimits(**_LIMITS)))
+    except RequestError as e:
+        raise RequestError(e.message, param=e.param, code=e.code or "invalid_grammar") from e
     except ValueError as e:
         why = str(e)
     if why:

@@ -55,7 +55,8 @@ class Journal:
         self._name = path.name
         try:
             found = records.read(path, _line) if path.exists() else records.Reading()
-            if found.lost and not found.records and found.first[: len(HEAD)] != HEAD[: len(found.first)]:
+            torn = len(found.lost) == 1 and found.first[: len(HEAD)] == HEAD[: len(found.first)]  # the first record
+            if found.lost and not found.records and not torn:
                 raise ConfigError(f"{path.name} is no journal of a run. Name another file.")
             found.tell(path)
             self._take(found.records, head)

@@ -87,6 +87,9 @@ class Call(CallReader):
             self._parser.argue(typed(self._text.strip(), None))
         return self._text if self._state == "key" else ""
 
+    def rest(self) -> str:
+        return self._text if self._state == "key" else ""
+
     def _push(self, char: str) -> None:
         if len(self._stack) >= MAX_DEPTH:
             raise Malformed
