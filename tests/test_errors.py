@@ -29,8 +29,6 @@ def test_a_typo_finds_its_name(word, name):
     assert nearest(word, NAMES) == f" Did you mean '{name}'?"
 
 
-@pytest.mark.parametrize(
-    "word", ["length_penalty", "min_length", "prompt_token_ids", "--echo", ""]
-)
+@pytest.mark.parametrize("word", ["length_penalty", "min_length", "prompt_token_ids", "--echo", ""])
 def test_other_parameters_are_not_suggested(word):
     assert nearest(word, NAMES) == ""

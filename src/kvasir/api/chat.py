@@ -217,11 +217,15 @@ class Message:
         """Number of tokens of the reasoning, its marks included; 0 for a message without reasoning."""
         return len(self._tokens) if self.reasoning else 0
 
+    @property
+    def cut(self) -> bool:
+        """Whether a call broke off, so that its arguments were closed for it."""
+        return self._tool_parser is not None and self._tool_parser.cut
+
     def finish_reason(self, reason: str) -> str:
         """The finish reason for clients: ``tool_calls`` when the message ended by itself and all its calls are complete
         (a stop string may have cut the last one)."""
-        cut = self._tool_parser is not None and self._tool_parser.cut
-        complete = self.calls and not cut and all(whole(call.arguments) for call in self.calls)
+        complete = self.calls and not self.cut and all(whole(call.arguments) for call in self.calls)
         return "tool_calls" if complete and reason == "stop" else reason
 
 

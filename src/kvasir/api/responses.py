@@ -227,11 +227,12 @@ class Output:
             yield "response.content_part.done", {**self._place(), "content_index": 0, "part": _copy(part)}
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": _copy(item)}
 
-    def finish(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """End the output. An answer without any text still gets a message."""
+    def finish(self, status: str, cut: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+        """End the output. An answer without any text still gets a message. ``cut``: a call broke off."""
         if not self.items:
             yield from self.add(Piece("content", ""))
-        yield from self.close(status)
+        broken = cut and self._open is not None and self._open[0] == "call"
+        yield from self.close("incomplete" if broken else status)
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class ResponsesJob:
                         waiting = []
         generation.usage.reasoning = self.message.reasoning_tokens
         status = "completed" if reason == "stop" else "incomplete"
-        for step in self.output.finish(status):
+        for step in self.output.finish(status, self.message.cut):
             yield step
         details = {"stop": None, "length": {"reason": "max_output_tokens"}}.get(reason, {"reason": reason})
         self.object = self._response(status, incomplete_details=details, usage=usage_object(generation.usage))

@@ -268,5 +268,5 @@ def _is(value: Any, kind: str) -> bool:
     if isinstance(value, bool) or value is None:
         return kind == ("null" if value is None else "boolean")
     if isinstance(value, int | float):
-        return kind == "number" or kind == "integer" and exact(value) % 1 == 0
+        return kind == "number" or kind == "integer" and exact(value) == exact(value).to_integral_value()
     return kind == {str: "string", list: "array", dict: "object"}.get(type(value))
