@@ -15,7 +15,9 @@ ROOT = Path(__file__).parent.parent
 TEXT = {".md", ".py", ".toml", ".txt", ".sh", ".yaml", ".yml", ".html", ".js", ".json", ".cff", ""}
 ROOMS = [f for room in ("docs", "deploy", "src", "tools") for f in sorted((ROOT / room).rglob("*"))]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
-FILES = [f for f in [*PAGES, *ROOMS] if f.is_file() and f.suffix in TEXT]
+FILES = [
+    f for f in [*PAGES, *ROOMS] if f.is_file() and f.suffix in TEXT and ".egg-info" not in f.parent.name
+]  # a build writes egg-info
 INSTALLER = r"(?:pip3?|pipx|uv|uvx|conda|mamba|poetry|pdm|easy_install)"
 OPTIONS = r"(?:\s+(?:-\S+|pip|tool))*"
 COMMAND = re.compile(rf"\b(?:{INSTALLER}{OPTIONS}\s+(?:install|add|run|inject)|uvx)\b([^\n`]*)")

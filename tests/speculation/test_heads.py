@@ -499,7 +499,7 @@ def test_what_a_head_takes_is_known_before_the_pool_is_sized(kind, folders):
 
 
 def test_the_pool_leaves_it_free(monkeypatch):
-    monkeypatch.setattr("kvasir.engine.build.available_memory", lambda: 64 << 20)
+    monkeypatch.setattr("kvasir.engine.sizing.available_memory", lambda: 64 << 20)
     pages = []
     for beside in (0, 16 << 20):
         built = build(
