@@ -54,7 +54,8 @@ def test_chains_run_in_graphs_and_change_no_token(preempt_every, plain):
     driver.run(list(fleet(driver)), preempt_every=preempt_every)
     assert outcome(driver) == plain
     assert ran[ChainGraphs] >= 2 and set(ran) == {ChainGraphs}  # how many depends on measured times
-    assert {most for most, _ in driver.backend.seen} == set(FORMS), "rows of a chain share the keys they read"
+    seen = {most for most, _ in driver.backend.seen}  # a slow machine may launch long chains alone
+    assert seen and seen <= set(FORMS), "rows of a chain share the keys they read"
     stats = driver.engine.stats()
     assert stats.forced_tokens > 0.3 * stats.generation_tokens
     driver.close()
