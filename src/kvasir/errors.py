@@ -34,6 +34,11 @@ class RequestError(Exception):
         self.retry_after = retry_after
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust. Its class is no Exception, and no module exports it."""
+    return type(error).__name__ == "PanicException"
+
+
 # Packages of each extra of pyproject.toml, by their names on the package index.
 EXTRAS = {
     "gguf": "gguf",

@@ -30,11 +30,14 @@ BODIES = {
 }
 
 
-def send(server: Running, path: str, body: dict | bytes, cut: int | None = None) -> socket.socket:
+def send(
+    server: Running, path: str, body: dict | bytes, cut: int | None = None, headers: dict[str, str] | None = None
+) -> socket.socket:
     """Send a raw request, so that the test decides when the client leaves. ``cut``: send only so many bytes of the
     body."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
+    head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items()).encode()
     head += f"content-length: {len(data)}\r\n\r\n".encode()
     connection = socket.socket()
     connection.settimeout(60)

@@ -158,7 +158,7 @@ def test_a_key_with_slow_grammars_leaves_room_for_others(slow):
     assert sum(future.running() for future in held) == grammars_module.NUM_TURNS - 1
     waits = [future.cancel() for future in held]
     assert waits.count(True) == 6 - (grammars_module.NUM_TURNS - 1), "those that run are not cancelled"
-    assert not slow._queues.get("A"), "cancelled grammars leave the queue"
+    assert not slow._threads.waiting("A"), "cancelled grammars leave the queue"
 
 
 def test_closing_ends_the_processes(tok):

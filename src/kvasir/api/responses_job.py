@@ -67,6 +67,7 @@ class ResponsesJob:
                 choice_of(body.tool_choice),
                 parallel,
                 template_options(service, body.chat_template_kwargs, effort=effort, warnings=caller.warnings),
+                caller,
                 cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, limit, service.info),
                 dropped=self.ignored,
             )

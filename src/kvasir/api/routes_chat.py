@@ -40,6 +40,7 @@ def prepare_prompt(
     tool_choice: Any,
     parallel: bool,
     template: Mapping[str, Any],
+    caller: Caller,
     *,
     continued: bool = False,
     cut: Callable[[list[int]], list[int]] = list,
@@ -47,9 +48,9 @@ def prepare_prompt(
 ) -> Prompt:
     """Check, render and encode a conversation. Raises RequestError.
 
-    ``template``: the options of the chat template. ``continued``: the answer continues the last message. ``cut``
-    shortens the prompt's ids. ``dropped``: collects what the grammar of a forced call leaves out of the schemas of
-    tools with ``strict: false``.
+    ``template``: the options of the chat template. ``caller``: whose turn it is. ``continued``: the answer continues
+    the last message. ``cut`` shortens the prompt's ids. ``dropped``: collects what the grammar of a forced call leaves
+    out of the schemas of tools with ``strict: false``.
     """
     text = service.text
     tools.validate(offered, tool_choice)
@@ -60,6 +61,7 @@ def prepare_prompt(
             param="tools",
             code="no_tool_parser",
         )
+    caller.render(text.tokenizer, template.get("chat_template"), offered)
     messages = check_messages(messages)
     text.check_size([*texts(messages), *strings(template.get("documents"))], service.info.max_model_len)
     ids = cut(text.tokenizer.encode_chat(messages, tools=offered, continue_final_message=continued, **template))
@@ -192,6 +194,7 @@ class ChatJob:
                 body.tool_choice,
                 self.parallel,
                 {"add_generation_prompt": body.add_generation_prompt is not False, **options},
+                caller,
                 continued=bool(body.continue_final_message),
                 cut=lambda ids: truncated(ids, body.truncate_prompt_tokens, limit, service.info),
                 dropped=self.ignored,

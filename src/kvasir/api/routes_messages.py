@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -34,7 +33,7 @@ class AskedPrompt:
     of the body was ignored. ``budget``: most tokens of thinking; None: no limit.
     """
 
-    def __init__(self, service: Service, body: Conversation) -> None:
+    def __init__(self, service: Service, body: Conversation, caller: Caller) -> None:
         text = service.text
         self.ignored = [name for name in IGNORED if getattr(body, name) is not None]
         self.budget: int | None = None
@@ -50,7 +49,7 @@ class AskedPrompt:
         choice, self.parallel = choice_of(body.tool_choice)
         with own_places(body.tools):
             self.prompt: Prompt = prepare_prompt(
-                service, messages, tools, choice, self.parallel, options, dropped=self.ignored
+                service, messages, tools, choice, self.parallel, options, caller, dropped=self.ignored
             )
         if self.continues:
             thinking = text.reasoning(self.prompt.ids)
@@ -102,7 +101,7 @@ class MessagesJob:
             raise RequestError("'stop' is another name of 'stop_sequences'; send one of them", param="stop")
         self.names = {"prompt": "messages", "stop": "stop" if body.stop_sequences is None else "stop_sequences"}
         with renamed(self.names):
-            asked = AskedPrompt(service, body)
+            asked = AskedPrompt(service, body, caller)
         self.ignored = [*unknown, *asked.ignored]
         output = ("output_config.format", body.output_config.format if body.output_config else None)
         with own_places(body.tools):
@@ -186,13 +185,14 @@ class MessagesRoutes:
         self.service = service
 
     async def count_tokens(self, http: HttpRequest) -> Response:
+        caller = Caller(http)
         raw = await self.service.body(http)
-        count, ignored = await asyncio.to_thread(self._count, raw)
+        count, ignored = await self.service.prepare(caller, raw, self._count, raw, caller)
         headers = {**id_headers(http.scope), **ignored_header(ignored)}
         return Response(encode({"input_tokens": count}), 200, headers, media_type="application/json")
 
-    def _count(self, raw: bytes) -> tuple[int, list[str]]:
+    def _count(self, raw: bytes, caller: Caller) -> tuple[int, list[str]]:
         body, unknown = self.service.parse(CountTokensBody, raw, adapters=True)
         with renamed({"prompt": "messages"}):
-            asked = AskedPrompt(self.service, body)
+            asked = AskedPrompt(self.service, body, caller)
         return len(asked.prompt.ids), [*unknown, *asked.ignored]

@@ -202,7 +202,7 @@ class ScalingRoutes:
         raw = await service.body(http)
         check_task(service.info, "generate")
         most = service.most_tokens(caller)
-        plan = await asyncio.to_thread(self._plan, raw, caller.tenant, most, caller=caller)
+        plan = await service.prepare(caller, raw, self._plan, raw, caller.tenant, most, None, caller)
         service.concurrency.enter(caller.key)
         try:
             run = self.runs.start(

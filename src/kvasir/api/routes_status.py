@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +15,7 @@ from kvasir.api.chat import check_messages, texts
 from kvasir.api.errors import error_response
 from kvasir.api.protocol import DetokenizeBody, TokenizeBody
 from kvasir.api.routes_chat import template_options
-from kvasir.api.service import Service
+from kvasir.api.service import Caller, Service
 from kvasir.api.streaming import encode
 from kvasir.errors import RequestError
 from kvasir.types import AdapterInfo
@@ -138,9 +137,11 @@ class StatusRoutes:
         )
 
     async def tokenize(self, http: Request) -> Response:
-        return await asyncio.to_thread(self._tokenize, await self.service.body(http))
+        caller = Caller(http)
+        raw = await self.service.body(http)
+        return await self.service.prepare(caller, raw, self._tokenize, raw, caller)
 
-    def _tokenize(self, raw: bytes) -> Response:
+    def _tokenize(self, raw: bytes, caller: Caller) -> Response:
         body, _ = self.service.parse(TokenizeBody, raw, adapters=True)
         tokenizer = self.service.text.tokenizer
         if (body.prompt is None) == (body.messages is None):
@@ -152,6 +153,7 @@ class StatusRoutes:
         if body.messages is None:
             ids = tokenizer.prompt_ids(body.prompt or "", body.parse_special, body.add_special_tokens)
         else:
+            caller.render(tokenizer, None, body.tools)
             ids = tokenizer.encode_chat(
                 check_messages(body.messages),
                 tools=body.tools or None,
@@ -164,7 +166,9 @@ class StatusRoutes:
         )
 
     async def detokenize(self, http: Request) -> Response:
-        return await asyncio.to_thread(self._detokenize, await self.service.body(http))
+        caller = Caller(http)
+        raw = await self.service.body(http)
+        return await self.service.prepare(caller, raw, self._detokenize, raw)
 
     def _detokenize(self, raw: bytes) -> Response:
         body, _ = self.service.parse(DetokenizeBody, raw, adapters=True)

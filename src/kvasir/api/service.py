@@ -19,6 +19,7 @@ from kvasir.api import limits
 from kvasir.api.auth import name_of
 from kvasir.api.errors import error_event, error_response, id_headers
 from kvasir.api.metrics import Metrics
+from kvasir.api.preparing import Preparing, RendersApart
 from kvasir.api.protocol import Body, SamplingBody, parse
 from kvasir.api.streaming import Disconnected, EventStream, encode, unless_disconnected
 from kvasir.api.text import Text
@@ -29,15 +30,20 @@ from kvasir.client.pieces import PIECE
 from kvasir.config import ServerConfig
 from kvasir.errors import RequestError
 from kvasir.logs import log
+from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import ModelInfo, Request, SamplingParams
 
 B = TypeVar("B", bound=Body)
+R = TypeVar("R")
 # Longest warning header.
 MAX_WARNING_CHARS = 1024
 
 
 class Caller:
-    """The caller of a request: its key and tenant from the key guard, the request's id, and the time of arrival."""
+    """The caller of a request: its key and tenant from the key guard, the request's id, and the time of arrival.
+    ``apart``: its job has its turn to render a template in a process."""
+
+    apart = False
 
     def __init__(self, http: HttpRequest) -> None:
         self.arrival = time.monotonic()
@@ -55,7 +61,13 @@ class Caller:
         caller.arrival, caller.created, caller.id, caller.key = time.monotonic(), created, id, key
         caller.tenant = caller.own_tenant = tenant
         caller.warnings = []
+        caller.apart = True  # nobody waits
         return caller
+
+    def render(self, tokenizer: Tokenizer, template: str | None, tools: Any) -> None:
+        """Raise RendersApart where the chat template needs a process and this job's turn was for another kind."""
+        if not self.apart and tokenizer.renders_apart(template, bool(tools)):
+            raise RendersApart
 
     def take(self, body: Body) -> None:
         """Take over the body's ``request_id``, and its ``cache_salt``: requests of different salts share no page of the
@@ -105,6 +117,7 @@ class Service:
         self.text = text
         self.settings = settings
         self.metrics = Metrics()
+        self.preparing = Preparing()
         self.concurrency = limits.Concurrency(settings.max_concurrent_per_key)
         self._most_by_key = {name_of(key): most for key, most in settings.output_limits().items()}
         self.phase = "starting"
@@ -152,6 +165,7 @@ class Service:
         for close in self.closers:
             await close()
         await self.client.stop(drain)
+        self.preparing.close()
         for end in self.enders:
             await end()
 
@@ -181,6 +195,10 @@ class Service:
         """Read the raw body of a request. Raises RequestError."""
         self.require_ready()
         return await limits.read_body(http, self.settings.max_body_bytes, self.settings.request_timeout)
+
+    async def prepare(self, caller: Caller, raw: bytes, job: Callable[..., R], *given: Any) -> R:
+        """Run ``job(*given)``, which reads the body ``raw``, off the loop in the caller's turn. Raises RequestError."""
+        return await self.preparing.run(caller, len(raw), functools.partial(job, *given))
 
     def parse(
         self, kind: type[B], raw: bytes, caller: Caller | None = None, *, adapters: bool = False
@@ -317,7 +335,7 @@ class Service:
         generation = response = None
         try:
             check_task(self.info, task)
-            job: Job = await asyncio.to_thread(make, self, raw, caller)
+            job: Job = await unless_disconnected(http.receive, self.prepare(caller, raw, make, self, raw, caller))
             headers = {
                 **id_headers(http.scope, caller.id),
                 **ignored_header(job.ignored),

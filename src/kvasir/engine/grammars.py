@@ -6,14 +6,16 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarProcess
 from kvasir.errors import ConfigError, RequestError
+from kvasir.fair_threads import FairThreads
 from kvasir.logs import log
 from kvasir.types import Grammar, Request
 
@@ -55,59 +57,17 @@ class Grammars:
         self._compiler: Any = None  # built for the first grammar: most processes never need the library
         self._building = threading.Lock()
         self._lock = threading.Lock()  # guards everything below
-        self._queues: OrderedDict[str, dict[Future, Grammar]] = OrderedDict()  # by key, whose turn is next first
-        self._running: Counter[str] = Counter()
         self._idle: list[GrammarProcess] = []
         self._busy: set[GrammarProcess] = set()
         self._known: OrderedDict[bytes, RequestError | None] = OrderedDict()  # why grammars are refused, or None
         self._closed = False
-        self._threads = ThreadPoolExecutor(NUM_TURNS, thread_name_prefix="grammar")
+        self._threads = FairThreads(NUM_TURNS, "grammar")
 
     def compile(self, request: Request) -> Future:
         """Put the grammar of ``request`` into the queue of its key. The result is a matcher; every branch needs a copy
         of it. ``cancel`` succeeds only while the grammar waits for its turn."""
-        future: Future = Future()
         key = request.tenant.partition(":")[0]
-        with self._lock:
-            self._queues.setdefault(key, {})[future] = request.params.grammar
-        future.add_done_callback(lambda future: self._forget(key, future))
-        self._dispatch()
-        return future
-
-    def _forget(self, key: str, future: Future) -> None:
-        with self._lock:
-            self._queues.get(key, {}).pop(future, None)
-
-    def _dispatch(self) -> None:
-        """Start what may start."""
-        with self._lock:
-            while not self._closed and self._running.total() < NUM_TURNS and (job := self._next()):
-                self._running[job[0]] += 1
-                self._threads.submit(self._run, *job)
-
-    def _next(self) -> tuple[str, Future, Grammar] | None:
-        """Take a grammar of the key whose turn it is. A key leaves a place free for others, where there are others."""
-        for key in list(self._queues):
-            queue = self._queues[key]
-            while queue and self._running[key] < (NUM_TURNS - 1 if key else NUM_TURNS):
-                future = next(iter(queue))
-                grammar = queue.pop(future)
-                self._queues.move_to_end(key)
-                if future.set_running_or_notify_cancel():
-                    return key, future, grammar
-            if not queue:
-                del self._queues[key]
-        return None
-
-    def _run(self, key: str, future: Future, grammar: Grammar) -> None:
-        try:
-            future.set_result(self._compile(grammar))
-        except BaseException as e:  # a panic of the library is no Exception
-            future.set_exception(e)
-        finally:
-            with self._lock:
-                self._running -= Counter([key])
-            self._dispatch()
+        return self._threads.submit(key, partial(self._compile, request.params.grammar))
 
     def _compile(self, grammar: Grammar) -> Any:
         if self._tokenizer_file is None:
@@ -196,13 +156,10 @@ class Grammars:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            waiting = [future for queue in self._queues.values() for future in queue]
             processes = [*self._idle, *self._busy]
-        for future in waiting:
-            future.cancel()
+        self._threads.close()
         for process in processes:
             process.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def failure(request_id: str, error: BaseException) -> Failure:

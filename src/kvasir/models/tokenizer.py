@@ -327,6 +327,11 @@ class Tokenizer:
                 )
         return text, marks.originals
 
+    def renders_apart(self, wanted: str | None, with_tools: bool) -> bool:
+        """Whether a chat template is rendered in a process of its own: a client's, or one that may not run here."""
+        template = self._template(wanted, with_tools)
+        return not isinstance(template, ChatTemplate) or template.apart
+
     def _template(self, wanted: str | None, with_tools: bool) -> ChatTemplate | str:
         if wanted is not None:
             if wanted in self.templates:
