@@ -180,5 +180,3 @@ def test_a_panic_is_a_json_error(monkeypatch):
             reply = ask(server, PLAIN)
         assert reply.status_code == 500 and "gave up" in reply.json()["error"]["message"]
         assert ask(server, PLAIN).status_code == 200
-
-

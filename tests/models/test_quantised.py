@@ -317,13 +317,13 @@ def test_a_missing_scale_is_named(folders, tmp_path):
 
 
 def test_ignored_modules_by_name_and_by_pattern():
-    from kvasir.models.quantisation import ignored
+    from kvasir.models.patterns import ModuleList
 
-    patterns = ["lm_head", "model.layers.0.mlp.gate", "re:.*vision.*", "model.layers.7"]
+    patterns = ModuleList(["lm_head", "model.layers.0.mlp.gate", "re:.*vision.*", "model.layers.7"], "ignore")
     for module in ("lm_head", "model.layers.0.mlp.gate", "model.vision.x", "model.layers.7.mlp.up_proj"):
-        assert ignored(module, patterns), module
+        assert module in patterns, module
     for module in ("model.layers.0.mlp.gate_proj", "model.layers.70.mlp.up_proj", "model.layers.1.mlp.gate"):
-        assert not ignored(module, patterns), module
+        assert module not in patterns, module
 
 
 def test_a_decoder_knows_its_bytes_before_it_is_loaded(folders):

@@ -11,7 +11,8 @@ from kvasir.models.chat_template import ChatTemplate
 from kvasir.models.checkpoint import embedded, read_config, read_json, refuse_special
 from kvasir.models.fields import Fields
 from kvasir.models.growth import check_growth
-from kvasir.models.patterns import safe_pattern
+from kvasir.models.patterns import ModuleList, Patterns, safe_pattern
+from kvasir.models.quantisation import reader_of
 
 MESSAGES = [{"role": "system", "content": "  be brief "}, {"role": "user", "content": "hi <b>"}]
 HUGE = [
@@ -105,7 +106,7 @@ def test_a_template_that_needs_more_is_rendered_apart():
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a+)+b", "(a|aa)*b", "(.*)*x", "a?a?a?a?a?aaaaa", "(a)\\1", "(?=a)a", "(", "x" * 2000]
+    "pattern", ["(a+)+b", "(a|aa)*b", "(.*)*x", "a?a?a?a?a?aaaaa", "(a)\\1", "(?:(?=a)a)*", "(", "x" * 2000]
 )
 def test_slow_patterns_are_refused(pattern):
     with pytest.raises(ConfigError, match="here"):
@@ -113,10 +114,65 @@ def test_slow_patterns_are_refused(pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["q_proj", r".*\.mlp\.gate$", r"layers\.[0-9]+\.(q|k)_proj", "^model.layers.3.q_proj"]
+    "pattern",
+    ["q_proj", r".*\.mlp\.gate$", r"layers\.[0-9]+\.(q|k)_proj", "^model.layers.3.q_proj", r"^(?!.*\.experts\.).*"],
 )
 def test_usual_patterns_are_accepted(pattern):
     safe_pattern(pattern, "here")
+
+
+EVIL = "(a+)+b"
+QUANTISED = {
+    "awq": lambda names: {"bits": 4, "modules_to_not_convert": names},
+    "gptq": lambda names: {"bits": 4, "modules_to_not_convert": names},
+    "fp8": lambda names: {"ignored_layers": names},
+    "fp6": lambda names: {"modules_to_not_convert": names},
+    "modelopt": lambda names: {"quant_algo": "NVFP4", "exclude_modules": names},
+    "compressed-tensors": lambda names: {"config_groups": GROUPS, "ignore": names},
+    "compressed-tensors targets": lambda names: {"config_groups": {"group_0": {**GROUPS["group_0"], "targets": names}}},
+}
+GROUPS = {
+    "group_0": {
+        "format": "float-quantized",
+        "targets": ["Linear"],
+        "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+    }
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_lists_of_modules_hold_no_slow_patterns(kind):
+    def config(names):
+        method = kind.partition(" ")[0]
+        return {"quantization_config": {"quant_method": method, **QUANTISED[kind](names)}}
+
+    reader = reader_of(config(["re:.*mlp.*", "model.layers.7", "lm_head"]))
+    assert reader.format_of("model.layers.1.self_attn.q_proj") != reader.format_of("model.layers.1.mlp.up_proj")
+    for names in (["re:" + EVIL], ["re:("], [5], "lm_head"):
+        with pytest.raises(ConfigError, match="config.json: quantization_config"):
+            reader_of(config(names))
+
+
+def test_wildcards_of_modules():
+    modules = ModuleList(["*.mlp.gate", "model.visual*", "*[b"], "here", globs=True)
+    assert "model.layers.3.mlp.gate" in modules and "model.visual.merger" in modules
+    assert "model.layers.3.mlp.gate_proj" not in modules
+    assert "a" * 120 not in ModuleList(["*a" * 100 + "b"], "here", globs=True)
+    with pytest.raises(ConfigError, match="here"):
+        ModuleList(["*a" * 1000], "here", globs=True)
+
+
+def test_all_matching_of_a_field_is_bounded(monkeypatch):
+    slow = Patterns([".*.*.*.*x" + str(i) for i in range(4096)], "here")
+    with pytest.raises(ConfigError, match="here: a name of 300 characters"):
+        slow.first("a" * 300)
+    with pytest.raises(ConfigError, match="here: matching takes more than"):
+        for _ in range(1000):
+            slow.first("a" * 100)
+    usual = Patterns([r".*\.self_attn\..*", r".*mlp\.(gate|up|down)_proj$", ".*lm_head"] * 7, "here")
+    monkeypatch.setattr(usual, "_left", 1.0)
+    for i in range(20_000):
+        assert usual.first(f"model.layers.{i}.mlp.experts.7.gate_up") is None
 
 
 def test_counts_of_layers_are_bounded():

@@ -10,7 +10,6 @@ Legend: K inputs, N outputs, R rank.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import read_json, refuse_special
-from kvasir.models.patterns import safe_pattern
+from kvasir.models.patterns import Patterns
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -62,8 +61,9 @@ class PeftFolder:
         patterns = self.config.get("alpha_pattern") or {}
         if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
             raise ConfigError(f"{path / CONFIG}: alpha_pattern is no object of at most {MAX_PATTERNS} patterns")
-        for pattern, alpha in patterns.items():
-            safe_pattern(pattern, f"{path / CONFIG}: alpha_pattern")
+        self.alphas = patterns
+        self._patterns = Patterns(patterns, f"{path / CONFIG}: alpha_pattern")
+        for alpha in patterns.values():
             if type(alpha) not in (int, float):
                 raise ConfigError(f"{path / CONFIG}: alpha_pattern has {alpha!r}, expected a number")
 
@@ -90,14 +90,8 @@ class PeftFolder:
 
     def scale_of(self, module: str, rank: int) -> float:
         """alpha / r of a module, or alpha / sqrt(r) with ``use_rslora``; patterns are matched as PEFT does."""
-        alpha = self.alpha
-        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
-            own = safe_pattern(pattern, f"{self.path / CONFIG}: alpha_pattern")
-            # As PEFT's "(.*\.)?(pattern)$", from each place where a part of the name begins.
-            starts = [0, *(m.end() for m in re.finditer(r"\.", module))]
-            if any(own.fullmatch(module, start) for start in starts):
-                alpha = value
-                break
+        pattern = self._patterns.first(module, parts=True)
+        alpha = self.alpha if pattern is None else self.alphas[pattern]
         return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
 
     def tensors(self) -> dict[str, torch.Tensor]:

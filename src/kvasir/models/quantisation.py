@@ -8,15 +8,15 @@ fills each plane of it. Needs no torch; the formats themselves do.
 from __future__ import annotations
 
 import math
-import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvasir import technique
 from kvasir.errors import ConfigError
 from kvasir.models import advice
+from kvasir.models.patterns import ModuleList
 from kvasir.models.stored import View
 from kvasir.technique import Technique
 
@@ -68,6 +68,14 @@ class Reader(Technique):
     def check(self, tensor: Stored) -> None:
         """Look into a tensor that is not read. Raises ConfigError where its content changes the result."""
 
+    def modules(self, *fields: str, globs: bool = False) -> ModuleList:
+        """The modules that the lists in ``fields`` name together. ``globs``: also by wildcards. Raises ConfigError."""
+        where = f"config.json: quantization_config.{fields[0]}"
+        given = [self.given.get(field) or [] for field in fields]
+        if not all(isinstance(entries, (list, tuple)) for entries in given):
+            raise ConfigError(f"{where} is not a list of names of modules")
+        return ModuleList([entry for entries in given for entry in entries], where, globs)
+
     def refuse(self, what: str, instead: str = "") -> None:
         """Raise ConfigError that says what of this checkpoint is not served."""
         instead = instead or advice.dequantize(self.name)
@@ -96,18 +104,6 @@ def reader_of(config: Mapping[str, Any]) -> Reader | None:
             )
         return technique.find(READERS, name, Reader)[0](given)
     return None
-
-
-def ignored(module: str, patterns: Iterable[str]) -> bool:
-    """Whether an ignore list holds a module: by its name, that of a part of the model which it belongs to, the end of
-    its name, or a regular expression (``re:``)."""
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            if re.match(pattern[3:], module):
-                return True
-        elif module == pattern or module.startswith(pattern + ".") or module.endswith("." + pattern):
-            return True
-    return False
 
 
 def with_suffix(view: View, suffix: str) -> View:

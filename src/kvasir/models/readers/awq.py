@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvasir.models.quantisation import Reader, ignored, with_suffix
+from kvasir.models.quantisation import Reader, with_suffix
 from kvasir.models.stored import View
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ class AWQ(Reader):
         if not config.get("zero_point", True):
             self.refuse("zero_point false")
         self.group = config.get("group_size", config.get("q_group_size", 128))
-        self.kept = config.get("modules_to_not_convert") or ()
+        self.kept = self.modules("modules_to_not_convert")
 
     def format_of(self, module: str) -> str | None:
-        return None if ignored(module, self.kept) else f"u4:group={max(0, self.group)},zeros=true"
+        return None if module in self.kept else f"u4:group={max(0, self.group)},zeros=true"
 
     def stored(self, view: View, plane: str, names: Collection[str]) -> View:
         if view.index or view.transposed:

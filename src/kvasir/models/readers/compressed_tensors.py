@@ -6,13 +6,13 @@ the codes of ``compressed_codes.py``, whose activations stay in 16 bits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvasir.models.compressed_codes import KINDS, UNREAD, CodeLayout, check_index, layout_of
+from kvasir.models.patterns import ModuleList
 from kvasir.models.quantisation import UNREAD as ACTIVATIONS
-from kvasir.models.quantisation import Reader, fit_scale, ignored, scale_of, with_suffix
+from kvasir.models.quantisation import Reader, fit_scale, scale_of, with_suffix
 from kvasir.models.stored import View
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class CompressedTensors(Reader):
             given = config.get(field)
             if isinstance(given, Mapping) and given and given.get("format") != "dense":
                 self.refuse(f"{field} ({given.get('format', 'transforms')})")
-        self.ignore = list(config.get("ignore") or ())
+        self.ignore = self.modules("ignore")
         # Targets, codes or the block of scales of E4M3, and whether activations are FP8.
-        self.groups: list[tuple[list[str], CodeLayout | int, bool]] = []
+        self.groups: list[tuple[ModuleList, CodeLayout | int, bool]] = []
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             self.refuse("a checkpoint without config_groups")
@@ -45,10 +45,12 @@ class CompressedTensors(Reader):
         if all(by_row for *_, by_row in self.groups):
             self.activations = "fp8"
 
-    def _group(self, name: str, group: Mapping[str, Any], kind: Any) -> tuple[list[str], CodeLayout | int, bool]:
+    def _group(self, name: str, group: Mapping[str, Any], kind: Any) -> tuple[ModuleList, CodeLayout | int, bool]:
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        where = f"config.json: quantization_config.config_groups.{name}.targets"
+        targets = ModuleList(group.get("targets"), where)
         if kind in KINDS:
-            return list(group.get("targets") or ()), layout_of(self, name, group, kind), False
+            return targets, layout_of(self, name, group, kind), False
         if kind not in SERVED:
             self.refuse(f"format '{kind}' of {name}")
         if weights.get("type") != "float" or weights.get("num_bits") != 8:
@@ -69,10 +71,10 @@ class CompressedTensors(Reader):
         by_row = bool(inputs) and inputs.get("type") == "float" and inputs.get("num_bits") == 8
         if inputs and not by_row:
             self.refuse(f"activations of {inputs.get('num_bits')} bits and type '{inputs.get('type')}' in {name}")
-        return list(group.get("targets") or ()), block, by_row
+        return targets, block, by_row
 
     def format_of(self, module: str) -> str | None:
-        layout = None if ignored(module, self.ignore) else self._layout(module)
+        layout = None if module in self.ignore else self._layout(module)
         if isinstance(layout, CodeLayout):
             return layout.format
         return None if layout is None else f"f8:scale=block,block={layout}" if layout > 0 else "f8"
@@ -81,9 +83,9 @@ class CompressedTensors(Reader):
         """The module's codes, or the block of its scales, or what a scale is for; None: no group has it. Names go
         before classes: "Linear" stands for every matrix."""
         for targets, layout, _ in self.groups:
-            if any(re.match(t[3:], module) if t.startswith("re:") else ignored(module, (t,)) for t in targets):
+            if module in targets:
                 return layout
-        return next((layout for targets, layout, _ in self.groups if "Linear" in targets), None)
+        return next((layout for targets, layout, _ in self.groups if "Linear" in targets.names), None)
 
     def stored(self, view: View, plane: str, names: Collection[str]) -> View:
         layout = self._layout(view.name.removesuffix(".weight"))

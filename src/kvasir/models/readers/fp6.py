@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvasir.models.quantisation import Reader, ignored, with_suffix
+from kvasir.models.quantisation import Reader, with_suffix
 from kvasir.models.stored import View
 
 ENDS = {"weight": ".weight", "high": ".weight_high", "scale": ".weight_scale"}
@@ -21,10 +21,10 @@ class FP6(Reader):
         super().__init__(config)
         if (kind := config.get("fmt", "e3m2")) != "e3m2":
             self.refuse(f"fmt '{kind}'")
-        self.kept = config.get("modules_to_not_convert") or ()
+        self.kept = self.modules("modules_to_not_convert")
 
     def format_of(self, module: str) -> str | None:
-        return None if ignored(module, self.kept) else self.name
+        return None if module in self.kept else self.name
 
     def stored(self, view: View, plane: str, names: Collection[str]) -> View:
         return with_suffix(view, ENDS[plane])

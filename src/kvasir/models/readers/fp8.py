@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvasir.models.quantisation import SUFFIX, Reader, fit_scale, ignored, scale_of, with_suffix
+from kvasir.models.quantisation import SUFFIX, Reader, fit_scale, scale_of, with_suffix
 from kvasir.models.stored import View
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ class FP8(Reader):
             if not isinstance(size, list | tuple) or len(size) != 2 or size[0] != size[1]:
                 self.refuse(f"weight_block_size {size}")
             self.block = int(size[0])
-        self.ignore = [*(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ())]
+        self.ignore = self.modules("modules_to_not_convert", "ignored_layers")
 
     def format_of(self, module: str) -> str | None:
-        if ignored(module, self.ignore):
+        if module in self.ignore:
             return None
         return f"f8:scale=block,block={self.block}" if self.block else "f8"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvasir.errors import ConfigError
 from kvasir.models.compressed_codes import check_index
-from kvasir.models.quantisation import UNREAD, Reader, ignored, with_suffix
+from kvasir.models.quantisation import UNREAD, Reader, with_suffix
 from kvasir.models.stored import View
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ class GPTQ(Reader):
         # The first version of the format stores a zero point minus one.
         self.plus = 0 if layout == "gptq_v2" else 1
         self.group = max(0, config.get("group_size", 128))
-        self.kept = config.get("modules_to_not_convert") or ()
+        self.kept = self.modules("modules_to_not_convert")
         self.unread = (*UNREAD, INDEX, ENDS["zero"]) if self.symmetric else (*UNREAD, INDEX)
 
     def format_of(self, module: str) -> str | None:
-        if ignored(module, self.kept):
+        if module in self.kept:
             return None
         if self.bits == 8:
             return f"i8:group={self.group}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kvasir.models.quantisation import Reader, fit_scale, ignored, scale_of, with_suffix
+from kvasir.models.patterns import ModuleList
+from kvasir.models.quantisation import Reader, fit_scale, scale_of, with_suffix
 from kvasir.models.stored import View
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class ModelOpt(Reader):
             self.activations = "fp8"
         elif (group := given.get("group_size", 16)) != 16:
             self.refuse(f"group_size {group}")
-        self.kept = tuple(given.get("exclude_modules") or given.get("ignore") or ())
+        field = "exclude_modules" if given.get("exclude_modules") else "ignore"
+        self.kept = ModuleList(given.get(field) or (), f"config.json: quantization_config.{field}", globs=True)
 
     def format_of(self, module: str) -> str | None:
-        kept = ignored(module, self.kept) or any(fnmatchcase(module, pattern) for pattern in self.kept)
-        return None if kept else "f8" if self.wide else "nvfp4"
+        return None if module in self.kept else "f8" if self.wide else "nvfp4"
 
     def stored(self, view: View, plane: str, names: Collection[str]) -> View:
         found = with_suffix(view, ENDS[plane])
