@@ -16,6 +16,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from kvasir.errors import is_panic
+
 # Masks that are worth waking threads for, and the most threads: 64 masks take 2 ms on one, a third of a large step.
 LEAST_FOR_THREADS, MAX_THREADS = 4, 8
 _SHOWN_REGEX = r'invalid regex ".*" \(in regex\): '
@@ -65,7 +67,7 @@ class Matcher:
         try:
             return ask(*args)
         except BaseException as e:
-            if type(e).__name__ != "PanicException":  # the binding does not export it
+            if not is_panic(e):
                 raise
             self.error, self.panicked = self.error or "the grammar library panicked", True
             return None
@@ -180,7 +182,7 @@ def fill_all(matchers: list[Matcher], masks: np.ndarray) -> list[bool]:
     try:
         threads.unsafe_compute_mask_ptr(asked, masks.ctypes.data, masks.strides[0], len(masks))
     except BaseException as e:
-        if type(e).__name__ != "PanicException":
+        if not is_panic(e):
             raise
         return [matcher.fill(mask) for matcher, mask in zip(matchers, masks)]  # finds out whose it was
     return [matcher._complete(mask) for matcher, mask in zip(matchers, masks)]

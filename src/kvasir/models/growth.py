@@ -13,21 +13,27 @@ from kvasir.models.checkpoint import read_json
 MAX_GROWTH = 64
 
 
-def check_growth(file: Path) -> None:
-    """Raise ConfigError, which names file and field, for steps that make more than 64 characters of one."""
+def check_growth(file: Path) -> list[str]:
+    """Raise ConfigError, which names file and field, for steps that make more than 64 characters of one. Returns the
+    regular expressions of all steps."""
     try:
         found = read_json(file)
     except ConfigError as e:
         raise ConfigError(f"{file} cannot be read as a tokenizer: {e}") from e
+    expressions: list[str] = []
     for field in ("normalizer", "pre_tokenizer", "decoder"):
         growth = 1
         for step in _steps(found.get(field)):
+            pattern = step.get("pattern")
+            if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
+                expressions.append(pattern["Regex"])
             growth *= _growth(step)
             if growth > MAX_GROWTH:
                 raise ConfigError(
                     f"{file}: {field} makes more than {MAX_GROWTH} characters of one ({step.get('type')}), "
                     "which is not served"
                 )
+    return expressions
 
 
 def _steps(step: Any) -> list[Mapping[str, Any]]:

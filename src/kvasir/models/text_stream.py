@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tokenizers import Tokenizer as Backend
 
+from kvasir.models.guarded import Guarded
+
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -36,7 +38,7 @@ class TokenCodec:
         self.words = words
 
     @classmethod
-    def of(cls, backend: Backend) -> TokenCodec | None:
+    def of(cls, backend: Backend | Guarded) -> TokenCodec | None:
         """The rule of the tokenizer's decoder, or None when only the library knows it (WordPiece and others)."""
         if backend.decoder is None:
             return cls(False, strip=True, words=True)
@@ -139,7 +141,7 @@ class WindowStream:
     # Tokens kept as context while new ones add no text.
     MAX_KNOWN = 32
 
-    def __init__(self, backend: Backend, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
+    def __init__(self, backend: Backend | Guarded, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._backend = backend
         self._skip = skip
         self._known = _tail(prompt_ids, skip, 6)  # given out already, kept as context

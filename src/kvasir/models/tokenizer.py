@@ -19,11 +19,12 @@ from typing import Any
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
-from kvasir.errors import ConfigError, RequestError, nearest
+from kvasir.errors import ConfigError, RequestError, is_panic, nearest
 from kvasir.models.chat_messages import Marks, longest_first, normal, restore, unused
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
 from kvasir.models.checkpoint import end_ids, refuse_special
 from kvasir.models.growth import check_growth
+from kvasir.models.guarded import Guarded, try_expressions
 from kvasir.models.template_files import read_object, templates_in
 from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, WindowStream
 
@@ -50,6 +51,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
     ) -> None:
         self.config = config = dict(config or {})
+        backend = Guarded(backend)
         backend.no_truncation()
         backend.no_padding()
         _add_missing(backend, config)
@@ -90,20 +92,25 @@ class Tokenizer:
         refuse_special(folder)
         if not file.exists():
             raise ConfigError(_missing(folder))
-        check_growth(file)
+        expressions = check_growth(file)
         try:
             backend = Backend.from_file(str(file))
             backend.encode("A probe: 12 words.\n")
         except BaseException as e:  # bare Exception for every kind of bad file, and a panic is not even that
-            if isinstance(e, (KeyboardInterrupt, SystemExit)):
+            if not isinstance(e, Exception) and not is_panic(e):
                 raise
             raise ConfigError(
                 f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it again with "
                 "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             ) from e
+        try_expressions(file, backend, expressions)
         config = {**read_object(folder / "special_tokens_map.json"), **read_object(folder / "tokenizer_config.json")}
         ends = end_ids(read_object(folder / "generation_config.json"), "generation_config.json")
-        return cls(backend, config, templates_in(folder, config, chat_template), ends)
+        templates = templates_in(folder, config, chat_template)
+        try:
+            return cls(backend, config, templates, ends)
+        except RequestError as e:
+            raise ConfigError(f"{file} cannot be served: {e.message}") from e
 
     @property
     def eos_token_id(self) -> int | None:
@@ -121,7 +128,7 @@ class Tokenizer:
         ``add_special``: add the BOS and other tokens that this tokenizer adds. ``parse_special``: read special-token
         strings in the text as those tokens; otherwise they are plain text.
         """
-        encoding = self._encode(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
         if not parse_special and not self._control_ids.isdisjoint(encoding.ids):
             encoding = self._plain.encode(text, add_special_tokens=False)
             if not self._control_ids.isdisjoint(encoding.ids):
@@ -157,16 +164,16 @@ class Tokenizer:
         """Token ids of two plain texts with what the tokenizer puts around a pair; the second text is cut where there
         are more than ``most``."""
         pair = [self._plain_encoding(text) for text in (first, second)]
-        ids = self._backend.post_process(*pair, True).ids
+        ids = self._backend.post_process(pair[0], pair[1], True).ids
         if most is not None and len(ids) > most:
             pair[1].truncate(max(0, len(pair[1].ids) - (len(ids) - most)))
-            ids = self._backend.post_process(*pair, True).ids
+            ids = self._backend.post_process(pair[0], pair[1], True).ids
         return ids
 
     def _plain_encoding(self, text: str) -> Encoding:
         """The encoding of a text whose control strings are plain text, without added tokens. Raises RequestError where
         the tokenizer cannot write them so."""
-        encoding = self._encode(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
         if self._control_ids.isdisjoint(encoding.ids):
             return encoding
         encoding = self._plain.encode(text, add_special_tokens=False)
@@ -175,20 +182,6 @@ class Tokenizer:
         raise RequestError(
             "the text spells a special token that this tokenizer cannot write as plain text", code="special_token"
         )
-
-    def _encode(self, text: str) -> Encoding:
-        try:
-            return self._backend.encode(text, add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError) as e:
-            raise RequestError(
-                "the text holds a lone surrogate, which is not valid Unicode", param="prompt", code="invalid_unicode"
-            ) from e
-        except BaseException as e:
-            if type(e).__name__ != "PanicException":  # what the library's panics are, which no module exports
-                raise
-            raise RequestError(
-                f"tokenizer.json cannot encode this text: {str(e)[:300]}", param="prompt", code="tokenizer_error"
-            ) from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ``ids``, the same as ``stream()`` gives piece by piece.
@@ -273,7 +266,7 @@ class Tokenizer:
         text, originals = self._render(
             messages, tools, add_generation_prompt, chat_template, kwargs, continue_final_message
         )
-        encoding = self._encode(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
         return self._reencode(text, encoding, originals) if originals else encoding.ids
 
     def _render(
@@ -375,7 +368,7 @@ class Tokenizer:
         return result
 
     @functools.cached_property
-    def _plain(self) -> Backend:
+    def _plain(self) -> Guarded:
         """The same tokenizer with every control token switched off, made when a text first needs it."""
         state = json.loads(self._backend.to_str())
         for token in state["added_tokens"]:
@@ -383,7 +376,7 @@ class Tokenizer:
         plain = Backend.from_str(json.dumps(state))
         plain.encode_special_tokens = True
         plain.add_tokens([AddedToken(ANCHOR, special=False, normalized=False)])
-        return plain
+        return Guarded(plain)
 
     @functools.cached_property
     def _around(self) -> tuple[list[int], list[int]]:
@@ -443,7 +436,7 @@ def _extra_specials(config: Mapping[str, Any]) -> list[str]:
     return [_content(t) for group in extra for t in (group.values() if isinstance(group, dict) else group)]
 
 
-def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
+def _add_missing(backend: Guarded, config: Mapping[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks. Raises ConfigError when they do not
     get the declared ids."""
     table = config.get("added_tokens_decoder") or {}
