@@ -8,11 +8,12 @@ import pytest
 
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models.chat_template import ChatTemplate
-from kvasir.models.checkpoint import embedded, read_config, read_json, refuse_special
+from kvasir.models.checkpoint import embedded, read_config, read_json
 from kvasir.models.fields import Fields
 from kvasir.models.growth import check_growth
 from kvasir.models.patterns import ModuleList, Patterns, safe_pattern
 from kvasir.models.quantisation import reader_of
+from kvasir.plain_files import refuse_special
 
 MESSAGES = [{"role": "system", "content": "  be brief "}, {"role": "user", "content": "hi <b>"}]
 HUGE = [

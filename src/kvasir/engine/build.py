@@ -49,6 +49,7 @@ from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.models.pooling import read_pooling
 from kvasir.models.sidecar import read_sidecar
 from kvasir.models.spec import ModelSpec
+from kvasir.plain_files import refuse_special
 from kvasir.types import CacheGroup, ModelInfo
 
 # Bytes that allocator fragmentation and lazily loaded libraries take after the start, by experience.
@@ -342,6 +343,7 @@ class Clock:
 
 def _tokenizer_file(config: EngineConfig, path: Path) -> Path | None:
     file = (checkpoint.resolve(config.model.tokenizer) if config.model.tokenizer else path) / "tokenizer.json"
+    refuse_special(file)
     return file if file.exists() else None
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvasir import technique
 from kvasir.errors import ConfigError, nearest
+from kvasir.plain_files import refuse_special
 from kvasir.technique import Technique
 from kvasir.types import HookInfo
 
@@ -172,6 +173,7 @@ class HookSet:
 
 def read_set(name: str, folder: Path) -> HookSet:
     """Read a set from its folder. Raises ConfigError that names the folder and what is wrong with it."""
+    refuse_special(folder)
     try:
         text = (folder / CARD).read_text()
         card = json.loads(text)

@@ -20,6 +20,7 @@ from kvasir.models import advice
 from kvasir.models.families import find_family, text_of
 from kvasir.models.gguf_folder import as_folder, is_gguf
 from kvasir.models.quantisation import reader_of
+from kvasir.plain_files import read_text, refuse_special
 
 # Files to download: no pickles, no code, and no second copy of the weights in another layout.
 WANTED = [
@@ -146,24 +147,10 @@ def _download(model: str, revision: str | None) -> Path:
         raise ConfigError(f"model '{model}': {why} ({type(e).__name__}: {details})") from e
 
 
-def refuse_special(folder: Path) -> None:
-    """Raise ConfigError for an entry of a model folder that is neither a file nor a folder: reading a pipe or a device
-    may never end."""
-    if not folder.is_dir():
-        return
-    for entry in sorted(folder.iterdir()):
-        if entry.exists() and not entry.is_file() and not entry.is_dir():
-            raise ConfigError(f"{entry} is a pipe, a socket or a device, and not a file. Remove it from the folder.")
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ConfigError that names the file."""
-    if file.exists() and not file.is_file():
-        raise ConfigError(f"{file} is not a file")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"cannot read {file}: {e.strerror}") from e
+        value = json.loads(read_text(file))
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{file} is not valid JSON: {e}") from e
     if not isinstance(value, dict):

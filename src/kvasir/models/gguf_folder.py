@@ -19,6 +19,7 @@ from typing import Any
 from kvasir.errors import ConfigError
 from kvasir.models import advice
 from kvasir.models.gguf_file import BLOCKS, FREQUENCIES, PLAIN_TYPES, GGUFFile
+from kvasir.plain_files import refuse_special
 
 LINK = "model.gguf"
 VERSION = 1  # of what is written; part of a folder's name
@@ -38,7 +39,7 @@ CLOSE = 1e-3  # relative difference of such factors: they are rounded to fp32
 
 def is_gguf(path: Path) -> bool:
     """Whether this is a GGUF file, or a folder with one and nothing else to serve."""
-    return path.suffix == ".gguf" and path.is_file() or file_in(path) is not None
+    return path.suffix == ".gguf" and path.exists() and not path.is_dir() or file_in(path) is not None
 
 
 def file_in(folder: Path) -> Path | None:
@@ -53,7 +54,8 @@ def file_in(folder: Path) -> Path | None:
 
 def as_folder(path: Path) -> Path:
     """The model folder that stands for a GGUF file, or for a folder with one. Raises ConfigError."""
-    file = (path if path.is_file() else file_in(path) or path).resolve()
+    file = (file_in(path) or path).resolve()
+    refuse_special(file)
     about = file.stat()
     key = f"{VERSION} {file} {about.st_size} {about.st_mtime_ns}"
     target = _cache() / f"{file.stem[:40]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.models.checkpoint import read_json, refuse_special
+from kvasir.models.checkpoint import read_json
 from kvasir.models.patterns import Patterns
+from kvasir.plain_files import refuse_special
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

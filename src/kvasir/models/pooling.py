@@ -15,6 +15,7 @@ from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import read_json
 from kvasir.models.families import find_family
 from kvasir.models.reranker import Reranker
+from kvasir.plain_files import read_text
 from kvasir.types import Pooling, PoolRows
 
 MODULES, PROMPTS, SENTENCES = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
@@ -95,8 +96,8 @@ def _read_list(file: Path) -> list[dict[str, Any]]:
     import json
 
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
+        value = json.loads(read_text(file))
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{file} cannot be read: {e}") from e
     if not isinstance(value, list) or not all(isinstance(module, dict) for module in value):
         raise ConfigError(f"{file}: expected a list of modules")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import ConfigError
-from kvasir.models.checkpoint import refuse_special
+from kvasir.plain_files import read_text
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -16,8 +16,8 @@ def read_object(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as e:
+        value = json.loads(read_text(file))
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{file} is not valid JSON: {e}. Download it again.") from e
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must hold a JSON object")
@@ -37,8 +37,7 @@ def templates_in(folder: Path, config: Mapping[str, Any], given: str | None) -> 
             }
     for file in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
         if file.exists():
-            refuse_special(file)
-            found["default" if file.parent == folder else file.stem] = file.read_text(encoding="utf-8")
+            found["default" if file.parent == folder else file.stem] = read_text(file)
     if given is not None:
         found = {"default": _given(given)}
     if len(found) == 1:
@@ -50,8 +49,8 @@ def _given(chat_template: str) -> str:
     if "{" in chat_template or "\n" in chat_template:
         return chat_template
     try:
-        return Path(chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
+        return read_text(Path(chat_template))
+    except (ConfigError, OSError) as e:  # a name that is too long cannot even be looked for
         raise ConfigError(
             f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read: {e}"
         ) from e

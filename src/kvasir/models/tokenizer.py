@@ -22,11 +22,12 @@ from tokenizers import Tokenizer as Backend
 from kvasir.errors import ConfigError, RequestError, is_panic, nearest
 from kvasir.models.chat_messages import Marks, longest_first, normal, restore, unused
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
-from kvasir.models.checkpoint import end_ids, refuse_special
+from kvasir.models.checkpoint import end_ids
 from kvasir.models.growth import check_growth
 from kvasir.models.guarded import Guarded, try_expressions
 from kvasir.models.template_files import read_object, templates_in
 from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, WindowStream
+from kvasir.plain_files import refuse_special
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TAG = re.compile(r"</?[a-z_]+>")

@@ -26,6 +26,7 @@ from kvasir.errors import ConfigError, nearest
 from kvasir.kernels.noise import gumbel
 from kvasir.logs import log
 from kvasir.models.loader import read_tensors
+from kvasir.plain_files import refuse_special
 from kvasir.speculation.drafter import ServedModel
 from kvasir.speculation.head import Head
 
@@ -90,6 +91,7 @@ def _how_to_train(kind: str) -> str:
 def made(kind: str, folder: Path) -> tuple[Head, dict[str, Any]]:
     """The head of a folder, its weights not read yet, and its ``target``. Raises ConfigError."""
     file, train = folder / "config.json", _how_to_train(kind)
+    refuse_special(folder)
     try:
         config = json.loads(file.read_text())
         found = config.get("kind") if config.get("format") == FORMAT else None

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvasir.convert.converter import Converter, Source
 from kvasir.errors import ConfigError
+from kvasir.plain_files import refuse_special
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +107,7 @@ class ToLora(Converter):
         from safetensors.torch import load_file
 
         folder = Path(self.config.trained)
+        refuse_special(folder)
         if not (folder / "training.json").is_file():
             raise ConfigError(f"to_lora needs the folder of a training form: to_lora:trained=FOLDER (not '{folder}')")
         self.about = json.loads((folder / "training.json").read_text())

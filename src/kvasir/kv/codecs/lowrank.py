@@ -28,6 +28,7 @@ from kvasir.errors import ConfigError
 from kvasir.kernels.lowrank_decode import MAX_RANK
 from kvasir.kv.codec import CODECS, CachedLayer, Codec, LayerCache, Plane
 from kvasir.kv.latents import DESCRIPTION, PARTS, WEIGHTS, LatentLayer, Maps, latent_planes
+from kvasir.plain_files import refuse_special
 from kvasir.types import CacheRow
 
 HOW = "Make one with `kvasir convert lowrank:rank=N MODEL FOLDER`, and give --kv-codec lowrank:folder=FOLDER."
@@ -127,6 +128,7 @@ class LowRankCodec(Codec):
 def _describe(folder: str) -> dict[str, Any]:
     """The folder's description: ``ranks`` of keys and values by layer (None: cached as they are), ``heads`` and head
     dim by layer, ``digest`` of the matrices. Raises ConfigError."""
+    refuse_special(Path(folder))
     try:
         found = json.loads((Path(folder) / DESCRIPTION).read_text())
         ranks, heads = found["ranks"], found["heads"]

@@ -28,6 +28,7 @@ from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models.checkpoint import read_json
 from kvasir.models.peft import PREFIX, WEIGHTS, LowRankUpdate
+from kvasir.plain_files import refuse_special
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask, Capture, Host, ServedModel
 from kvasir.speculation.self_drafter import SelfDrafter
@@ -214,6 +215,7 @@ class MaskFolder:
 
 def read_folder(path: Path) -> MaskFolder:
     """Read what a folder says of itself. Raises ConfigError for one that is no drafter of this kind."""
+    refuse_special(path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no I-DLM drafter: it has no config.json. {TRAIN}")
     config = read_json(path / "config.json")
