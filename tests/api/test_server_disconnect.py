@@ -115,12 +115,7 @@ def test_many_requests_and_all_hang_up(slow):
     fine(slow)
 
 
-def test_half_closed_and_reset(slow):
-    half = send(slow, "/v1/completions", {**BODIES["/v1/completions"], "stream": True})
-    slow.until(lambda: len(slow.engine.open) == 3)
-    half.shutdown(socket.SHUT_WR)
-    slow.until(lambda: not slow.engine.open)
-    half.close()
+def test_reset(slow):
     reset = send(slow, "/v1/completions", {**BODIES["/v1/completions"], "stream": True})
     slow.until(lambda: len(slow.engine.open) == 3)
     reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
