@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    ["types", "errors", "logs", "records", "compose"],
+    ["types", "errors", "logs", "records", "compose", "fair_threads", "plain_files"],
     ["config", "technique", "tuned"],
     ["client"],
     ["cluster"],

@@ -39,6 +39,11 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def is_bug(error: BaseException) -> bool:
+    """Whether an error ends one piece of work: no interrupt, no cancellation, no end of the process or a generator."""
+    return isinstance(error, Exception) or is_panic(error)
+
+
 # Packages of each extra of pyproject.toml, by their names on the package index.
 EXTRAS = {
     "gguf": "gguf",

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from kvasir.api import limits, preparing
+from kvasir.api.chat import Message
 from kvasir.fair_threads import FairThreads
 from tests.api.running import Running, key, running
 from tests.api.test_server_disconnect import send
@@ -179,4 +180,12 @@ def test_a_panic_is_a_json_error(monkeypatch):
             broken.setattr(limits, "check_shape", panics)
             reply = ask(server, PLAIN)
         assert reply.status_code == 500 and "gave up" in reply.json()["error"]["message"]
+        with monkeypatch.context() as broken:  # on the event loop
+            broken.setattr(server.engine, "stats", lambda: panics(b""))
+            reply = httpx.get(server.url + "/metrics", timeout=120)
+        assert reply.status_code == 500 and reply.json()["error"]["code"] == "internal_error"
+        with monkeypatch.context() as broken:  # in a stream
+            broken.setattr(Message, "push", lambda *args: panics(b""))
+            reply = ask(server, {**PLAIN, "stream": True})
+        assert reply.status_code == 200 and '"code":"internal_error"' in reply.text
         assert ask(server, PLAIN).status_code == 200

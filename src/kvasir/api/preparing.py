@@ -27,7 +27,7 @@ class RendersApart(Exception):
 
 
 class Asks(Protocol):
-    """Who asks for a job (``service.Caller``). ``own_tenant``: the key whose turn it takes. ``apart``: its job may
+    """The caller whose job it is (``service.Caller``). ``own_tenant``: the key whose turn it takes. ``apart``: its job may
     render a template in a process. ``warnings``: what the job has told so far."""
 
     own_tenant: str

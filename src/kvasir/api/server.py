@@ -48,7 +48,7 @@ from kvasir.client.front import Front
 from kvasir.client.interface import EngineClient
 from kvasir.cluster.cluster_client import open_client
 from kvasir.config import ServerConfig, Settings
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, RequestError, is_bug
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.tokenizer import Tokenizer
@@ -275,7 +275,9 @@ class _Watch:
 
         try:
             await self.app(scope, receive, watched)
-        except Exception:
+        except BaseException as e:
+            if not is_bug(e):
+                raise
             log.exception("bug while serving %s %s", scope["method"], scope["path"])
             if status:
                 raise

@@ -28,7 +28,7 @@ from kvasir.client.admission import admit, check_task
 from kvasir.client.interface import EngineClient
 from kvasir.client.pieces import PIECE
 from kvasir.config import ServerConfig
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, is_bug
 from kvasir.logs import log
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import ModelInfo, Request, SamplingParams
@@ -413,7 +413,9 @@ async def _guarded(job: Job, generation: Work, http: HttpRequest) -> AsyncGenera
                 yield event
     except RequestError as e:
         yield error_event(e, http.scope)
-    except Exception:
+    except BaseException as e:
+        if not is_bug(e):
+            raise
         log.exception("request %s failed while streaming", limits.request_id(http.scope))
         yield error_event(RequestError("internal error", status=500, code="internal_error"), http.scope)
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from kvasir.errors import ConfigError, RequestError, is_panic
+from kvasir.errors import ConfigError, RequestError, is_bug
 
 # Lengths of the runs that expressions are tried on, and seconds of CPU time for one: usual ones take a millisecond.
 RUNS, RUN_SECONDS = (16, 64, 256, 1024), 0.5
@@ -60,7 +60,7 @@ class Guarded:
 
 def _refusal(error: BaseException, what: str, status: int) -> BaseException:
     """The error of a request for one of the library, and any other error itself."""
-    if not isinstance(error, Exception) and not is_panic(error):
+    if not is_bug(error):
         return error
     return RequestError(
         f"tokenizer.json cannot {what}: {str(error)[:300]}",
@@ -93,7 +93,7 @@ def try_expressions(file: Path, backend: Backend, expressions: Sequence[str]) ->
                 try:
                     step(text)
                 except BaseException as e:
-                    if not isinstance(e, Exception) and not is_panic(e):
+                    if not is_bug(e):
                         raise
                     raise ConfigError(f"{file}: {field} gives up on {length} characters {unit[:20]!r}: {e}") from e
                 if time.thread_time() - began > RUN_SECONDS:

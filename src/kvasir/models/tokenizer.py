@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
-from kvasir.errors import ConfigError, RequestError, is_panic, nearest
+from kvasir.errors import ConfigError, RequestError, is_bug, nearest
 from kvasir.models.chat_messages import Marks, longest_first, normal, restore, unused
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
 from kvasir.models.checkpoint import end_ids
@@ -98,7 +98,7 @@ class Tokenizer:
             backend = Backend.from_file(str(file))
             backend.encode("A probe: 12 words.\n")
         except BaseException as e:  # bare Exception for every kind of bad file, and a panic is not even that
-            if not isinstance(e, Exception) and not is_panic(e):
+            if not is_bug(e):
                 raise
             raise ConfigError(
                 f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it again with "
