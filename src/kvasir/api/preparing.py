@@ -27,8 +27,8 @@ class RendersApart(Exception):
 
 
 class Asks(Protocol):
-    """The caller whose job it is (``service.Caller``). ``own_tenant``: the key whose turn it takes. ``apart``: its job may
-    render a template in a process. ``warnings``: what the job has told so far."""
+    """The caller whose job it is (``service.Caller``). ``own_tenant``: the key whose turn it takes. ``apart``: its job
+    may render a template in a process. ``warnings``: what the job has told so far."""
 
     own_tenant: str
     apart: bool
