@@ -92,7 +92,7 @@ def test_an_empty_quantization_config_says_nothing(tmp_path):
 
 def test_a_config_that_is_not_text(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00{")
-    with pytest.raises(ConfigError, match="config.json is is not text in UTF-8"):
+    with pytest.raises(ConfigError, match="config.json is not text in UTF-8"):
         checkpoint.read_config(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_generation_config(tmp_path):
     folder(tmp_path, None, generation_config__json='{"temperature": 0.6}')
     assert checkpoint.read_generation_config(tmp_path) == {"temperature": 0.6}
     folder(tmp_path, None, generation_config__json="nope")
-    with pytest.raises(ConfigError, match="generation_config.json is not text in UTF-8"):
+    with pytest.raises(ConfigError, match="generation_config.json is not valid JSON"):
         checkpoint.read_generation_config(tmp_path)
 
 
