@@ -144,6 +144,11 @@ class CallScan:
         self.opened = False
         self.done = False
 
+    @property
+    def in_string(self) -> bool:
+        """Whether the next character belongs to a string or ends it."""
+        return self._scan.in_string
+
     def feed(self, char: str) -> None:
         """Read one character. Raises Malformed when ``char`` cannot continue a call."""
         self.started = True

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvasir.api.call_grammars import Bare
 from kvasir.api.call_values import typed
+from kvasir.api.growing import SPACE, spelled
 from kvasir.api.json_scan import MAX_DEPTH, WHITESPACE, Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf, Until
+from kvasir.api.marked_calls import NAMED, CallReader, MarkedCalls, NameScan, OneOf, Until, restarts
 from kvasir.api.tools import ToolParser, mark, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ class Gemma4(MarkedCalls):
     marks = opens = (OPEN,)
     closes = (CLOSE,)
     shown = (CLOSE, QUOTE)
+    restarts = restarts(closes, [*spelled(OPEN), SPACE, *spelled("call:"), SPACE, NAMED, r"\{"])
 
     def reader(self, mark: str) -> Call:
         return Call(self)
@@ -55,10 +57,14 @@ class Call(CallReader):
         self._text = ""  # a key or a bare value so far
         self.opened = self.done = False
 
+    @property
+    def inside(self) -> bool:
+        return self._state in ("string", "bare", "key")
+
     def take(self, text: str, start: int) -> int:
         if self._state != "string":
             return start
-        end = self._string.skip(text, start)
+        end = self._string.skip(text, start, "]}")
         self._parser.argue(json.dumps(text[start:end], ensure_ascii=False)[1:-1])
         return end
 

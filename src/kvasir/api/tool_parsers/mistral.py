@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api.growing import SPACE, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, ObjectArguments, OneOf
+from kvasir.api.marked_calls import NAMED, CallReader, MarkedCalls, NameScan, ObjectArguments, OneOf, restarts
 from kvasir.api.tools import CallScan, ToolParser, call_rules, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
@@ -18,6 +19,13 @@ class Mistral(MarkedCalls):
 
     marks = opens = (OPEN,)
     shown = (ID, ARGS)
+    restarts = restarts(
+        (),
+        [*spelled(OPEN), SPACE, r"\[?", SPACE, r"\{", SPACE, '"', r"\w"],
+        [*spelled(OPEN), SPACE, NAMED, *spelled(ID), r"\w{1,40}", *spelled(ARGS), r"\{"],
+        [*spelled(OPEN), SPACE, NAMED, *spelled(ARGS), SPACE, r"\{"],
+        [*spelled(OPEN), SPACE, NAMED, SPACE, r"\{", SPACE, r"[\"}]"],
+    )
 
     def reader(self, mark: str) -> Calls:
         return Calls(self)
@@ -52,6 +60,11 @@ class Calls(CallReader):
         self._arguments: ObjectArguments | None = None
         self.opened = self.done = False
 
+    @property
+    def inside(self) -> bool:
+        scan = self._call.in_string if self._call is not None else False
+        return self._arguments.inside if self._arguments is not None else scan
+
     def feed(self, char: str) -> None:
         if self._arguments is not None:
             self._arguments.feed(char)
@@ -85,7 +98,7 @@ class Calls(CallReader):
     def _between(self, char: str) -> None:
         if char in WHITESPACE:
             return
-        if char == "{" and self._state != "between":
+        if char == "{":  # a missing comma is no matter
             self._json(char)
         elif char == "," and self._state == "between":
             self._state = "next"

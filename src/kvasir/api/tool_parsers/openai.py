@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.api.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Header
+from kvasir.api.growing import spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, ObjectArguments, OneOf, Until
+from kvasir.api.marked_calls import CallReader, MarkedCalls, ObjectArguments, OneOf, Until, restarts
 from kvasir.api.tools import NAME, ToolParser, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
@@ -24,6 +25,9 @@ class OpenAI(MarkedCalls):
     closes = (CALL, END)
     shown = (CHANNEL, START, MESSAGE, END, CALL, CONSTRAIN)
     from_start = True
+    restarts = restarts(
+        closes, spelled(START + "assistant"), *(spelled(CHANNEL + c) for c in ("analysis", "commentary", "final"))
+    )
 
     def reader(self, mark: str) -> Call:
         return Call(self, mark)
@@ -61,6 +65,10 @@ class Call(CallReader):
         self._end = OneOf(CALL, END)
         self._code: Until | None = None  # code of to=python, up to a mark
         self.opened = self.done = False
+
+    @property
+    def inside(self) -> bool:
+        return self._arguments is not None and self._arguments.inside
 
     def feed(self, char: str) -> None:
         if self._arguments is None:

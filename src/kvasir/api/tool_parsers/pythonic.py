@@ -7,8 +7,9 @@ from typing import Any
 
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments, literal
+from kvasir.api.growing import SPACE, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan
+from kvasir.api.marked_calls import NAMED, CallReader, MarkedCalls, NameScan, restarts
 from kvasir.api.tools import ToolParser, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -25,14 +26,15 @@ class Pythonic(MarkedCalls):
     closes = (END_TAG, END_FENCE)
     shown = (TAG, END_TAG)
     also = ("llama4_pythonic",)
+    restarts = restarts(
+        (END_TAG, END_FENCE),
+        [*spelled(TAG), SPACE, r"\[", NAMED, r"\("],
+        [*spelled(FENCE), r"\s", SPACE, NAMED, r"\("],
+        [*spelled(FENCE), r"\s", SPACE, *spelled("print("), NAMED, r"\("],
+    )
 
     def awaited(self) -> Sequence[str]:
         return super().awaited() if self._begun else (*self.opens, "[")
-
-    def _marked(self) -> None:
-        if self._mark == "[":  # a list at the start of the answer, without a mark
-            self._reader, self._raw, self._mark = self.reader("["), self._space + "[", ""
-        super()._marked()
 
     def reader(self, mark: str) -> Calls:
         return Calls(self, listed=mark == "[", fenced=mark == FENCE)
@@ -74,6 +76,10 @@ class Calls(CallReader):
     def opened(self) -> bool:
         printed = self._printed and self._state == "after"  # the bracket of print belongs to the call
         return printed or (self._arguments is not None and self._arguments.opened)
+
+    @property
+    def inside(self) -> bool:
+        return bool(self._quote)
 
     def rest(self) -> str:
         return self._text if self._state == "argument" else ""
@@ -138,6 +144,8 @@ class Calls(CallReader):
         self._string += char
         if self._run == len(self._quote) and self._string != quote * 2:
             self._quote = ""
+        elif char == "\n" and len(self._quote) == 1 and not self._escaped:
+            raise Malformed  # the quote that ends the string is missing
         self._escaped = char == "\\" and not self._escaped
 
     def _argument(self, char: str) -> None:

@@ -1,0 +1,39 @@
+"""Patterns that are matched against text while it grows: whether it is one, or may still become one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+SPACE = r"\s{0,40}"
+
+
+def spelled(text: str) -> list[str]:
+    """The parts of a pattern that matches ``text``, a part for each character."""
+    return [re.escape(char) for char in text]
+
+
+class Growing:
+    """A pattern with several ways to match. Each way is a sequence of parts: regular expressions of one character, or
+    of a repeated one, so that every beginning of a match ends in or between parts."""
+
+    def __init__(self, *ways: Sequence[str]) -> None:
+        self._whole = [re.compile("".join(way)) for way in ways]
+        self._begun = re.compile("|".join(map(_beginnings, ways)))
+
+    def match(self, text: str) -> re.Match[str] | None:
+        """Return the match of the whole text with the first way that fits, or None."""
+        return next((found for way in self._whole if (found := way.fullmatch(text))), None)
+
+    def may(self, text: str) -> bool:
+        """Whether the text is the beginning of a match."""
+        return self._begun.fullmatch(text) is not None
+
+
+def _beginnings(parts: Sequence[str]) -> str:
+    """A regular expression for every beginning of these parts, one after the other. Groups are named once only, so
+    their names are left out."""
+    found = ""
+    for part in reversed(parts):
+        found = f"(?:{re.sub(r'[(][?]P<[a-z]+>', '(?:', part)}{found})?"
+    return found
