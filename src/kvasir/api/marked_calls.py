@@ -17,6 +17,10 @@ from kvasir.api.tools import NAME, CallDelta, ToolParser
 
 NAMED = rf"(?P<name>{NAME.pattern})"  # a function's name, as part of a pattern
 BRACKETS = (r"[}\]]", r"[}\]\s]{0,60}")  # those that close a call whose last string has no end
+# A call as a JSON object. Within a string, the first quote would have ended it, and no letter would follow.
+KEYS = ("name", "arguments", "parameters", "type", "function", "id")
+OBJECTS = [[r"\{", SPACE, '"', *spelled(key), '"', r"\s{0,2}", ":"] for key in KEYS]
+NEXT_OBJECTS = [[*BRACKETS, ",?", SPACE, *begun] for begun in OBJECTS]  # without a mark before it
 
 
 def restarts(closes: Sequence[str], *opens: Sequence[str]) -> Growing:
@@ -187,7 +191,8 @@ class MarkedCalls(ToolParser):
         if found and self._offers(found):
             watched, self._watched = self._watched, ""
             if reader.opened:  # the brackets and the mark before it close the call
-                watched = watched[min(at for mark in self.opens if (at := watched.find(mark)) >= 0) :]
+                found_at = [at for mark in self.opens if (at := watched.find(mark)) >= 0]
+                watched = watched[min(found_at) if found_at else watched.find("{") :]
             self._break_off(reader)
             self._again += watched
         elif found or not restarts.may(self._watched):

@@ -174,3 +174,8 @@ class Call(CallReader):
         self._text += char
         if self._text == QUOTE:
             self._begin_string(False)
+        elif self._text.endswith(CLOSE) and not quoted:  # the bracket before it is missing
+            self._text = self._text.removesuffix(CLOSE)
+            self._parser.argue(typed(self._text.strip(), None))
+            self._parser.end_call()
+            self.opened, self.done, self.over = False, True, CLOSE

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvasir.api.growing import SPACE, spelled
 from kvasir.api.json_scan import WHITESPACE
-from kvasir.api.marked_calls import CallReader, MarkedCalls, restarts
+from kvasir.api.marked_calls import NEXT_OBJECTS, OBJECTS, CallReader, MarkedCalls, restarts
 from kvasir.api.tools import CallScan, ToolParser, call_rules, mark
 from kvasir.models.tokenizer import Tokenizer
 
@@ -20,8 +20,7 @@ class Hermes(MarkedCalls):
 
     marks = opens = (OPEN,)
     closes = (CLOSE,)
-    # A brace, a quote and a letter: within a string, the quote would have ended it.
-    restarts = restarts(closes, [*spelled(OPEN), SPACE, r"\{", SPACE, '"', r"\w"])
+    restarts = restarts(closes, *NEXT_OBJECTS, *([*spelled(OPEN), SPACE, *begun] for begun in OBJECTS))
 
     def awaited(self) -> Sequence[str]:
         marks = super().awaited()

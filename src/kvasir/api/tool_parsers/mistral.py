@@ -7,7 +7,17 @@ from typing import Any
 
 from kvasir.api.growing import SPACE, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import NAMED, CallReader, MarkedCalls, NameScan, ObjectArguments, OneOf, restarts
+from kvasir.api.marked_calls import (
+    NAMED,
+    NEXT_OBJECTS,
+    OBJECTS,
+    CallReader,
+    MarkedCalls,
+    NameScan,
+    ObjectArguments,
+    OneOf,
+    restarts,
+)
 from kvasir.api.tools import CallScan, ToolParser, call_rules, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
@@ -21,14 +31,22 @@ class Mistral(MarkedCalls):
     shown = (ID, ARGS)
     restarts = restarts(
         (),
-        [*spelled(OPEN), SPACE, r"\[?", SPACE, r"\{", SPACE, '"', r"\w"],
+        *NEXT_OBJECTS,
+        *([*spelled(OPEN), SPACE, r"\[?", SPACE, *begun] for begun in OBJECTS),
         [*spelled(OPEN), SPACE, NAMED, *spelled(ID), r"\w{1,40}", *spelled(ARGS), r"\{"],
         [*spelled(OPEN), SPACE, NAMED, *spelled(ARGS), SPACE, r"\{"],
         [*spelled(OPEN), SPACE, NAMED, SPACE, r"\{", SPACE, r"[\"}]"],
     )
 
+    def awaited(self) -> Sequence[str]:
+        return (OPEN, "{") if self._after_call else (OPEN,)
+
     def reader(self, mark: str) -> Calls:
-        return Calls(self)
+        made = Calls(self)
+        if mark == "{":  # in a list whose previous call broke off
+            made.feed("[")
+            made.feed(mark)
+        return made
 
     @classmethod
     def grammar(cls, functions: Sequence[Mapping[str, Any]], parallel: bool, tokenizer: Tokenizer) -> str:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvasir.api.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Header
 from kvasir.api.growing import spelled
+from kvasir.api.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Header
 from kvasir.api.json_scan import WHITESPACE, Malformed
 from kvasir.api.marked_calls import CallReader, MarkedCalls, ObjectArguments, OneOf, Until, restarts
 from kvasir.api.tools import NAME, ToolParser, embedded, mark, quoted, schema_of

@@ -138,14 +138,14 @@ class Calls(CallReader):
             self._quote, self._run = quote * 3, 0
         elif char == quote and not self._escaped:
             self._run += 1
+        elif char == "\n" and len(self._quote) == 1 and not self._escaped:
+            raise Malformed  # the quote that ends the string is missing
         else:
             self._run = 0
         self._text += char
         self._string += char
         if self._run == len(self._quote) and self._string != quote * 2:
             self._quote = ""
-        elif char == "\n" and len(self._quote) == 1 and not self._escaped:
-            raise Malformed  # the quote that ends the string is missing
         self._escaped = char == "\\" and not self._escaped
 
     def _argument(self, char: str) -> None:
