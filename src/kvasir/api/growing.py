@@ -15,7 +15,8 @@ def spelled(text: str) -> list[str]:
 
 class Growing:
     """A pattern with several ways to match. Each way is a sequence of parts: regular expressions of one character, or
-    of a repeated one, so that every beginning of a match ends in or between parts."""
+    of a repeated one, so that every beginning of a match ends in or between parts. Parts that are a single bracket
+    stand around others, to name them."""
 
     def __init__(self, *ways: Sequence[str]) -> None:
         self._whole = [re.compile("".join(way)) for way in ways]
@@ -30,10 +31,12 @@ class Growing:
         return self._begun.fullmatch(text) is not None
 
 
+BRACKET = re.compile(r"\(\?P<\w+>|\)")
+
+
 def _beginnings(parts: Sequence[str]) -> str:
-    """A regular expression for every beginning of these parts, one after the other. Groups are named once only, so
-    their names are left out."""
+    """A regular expression for every beginning of these parts, one after the other, without the names."""
     found = ""
     for part in reversed(parts):
-        found = f"(?:{re.sub(r'[(][?]P<[a-z]+>', '(?:', part)}{found})?"
+        found = found if BRACKET.fullmatch(part) else f"(?:{part}{found})?"
     return found

@@ -15,7 +15,7 @@ from kvasir.api.growing import SPACE, Growing, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed, ValueScan
 from kvasir.api.tools import NAME, CallDelta, ToolParser
 
-NAMED = rf"(?P<name>{NAME.pattern})"  # a function's name, as part of a pattern
+NAMED = ("(?P<name>", NAME.pattern, ")")  # a function's name, as parts of a pattern
 BRACKETS = (r"[}\]]", r"[}\]\s]{0,60}")  # those that close a call whose last string has no end
 # A call as a JSON object. Within a string, the first quote would have ended it, and no letter would follow.
 KEYS = ("name", "arguments", "parameters", "type", "function", "id")

@@ -23,7 +23,7 @@ class Gemma4(MarkedCalls):
     marks = opens = (OPEN,)
     closes = (CLOSE,)
     shown = (CLOSE, QUOTE)
-    restarts = restarts(closes, [*spelled(OPEN), SPACE, *spelled("call:"), SPACE, NAMED, r"\{"])
+    restarts = restarts(closes, [*spelled(OPEN), SPACE, *spelled("call:"), SPACE, *NAMED, r"\{"])
 
     def reader(self, mark: str) -> Call:
         return Call(self)

@@ -33,9 +33,9 @@ class Mistral(MarkedCalls):
         (),
         *NEXT_OBJECTS,
         *([*spelled(OPEN), SPACE, r"\[?", SPACE, *begun] for begun in OBJECTS),
-        [*spelled(OPEN), SPACE, NAMED, *spelled(ID), r"\w{1,40}", *spelled(ARGS), r"\{"],
-        [*spelled(OPEN), SPACE, NAMED, *spelled(ARGS), SPACE, r"\{"],
-        [*spelled(OPEN), SPACE, NAMED, SPACE, r"\{", SPACE, r"[\"}]"],
+        [*spelled(OPEN), SPACE, *NAMED, *spelled(ID), r"\w{1,40}", *spelled(ARGS), r"\{"],
+        [*spelled(OPEN), SPACE, *NAMED, *spelled(ARGS), SPACE, r"\{"],
+        [*spelled(OPEN), SPACE, *NAMED, SPACE, r"\{", SPACE, r"[\"}]"],
     )
 
     def awaited(self) -> Sequence[str]:

@@ -28,9 +28,9 @@ class Pythonic(MarkedCalls):
     also = ("llama4_pythonic",)
     restarts = restarts(
         (END_TAG, END_FENCE),
-        [*spelled(TAG), SPACE, r"\[", NAMED, r"\("],
-        [*spelled(FENCE), r"\s", SPACE, NAMED, r"\("],
-        [*spelled(FENCE), r"\s", SPACE, *spelled("print("), NAMED, r"\("],
+        [*spelled(TAG), SPACE, r"\[", *NAMED, r"\("],
+        [*spelled(FENCE), r"\s", SPACE, *NAMED, r"\("],
+        [*spelled(FENCE), r"\s", SPACE, *spelled("print("), *NAMED, r"\("],
     )
 
     def awaited(self) -> Sequence[str]:

@@ -27,7 +27,7 @@ class Qwen3Coder(MarkedCalls):
     closes = (CLOSE,)
     shown = (OPEN, CLOSE)
     restarts = Growing(
-        [r"\n?", *spelled(OPEN), SPACE, *spelled(FUNCTION), NAMED, ">"], [r"\n", *spelled(FUNCTION), NAMED, ">"]
+        [r"\n?", *spelled(OPEN), SPACE, *spelled(FUNCTION), *NAMED, ">"], [r"\n", *spelled(FUNCTION), *NAMED, ">"]
     )
     also = ("qwen3_xml",)
 
