@@ -20,7 +20,7 @@ BRACKETS = (r"[}\]]", r"[}\]\s]{0,60}")  # those that close a call whose last st
 # A call as a JSON object. Within a string, the first quote would have ended it, and no letter would follow.
 KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 OBJECTS = [[r"\{", SPACE, '"', *spelled(key), '"', r"\s{0,2}", ":"] for key in KEYS]
-NEXT_OBJECTS = [[*BRACKETS, ",?", SPACE, *begun] for begun in OBJECTS]  # without a mark before it
+NEXT_OBJECTS = [[*BRACKETS, "[,;]?", SPACE, *begun] for begun in OBJECTS]  # without a mark before it
 
 
 def restarts(closes: Sequence[str], *opens: Sequence[str]) -> Growing:
@@ -123,7 +123,7 @@ class MarkedCalls(ToolParser):
             self._read(again)
         if self._mark and any(mark.startswith(self._mark) for mark in self.opens):
             self._plain(self._mark)
-        elif not self._after_call:
+        elif not self._after_call or self._space.strip(WHITESPACE):
             self.say(self._space)
         self._mark = self._space = ""
 
@@ -193,8 +193,8 @@ class MarkedCalls(ToolParser):
             if reader.opened:  # the brackets and the mark before it close the call
                 found_at = [at for mark in self.opens if (at := watched.find(mark)) >= 0]
                 watched = watched[min(found_at) if found_at else watched.find("{") :]
+            self._again = watched
             self._break_off(reader)
-            self._again += watched
         elif found or not restarts.may(self._watched):
             watched, self._watched = self._watched, ""
             self._again = watched[1:]

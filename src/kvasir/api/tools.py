@@ -132,10 +132,13 @@ class CallScan:
     ``raw``: the text read before the call was announced, which becomes content if it turns out not to be a call.
     """
 
-    def __init__(self, parser: ToolParser, keys: tuple[str, ...], strict: bool = False) -> None:
+    def __init__(
+        self, parser: ToolParser, keys: tuple[str, ...], strict: bool = False, only: Collection[str] | None = None
+    ) -> None:
         self._parser = parser
         self._keys = keys
         self._strict = strict  # accept offered names only
+        self._only = only  # keys that may come before the call is announced; None: any
         self._scan = ObjectScan()
         self._name: str | None = None
         self._early = ""  # arguments that came before the name
@@ -155,6 +158,10 @@ class CallScan:
         self.raw += char if not self.opened else ""
         event = self._scan.feed(char)
         key = self._scan.key
+        if key is not None and self._only is not None and not self.opened:
+            plain = key in self._keys or event != "start" or char not in "{["
+            if key not in self._only or not plain:
+                raise Malformed
         if key == "name" and event == "value":
             self._take_name(self._scan.value())
         elif key in self._keys:
