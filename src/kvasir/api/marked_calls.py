@@ -11,15 +11,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from kvasir.api.call_openings import OBJECTS
 from kvasir.api.growing import SPACE, Growing, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed, ValueScan
 from kvasir.api.tools import NAME, CallDelta, ToolParser
 
-NAMED = ("(?P<name>", NAME.pattern, ")")  # a function's name, as parts of a pattern
 BRACKETS = (r"[}\]]", r"[}\]\s]{0,60}")  # those that close a call whose last string has no end
-# A call as a JSON object. Within a string, the first quote would have ended it, and no letter would follow.
-KEYS = ("name", "arguments", "parameters", "type", "function", "id")
-OBJECTS = [[r"\{", SPACE, '"', *spelled(key), '"', r"\s{0,2}", ":"] for key in KEYS]
 NEXT_OBJECTS = [[*BRACKETS, "[,;]?", SPACE, *begun] for begun in OBJECTS]  # without a mark before it
 
 
@@ -121,7 +118,9 @@ class MarkedCalls(ToolParser):
                 self._break_off(self._reader)
             again, self._again = self._again, ""
             self._read(again)
-        if self._mark and any(mark.startswith(self._mark) for mark in self.opens):
+        if self._mark in self.awaited():
+            self._marked()
+        elif self._mark and any(mark.startswith(self._mark) for mark in self.opens):
             self._plain(self._mark)
         elif not self._after_call or self._space.strip(WHITESPACE):
             self.say(self._space)
@@ -156,8 +155,11 @@ class MarkedCalls(ToolParser):
         """Read a character that belongs to no call, as far as we know."""
         if any(mark.startswith(self._mark + char) for mark in self.awaited()):
             self._mark += char
-            if self._mark in self.awaited():
+            if [mark for mark in self.awaited() if mark.startswith(self._mark)] == [self._mark]:
                 self._marked()
+        elif self._mark in self.awaited():  # a longer mark begins with it, and has not come
+            self._marked()
+            self._again = char
         elif self._mark:
             self._again = self._mark[1:] + char
             self._plain(self._mark[0])
@@ -211,6 +213,7 @@ class MarkedCalls(ToolParser):
             reader.feed(char)
         except Malformed:
             self._again = char + self._again
+            self._raw = "" if self.num_calls > num_calls else self._raw
             if reader.opened:
                 left = self.end_call() + reader.rest()
                 self._again, self._reader, self._raw = left + self._again, None, ""

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api import call_openings
 from kvasir.api.call_grammars import Bare
 from kvasir.api.call_values import typed
-from kvasir.api.growing import SPACE, spelled
 from kvasir.api.json_scan import MAX_DEPTH, WHITESPACE, Malformed
-from kvasir.api.marked_calls import NAMED, CallReader, MarkedCalls, NameScan, OneOf, Until, restarts
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf, Until, restarts
 from kvasir.api.tools import ToolParser, mark, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -23,7 +23,7 @@ class Gemma4(MarkedCalls):
     marks = opens = (OPEN,)
     closes = (CLOSE,)
     shown = (CLOSE, QUOTE)
-    restarts = restarts(closes, [*spelled(OPEN), SPACE, *spelled("call:"), SPACE, *NAMED, r"\{"])
+    restarts = restarts(closes, call_openings.GEMMA4)
 
     def reader(self, mark: str) -> Call:
         return Call(self)

@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api import call_openings
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments
 from kvasir.api.growing import SPACE, Growing, spelled
 from kvasir.api.json_scan import Malformed
-from kvasir.api.marked_calls import NAMED, CallReader, MarkedCalls, NameScan
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan
 from kvasir.api.tools import ToolParser, mark, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -26,10 +27,7 @@ class Glm45(MarkedCalls):
     shown = (OPEN, CLOSE, END_KEY, END_VALUE)
     also = ("glm47",)
     closes = (CLOSE,)
-    restarts = Growing(
-        [*spelled(OPEN), *NAMED, r"[\s<]"],
-        [*spelled(CLOSE), SPACE, *spelled(OPEN), *NAMED, r"[\s<]"],
-    )
+    restarts = Growing(*call_openings.GLM45, *([*spelled(CLOSE), SPACE, *begun] for begun in call_openings.GLM45))
 
     def reader(self, mark: str) -> Call:
         return Call(self)
@@ -129,10 +127,10 @@ class Call(CallReader):
 
     def _marked(self, mark: str) -> None:
         """Read a mark outside a value, and the text before it."""
-        text, self._text = self._text.strip(), ""
+        raw, text, self._text = self._text, self._text.strip(), ""
         if self._state == "between" and self._ending:
             if mark == END_VALUE:
-                self._value(END_VALUE + text if text else "")
+                self._value(END_VALUE + raw if text else "")
                 return
             self._end_value()
         if mark in (CLOSE, OPEN):

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvasir.api.growing import SPACE, spelled
+from kvasir.api import call_openings
 from kvasir.api.json_scan import WHITESPACE
-from kvasir.api.marked_calls import NEXT_OBJECTS, OBJECTS, CallReader, MarkedCalls, restarts
+from kvasir.api.marked_calls import NEXT_OBJECTS, CallReader, MarkedCalls, restarts
 from kvasir.api.tools import CallScan, ToolParser, call_rules, mark
 from kvasir.models.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ class Hermes(MarkedCalls):
 
     marks = opens = (OPEN,)
     closes = (CLOSE,)
-    restarts = restarts(closes, *NEXT_OBJECTS, *([*spelled(OPEN), SPACE, *begun] for begun in OBJECTS))
+    restarts = restarts(closes, *NEXT_OBJECTS, *call_openings.HERMES)
 
     def awaited(self) -> Sequence[str]:
         marks = super().awaited()

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvasir.api.growing import SPACE, spelled
+from kvasir.api import call_openings
 from kvasir.api.json_scan import WHITESPACE, Malformed, ValueScan
-from kvasir.api.marked_calls import NEXT_OBJECTS, OBJECTS, CallReader, MarkedCalls, restarts
+from kvasir.api.marked_calls import NEXT_OBJECTS, CallReader, MarkedCalls, restarts
 from kvasir.api.tools import CallScan, ToolParser, call_rules
 from kvasir.models.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ class Llama3Json(MarkedCalls):
     opens = (TAG, "{", "[")
     also = ("llama4_json",)
     arguments_key = "parameters"
-    restarts = restarts((), *NEXT_OBJECTS, *([*spelled(TAG), SPACE, *begun] for begun in OBJECTS))
+    restarts = restarts((), *NEXT_OBJECTS, *call_openings.LLAMA3)
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         super().__init__(schemas)

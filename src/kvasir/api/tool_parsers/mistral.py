@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvasir.api.growing import SPACE, spelled
+from kvasir.api import call_openings
 from kvasir.api.json_scan import WHITESPACE, Malformed
 from kvasir.api.marked_calls import (
-    NAMED,
     NEXT_OBJECTS,
-    OBJECTS,
     CallReader,
     MarkedCalls,
     NameScan,
@@ -29,14 +27,7 @@ class Mistral(MarkedCalls):
 
     marks = opens = (OPEN,)
     shown = (ID, ARGS)
-    restarts = restarts(
-        (),
-        *NEXT_OBJECTS,
-        *([*spelled(OPEN), SPACE, r"\[?", SPACE, *begun] for begun in OBJECTS),
-        [*spelled(OPEN), SPACE, *NAMED, *spelled(ID), r"\w{1,40}", *spelled(ARGS), r"\{"],
-        [*spelled(OPEN), SPACE, *NAMED, *spelled(ARGS), SPACE, r"\{"],
-        [*spelled(OPEN), SPACE, *NAMED, SPACE, r"\{", SPACE, r"[\"}]"],
-    )
+    restarts = restarts((), *NEXT_OBJECTS, *call_openings.MISTRAL)
 
     def awaited(self) -> Sequence[str]:
         return (OPEN, "{") if self._after_call else (OPEN,)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api import call_openings
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments, literal
-from kvasir.api.growing import SPACE, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import NAMED, CallReader, MarkedCalls, NameScan, restarts
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, restarts
 from kvasir.api.tools import ToolParser, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -26,12 +26,7 @@ class Pythonic(MarkedCalls):
     closes = (END_TAG, END_FENCE)
     shown = (TAG, END_TAG)
     also = ("llama4_pythonic",)
-    restarts = restarts(
-        (END_TAG, END_FENCE),
-        [*spelled(TAG), SPACE, r"\[", *NAMED, r"\("],
-        [*spelled(FENCE), r"\s", SPACE, *NAMED, r"\("],
-        [*spelled(FENCE), r"\s", SPACE, *spelled("print("), *NAMED, r"\("],
-    )
+    restarts = restarts((END_TAG, END_FENCE), *call_openings.PYTHONIC)
 
     def awaited(self) -> Sequence[str]:
         return super().awaited() if self._begun else (*self.opens, "[")
@@ -120,6 +115,9 @@ class Calls(CallReader):
             self._quote, self._string, self._run = char, char, 0
         elif not self._stack and char in ",)":
             self._argument(char)
+        elif not self._stack and char in (END_TAG[0], END_FENCE[0]):
+            self._argument(")")  # it is missing
+            self._after(char)
         else:
             if char in CLOSING:
                 self._stack.append(CLOSING[char])

@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api import call_openings
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments
 from kvasir.api.growing import SPACE, Growing, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import NAMED, CallReader, MarkedCalls, NameScan, OneOf
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf
 from kvasir.api.tools import ToolParser, mark, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -26,9 +27,7 @@ class Qwen3Coder(MarkedCalls):
     opens = (OPEN, FUNCTION)
     closes = (CLOSE,)
     shown = (OPEN, CLOSE)
-    restarts = Growing(
-        [r"\n?", *spelled(OPEN), SPACE, *spelled(FUNCTION), *NAMED, ">"], [r"\n", *spelled(FUNCTION), *NAMED, ">"]
-    )
+    restarts = Growing([r"\n?", *call_openings.QWEN3_CODER], call_openings.QWEN3_CODER_BARE)
     also = ("qwen3_xml",)
 
     def reader(self, mark: str) -> Call:
