@@ -26,10 +26,16 @@ MISTRAL = [
 ]
 GEMMA4 = [*spelled("<|tool_call>"), SPACE, *spelled("call:"), SPACE, *NAMED, r"\{"]
 LLAMA3 = [[*spelled("<|python_tag|>"), SPACE, *begun] for begun in OBJECTS]
+# A whole head of a call, on a line of its own: it is looked for within thinking, where other JSON may stand.
+LLAMA3_BARE = [
+    [r"\n", r"\{", SPACE, *spelled('"name"'), SPACE, ":", SPACE, '"', *NAMED, '"', SPACE, ",", SPACE]
+    + [*spelled(f'"{key}"'), SPACE, ":", SPACE, r"\{"]
+    for key in ("parameters", "arguments")
+]
 PYTHONIC = [
     [*spelled("<|python_start|>"), SPACE, r"\[", *NAMED, r"\("],
     [*spelled("```tool_code"), r"\s", SPACE, *NAMED, r"\("],
     [*spelled("```tool_code"), r"\s", SPACE, *spelled("print("), *NAMED, r"\("],
 ]
 
-ALL = [*HERMES, QWEN3_CODER, QWEN3_CODER_BARE, *GLM45, *MISTRAL, GEMMA4, *LLAMA3, *PYTHONIC]
+ALL = [*HERMES, QWEN3_CODER, QWEN3_CODER_BARE, *GLM45, *MISTRAL, GEMMA4, *LLAMA3, *LLAMA3_BARE, *PYTHONIC]

@@ -26,9 +26,18 @@ class Growing:
         """Return the match of the whole text with the first way that fits, or None."""
         return next((found for way in self._whole if (found := way.fullmatch(text))), None)
 
+    def search(self, text: str) -> int:
+        """Return where the first match in the text begins; -1: there is none."""
+        found = [match.start() for way in self._whole if (match := way.search(text))]
+        return min(found, default=-1)
+
     def may(self, text: str) -> bool:
         """Whether the text is the beginning of a match."""
         return self._begun.fullmatch(text) is not None
+
+    def pending(self, text: str) -> int:
+        """Return where the first match begins that text to come may complete; the end of the text: there is none."""
+        return next((at for at in range(len(text)) if self.may(text[at:])), len(text))
 
 
 BRACKET = re.compile(r"\(\?P<\w+>|\)")
