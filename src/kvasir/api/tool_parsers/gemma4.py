@@ -59,7 +59,7 @@ class Call(CallReader):
 
     @property
     def inside(self) -> bool:
-        return self._state in ("string", "bare", "key")
+        return self._state == "string"
 
     def take(self, text: str, start: int) -> int:
         if self._state != "string":
@@ -174,8 +174,8 @@ class Call(CallReader):
         self._text += char
         if self._text == QUOTE:
             self._begin_string(False)
-        elif self._text.endswith(CLOSE) and not quoted:  # the bracket before it is missing
-            self._text = self._text.removesuffix(CLOSE)
-            self._parser.argue(typed(self._text.strip(), None))
+        elif self._text.endswith((CLOSE, OPEN)):  # the bracket before it is missing
+            self.over = CLOSE if self._text.endswith(CLOSE) else OPEN
+            self._parser.argue(typed(self._text.removesuffix(self.over).strip(), None))
             self._parser.end_call()
-            self.opened, self.done, self.over = False, True, CLOSE
+            self.opened, self.done = False, True

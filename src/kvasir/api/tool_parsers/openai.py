@@ -73,13 +73,12 @@ class Call(CallReader):
     def feed(self, char: str) -> None:
         if self._arguments is None:
             if self._header.feed(char):
-                to = self._header.recipient
-                name = to.removeprefix(FUNCTIONS)
-                offered = name in ("python", *(self._parser.names or ()))
-                if (name == to and not offered) or self._header.channel == "final" or not NAME.fullmatch(name):
+                self._name = self._header.recipient.removeprefix(FUNCTIONS)
+                if not self._header.calls or not NAME.fullmatch(self._name):
                     raise Malformed
-                self._name = name
-                self._arguments = ObjectArguments(self._parser, name)
+                self._arguments = ObjectArguments(self._parser, self._name)
+                for more in self._header.body:
+                    self.feed(more)
             elif len(self._header.text) > 300 or "\n" in self._header.text or self._header.restart:
                 raise Malformed
             return
