@@ -110,8 +110,8 @@ class ReasoningParser(Technique):
         return self._take(thought.rstrip("\n") if final else thought)
 
     def _settled(self) -> str:
-        """The held text without a suffix that may belong to a mark: line breaks, and the beginning of ``</think>`` or of
-        a call."""
+        """The held text without a suffix that may belong to a mark: line breaks, the beginning of ``</think>`` or of a
+        call."""
         marks = range(min(len(self.end) - 1, len(self._held)), 0, -1)
         part = next((n for n in marks if self._held.endswith(self.end[:n])), 0)
         return self._held[: min(len(self._held) - part, self.breaks.pending(self._held))].rstrip("\n")

@@ -30,6 +30,7 @@ STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 LARK = re.compile(r"[/~{}]")
 LARK_TOKEN = re.compile(r"<[\w/|-]+>", re.ASCII)  # a token that Lark can name
 START = re.compile(r"^start\s*:", re.MULTILINE)
+PLAIN_KEYS = ("name", "type", "id")  # of a call as a JSON object, besides its arguments
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -130,6 +131,7 @@ class CallScan:
     """A reader of one JSON object ``{"name": ..., "arguments": {...}}`` for a parser, character by character.
 
     ``raw``: the text read before the call was announced, which becomes content if it turns out not to be a call.
+    ``left``: members of the object that belong to no call, which are content as well.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class CallScan:
         self._scan = ObjectScan()
         self._name: str | None = None
         self._early = ""  # arguments that came before the name
-        self.raw = ""
+        self.raw = self.left = ""
         self.started = False
         self.opened = False
         self.done = False
@@ -166,6 +168,9 @@ class CallScan:
             self._take_name(self._scan.value())
         elif key in self._keys:
             self._take_arguments(char, event)
+        elif key is not None and key not in PLAIN_KEYS and event is not None:
+            begun = f"{', ' * bool(self.left)}{json.dumps(key, ensure_ascii=False)}: " if event == "start" else ""
+            self.left += begun + char
         if event == "end":
             self._close()
 

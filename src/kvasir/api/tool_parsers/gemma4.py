@@ -150,6 +150,18 @@ class Call(CallReader):
         self._text += char
         if self._text == QUOTE:
             self._begin_string(True)
+        elif self._ended_early():
+            self._close_early()
+
+    def _ended_early(self) -> bool:
+        """Whether a mark has ended the key or the bare value, because the brackets before it are missing."""
+        self.over = next((mark for mark in (OPEN, CLOSE) if self._text.endswith(mark)), "")
+        self._text = self._text.removesuffix(self.over)
+        return bool(self.over)
+
+    def _close_early(self) -> None:
+        self._parser.end_call()
+        self.opened, self.done = False, True
 
     def _begin_string(self, is_key: bool) -> None:
         self._parser.argue('"')
@@ -174,8 +186,6 @@ class Call(CallReader):
         self._text += char
         if self._text == QUOTE:
             self._begin_string(False)
-        elif self._text.endswith((CLOSE, OPEN)):  # the bracket before it is missing
-            self.over = CLOSE if self._text.endswith(CLOSE) else OPEN
-            self._parser.argue(typed(self._text.removesuffix(self.over).strip(), None))
-            self._parser.end_call()
-            self.opened, self.done = False, True
+        elif self._ended_early():
+            self._parser.argue(typed(self._text.strip(), None))
+            self._close_early()

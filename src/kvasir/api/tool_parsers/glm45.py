@@ -208,7 +208,9 @@ QUIET = re.compile(r"[^<\n]+")
 POSSIBLE_KEY = re.compile(r"\s*[^\s<>]{0,80}\s*")
 # What ends a value that has no mark for it.
 ENDS = Growing(
-    [*spelled(KEY), "(?P<key>", r"[^<>\n]{1,80}", ")", "(?P<mark>", *spelled(END_KEY), ")"],
-    [*spelled(KEY), "(?P<key>", r"[^<>\n]{1,80}", ")", "(?P<mark>", *spelled(VALUE), ")"],
+    *(
+        [*spelled(KEY), "(?P<key>", r"\s{0,2}", r"[^\s<>]{1,80}", r"\s{0,2}", ")", "(?P<mark>", *spelled(end), ")"]
+        for end in (END_KEY, VALUE)
+    ),
     [r"\n", "(?P<mark>", *spelled(CLOSE), ")"],
 )

@@ -50,6 +50,11 @@ class JsonCall(CallReader):
     def inside(self) -> bool:
         return self._scan.in_string
 
+    def rest(self) -> str:
+        return self._scan.left
+
+    end = rest
+
     def feed(self, char: str) -> None:
         if self._scan.started or char not in WHITESPACE:
             self._scan.feed(char)

@@ -9,12 +9,11 @@ from typing import Any
 from kvasir.api import call_openings
 from kvasir.api.json_scan import WHITESPACE, Malformed, ValueScan
 from kvasir.api.marked_calls import NEXT_OBJECTS, CallReader, MarkedCalls, restarts
-from kvasir.api.tools import CallScan, ToolParser, call_rules
+from kvasir.api.tools import PLAIN_KEYS, CallScan, ToolParser, call_rules
 from kvasir.models.tokenizer import Tokenizer
 
 TAG = "<|python_tag|>"
 SEPARATORS = ";,"
-KEYS = ("name", "parameters", "arguments", "type", "id")  # of a call; an object with other keys is text
 
 
 class Llama3Json(MarkedCalls):
@@ -83,7 +82,8 @@ class Call(CallReader):
     """A reader of one JSON object that is a call, from its brace or from the tag before it."""
 
     def __init__(self, parser: ToolParser, mark: str) -> None:
-        self._scan = CallScan(parser, (parser.arguments_key, "arguments"), strict=True, only=KEYS)
+        keys = (parser.arguments_key, "arguments")
+        self._scan = CallScan(parser, keys, strict=True, only=(*PLAIN_KEYS, *keys))
         self._list = mark == "["
         self.opened = self.done = False
         if mark == "{":
@@ -92,6 +92,11 @@ class Call(CallReader):
     @property
     def inside(self) -> bool:
         return self._scan.in_string
+
+    def rest(self) -> str:
+        return self._scan.left
+
+    end = rest
 
     def feed(self, char: str) -> None:
         if self._list:

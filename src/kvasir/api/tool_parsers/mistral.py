@@ -69,6 +69,11 @@ class Calls(CallReader):
         self._arguments: ObjectArguments | None = None
         self.opened = self.done = False
 
+    def rest(self) -> str:
+        return self._call.left if self._call is not None else ""
+
+    end = rest
+
     @property
     def inside(self) -> bool:
         scan = self._call.in_string if self._call is not None else False
@@ -124,6 +129,7 @@ class Calls(CallReader):
         call.feed(char)
         self.opened = call.opened and not call.done
         if call.done:
+            self._parser.say(call.left)
             self._call, self.done, self._state = None, self._state == "alone", "between"
 
     def _after_name(self, char: str) -> None:

@@ -115,7 +115,9 @@ class Calls(CallReader):
             self._quote, self._string, self._run = char, char, 0
         elif not self._stack and char in ",)":
             self._argument(char)
-        elif not self._stack and char in (END_TAG[0], END_FENCE[0]):
+        elif char in (END_TAG[0], END_FENCE[0]):
+            if self._stack:
+                raise Malformed
             self._argument(")")  # it is missing
             self._after(char)
         else:
