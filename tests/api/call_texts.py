@@ -20,14 +20,12 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class Format:
-    """How calls are written: ``one`` call, and the text ``between`` two. ``marks``: texts that a string may hold.
-    ``bare``: a text that no string may hold, for strings have no escapes."""
+    """How calls are written: ``one`` call, and the text ``between`` two. ``marks``: texts that a string may hold."""
 
     kind: str
     one: Callable[[str, dict], str]
     between: str = "\n"
     marks: tuple[str, ...] = ()
-    bare: str = ""
 
     def write(self, calls: list[tuple[str, dict]]) -> str:
         return self.between.join(self.one(name, arguments) for name, arguments in calls)
@@ -97,8 +95,8 @@ FORMATS = {
     "mistral": Format("mistral", mistral, "", ("[TOOL_CALLS]", "[ARGS]{", "[TOOL_CALLS]x[ARGS]")),
     "mistral list": Format("mistral", mistral_list, "", ("[TOOL_CALLS]", '[TOOL_CALLS][{"', "}}]")),
     "glm45": Format("glm45", glm45, marks=("</arg_value>", "<arg_key>", "<tool_call>", "</tool_call>", "</arg_key>")),
-    "qwen3_coder": Format("qwen3_coder", qwen3_coder, marks=("</parameter>", "<parameter=", "<tool_call>", "</function>")),
-    "gemma4": Format("gemma4", gemma4, "", ("<|tool_call>", "<tool_call|>", "}<tool_call|>", "call:"), '<|"|>'),
+    "qwen3_coder": Format("qwen3_coder", qwen3_coder, "\n", ("</parameter>", "<parameter=", "<tool_call>")),
+    "gemma4": Format("gemma4", gemma4, "", ("<|tool_call>", "<tool_call|>", "}<tool_call|>", "call:")),
     "openai": Format("openai", openai, "<|start|>assistant", ("<|call|>", "<|message|>", "<|end|>", "<|start|>")),
     "pythonic": Format("pythonic", pythonic, marks=("```", "```tool_code", "[now()]", "')")),
     "python list": Format("pythonic", llama_list, "", ("<|python_end|>", "<|python_start|>", "')]", "```")),

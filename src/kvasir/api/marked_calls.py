@@ -17,7 +17,8 @@ from kvasir.api.json_scan import WHITESPACE, Malformed, ValueScan
 from kvasir.api.tools import NAME, CallDelta, ToolParser
 
 BRACKETS = (r"[}\]]", r"[}\]\s]{0,60}")  # those that close a call whose last string has no end
-NEXT_OBJECTS = [[*BRACKETS, "[,;]?", SPACE, *begun] for begun in OBJECTS]  # without a mark before it
+# A call as a JSON object without a mark before it: brackets and a separator may stand there.
+NEXT_OBJECTS = [[*before, *begun] for begun in OBJECTS for before in ([], [*BRACKETS, "[,;]?", SPACE])]
 
 
 def restarts(closes: Sequence[str], *opens: Sequence[str]) -> Growing:
