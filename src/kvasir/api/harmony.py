@@ -14,6 +14,7 @@ ROLES = ("assistant", "user", "all", "system", "developer")  # recipients that a
 # How a header begins. Some models leave out <|start|> or <|channel|>.
 BEGINNINGS = (CHANNEL, START, MESSAGE, "to=", "assistant" + CHANNEL, "assistant to=")
 BEGINNINGS += tuple(channel + MESSAGE for channel in ("analysis", "commentary", "final"))
+TO = re.compile(r"to=[\w.-]{0,128}(?: \w{0,20})? ?(?:<.*)?")  # a header, or its beginning, without a mark before it
 MAX_HEADER = 300  # characters; a longer header is text that only looks like one
 
 
@@ -38,7 +39,9 @@ class Header:
         """Whether the text so far may be a header."""
         text = self.text.lstrip()
         starts = any(s.startswith(text) or text.startswith(s) for s in BEGINNINGS)
-        return starts and len(text) <= MAX_HEADER and "\n" not in text and not self.restart
+        likely = not text.startswith("to=") or TO.fullmatch(text) is not None
+        short = len(text) <= MAX_HEADER and text.count(CHANNEL) <= 2 and "\n" not in text
+        return starts and likely and short and not self.restart
 
     @property
     def restart(self) -> str:

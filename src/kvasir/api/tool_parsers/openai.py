@@ -79,7 +79,7 @@ class Call(CallReader):
                 self._arguments = ObjectArguments(self._parser, self._name)
                 for more in self._header.body:
                     self.feed(more)
-            elif len(self._header.text) > 300 or "\n" in self._header.text or self._header.restart:
+            elif not self._header.possible:
                 raise Malformed
             return
         if self._code is not None:
