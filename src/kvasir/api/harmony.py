@@ -15,6 +15,20 @@ ROLES = ("assistant", "user", "all", "system", "developer")  # recipients that a
 BEGINNINGS = (CHANNEL, START, MESSAGE, "to=", "assistant" + CHANNEL, "assistant to=")
 BEGINNINGS += tuple(channel + MESSAGE for channel in ("analysis", "commentary", "final"))
 TO = re.compile(r"to=[\w.-]{0,128}(?: \w{0,20})? ?(?:<.*)?")  # a header, or its beginning, without a mark before it
+# Words of headers besides names of recipients.
+WORDS = (
+    "assistant",
+    "analysis",
+    "commentary",
+    "final",
+    "constrain",
+    "json",
+    "code",
+    "start",
+    "channel",
+    "message",
+    "to",
+)
 MAX_HEADER = 300  # characters; a longer header is text that only looks like one
 
 
@@ -42,6 +56,13 @@ class Header:
         likely = not text.startswith("to=") or TO.fullmatch(text) is not None
         short = len(text) <= MAX_HEADER and text.count(CHANNEL) <= 2 and "\n" not in text
         return starts and likely and short and not self.restart
+
+    @property
+    def begun(self) -> bool:
+        """Whether the text is the beginning of a header that a mark opened, and nothing else."""
+        words = re.findall(r"\w+", re.sub(r"\bto(=[\w.-]*)?", "", self.text))
+        marked = self.text.lstrip().startswith(START[:2])
+        return marked and all(any(known.startswith(word) for known in WORDS) for word in words)
 
     @property
     def restart(self) -> str:

@@ -26,6 +26,7 @@ class OpenAIGptOss(ReasoningParser):
         self.disabled = self._header is None and self._kind != "reasoning"
         self._begun: set[str] = set()  # kinds of which text was given out
         self._within = False  # the header began within a message for the user, so it may be text of that message
+        self._tail = ""  # the end of what was given out
         self._separate = False  # text of a further message of its kind comes next
         self._out: list[ReasoningDelta] = []
 
@@ -50,6 +51,8 @@ class OpenAIGptOss(ReasoningParser):
                 self._enter(self._header)
             elif not self._header.possible:
                 self._malformed(self._header)
+        if final and self._header is not None and (self._within or not self._header.begun):
+            self._malformed(self._header)
         if final and self._header is None:
             self._say(self._held)
             self._held = ""
@@ -83,9 +86,13 @@ class OpenAIGptOss(ReasoningParser):
 
     def _in_message(self, char: str) -> None:
         self._held += char
-        ends = (*ENDS, CHANNEL) if self._kind == "content" else ENDS
+        ends = (*ENDS, CHANNEL, MESSAGE) if self._kind == "content" else ENDS
         if self._held in ends:
             ended, self._held = self._held, ""
+            if ended == MESSAGE:  # of a header whose marks before it are broken
+                self._kind = "reasoning" if self._tail.endswith("analysis") else self._kind
+                self._say(ended if self._kind == "content" else "")
+                return
             if self._kind == "call" and ended != START:
                 self._say(ended)
             self._header = Header(ended if ended in (START, CHANNEL) else "")
@@ -98,6 +105,7 @@ class OpenAIGptOss(ReasoningParser):
     def _say(self, text: str) -> None:
         if not text:
             return
+        self._tail = (self._tail + text)[-len("analysis") :]
         if self._kind != "call":
             text = "\n" * self._separate + text
             self._begun.add(self._kind)
