@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.api import test_tools
 from tests.api.test_tool_formats import parsed, parser, whole
 
 NOW = {
@@ -79,6 +80,31 @@ def test_a_broken_call_does_not_swallow_the_next(kind, text, content, call):
 def test_calls_without_marks_between_them(kind, text, calls):
     assert whole(kind, text) == ("", calls)
     assert parsed(kind, [*text, ""]) == parsed(kind, [text])
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('{"name": "add"}{"name": "get_weather"}', ("", [("add", "{}"), ("get_weather", "{}")])),
+        ('Sure: {"name": "add", "parameters": {"a": 1}}', ("Sure:", [("add", '{"a": 1}')])),
+        ('So.\n\n{"name": "add"}\n{"name": "add"}\nDone.', ("So.\nDone.", [("add", "{}")] * 2)),
+        ('Wait.<|python_tag|>{"name": "add"}', ("Wait.", [("add", "{}")])),
+        ('{"answer": {"name": "add"}} {"name": "add"}', ('{"answer": {"name": "add"}}', [("add", "{}")])),
+        ('{"name": "Bob"} or {"a": [1]}: {"name": "add"}', ('{"name": "Bob"} or {"a": [1]}:', [("add", "{}")])),
+        ('{"name": "add", "parameters": {"b": "x}}\n{"name": "add"}', ("", [("add", '{"b": "x"}'), ("add", "{}")])),
+        ('{"name": "add", "parameters": {"b": "x}}; {"name": "add"}', ("", [("add", '{"b": "x"}'), ("add", "{}")])),
+        ('{"name": "add", "parameters": {"b": "x\n{"name": "add"}', ("", [("add", '{"b": "x\\n"}'), ("add", "{}")])),
+        ('{"name": "Bob", "parameters": {"b": "x}}\n{"name": "add"}',
+         ('{"name": "Bob", "parameters": {"b": "x}}', [("add", "{}")])),
+        ('{"name": "add", "parameters": {"b": "}}; {\\"name\\": 1"}}',
+         ("", [("add", '{"b": "}}; {\\"name\\": 1"}')])),
+        ('{"name": "add", "parameters": {}, "more": [1]}', ('"more": [1]', [("add", "{}")])),
+        ('{"name": "add"};', (";", [("add", "{}")])),
+    ],
+)  # fmt: skip
+def test_llama_calls_stand_by_themselves(text, expected):
+    assert test_tools.whole("llama3_json", text) == expected
+    assert test_tools.message(test_tools.Llama3Json(test_tools.NAMES), [*text, ""]) == expected
 
 
 def test_text_that_resembles_calls_is_read_in_time():

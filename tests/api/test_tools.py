@@ -152,23 +152,8 @@ def test_hermes_broken_inside_the_arguments():
         ('{"name": "add", "parameters": {"a": 1}}; {"name": "Bob"}', ('; {"name": "Bob"}', [("add", '{"a": 1}')])),
         ('{"name": "add", "parameters": {"a": 1}} and so on', (" and so on", [("add", '{"a": 1}')])),
         ('{"name": "add", "parameters": {"a": 1, }}', ("}}", [("add", '{"a": 1}')])),
-        ('{"name": "add"}{"name": "get_weather"}', ("", [("add", "{}"), ("get_weather", "{}")])),
-        ('Sure: {"name": "add", "parameters": {"a": 1}}', ("Sure:", [("add", '{"a": 1}')])),
-        ('So.\n\n{"name": "add"}\n{"name": "add"}\nDone.', ("So.\nDone.", [("add", "{}")] * 2)),
-        ('Wait.<|python_tag|>{"name": "add"}', ("Wait.", [("add", "{}")])),
-        ('{"answer": {"name": "add"}} {"name": "add"}', ('{"answer": {"name": "add"}}', [("add", "{}")])),
-        ('{"name": "Bob"} or {"a": [1]}: {"name": "add"}', ('{"name": "Bob"} or {"a": [1]}:', [("add", "{}")])),
-        ('{"name": "add", "parameters": {"b": "x}}\n{"name": "add"}', ("", [("add", '{"b": "x"}'), ("add", "{}")])),
-        ('{"name": "add", "parameters": {"b": "x}}; {"name": "add"}', ("", [("add", '{"b": "x"}'), ("add", "{}")])),
-        ('{"name": "add", "parameters": {"b": "x\n{"name": "add"}', ("", [("add", '{"b": "x\\n"}'), ("add", "{}")])),
-        ('{"name": "Bob", "parameters": {"b": "x}}\n{"name": "add"}',
-         ('{"name": "Bob", "parameters": {"b": "x}}', [("add", "{}")])),
-        ('{"name": "add", "parameters": {"b": "}}; {\\"name\\": 1"}}',
-         ("", [("add", '{"b": "}}; {\\"name\\": 1"}')])),
-        ('{"name": "add", "parameters": {}, "more": [1]}', ('"more": [1]', [("add", "{}")])),
-        ('{"name": "add"};', (";", [("add", "{}")])),
     ],
-)  # fmt: skip
+)
 def test_llama3(text, expected):
     assert whole("llama3_json", text) == expected
 

@@ -1,7 +1,7 @@
-"""How a call begins in each format, as parts of a ``Growing`` pattern.
+"""Beginnings of a call in each format, as parts of a ``Growing`` pattern.
 
-A parser of the format looks for it within a text that has no end, like a string whose quote is missing; the reasoning
-parsers look for all of them, because a call ends the thinking.
+A parser of the format looks for its own within a text that has no end, like a string whose quote is missing; the
+reasoning parsers look for all of them, because a call ends the thinking.
 """
 
 from __future__ import annotations
