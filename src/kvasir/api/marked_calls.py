@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 from kvasir.api.call_openings import OBJECTS
@@ -27,6 +28,12 @@ def restarts(closes: Sequence[str], *opens: Sequence[str]) -> Growing:
     closings = [[], *([*spelled(mark), SPACE] for mark in closes)]
     before = [[*brackets, *closing] for closing in closings for brackets in ([], BRACKETS)]
     return Growing(*([*closing, *begun] for closing in before for begun in opens))
+
+
+@cache
+def closing(closes: Sequence[str]) -> Growing:
+    """Return the pattern of the brackets and the mark that close a call, at the end of an answer."""
+    return Growing(*([*brackets, *spelled(mark), SPACE] for mark in closes for brackets in ([], BRACKETS)))
 
 
 class CallReader(Protocol):
@@ -85,7 +92,6 @@ class MarkedCalls(ToolParser):
         firsts = re.escape("".join(sorted({mark[0] for mark in marks})))
         # Text in which no mark begins, up to white space that a mark may follow.
         self._quiet = re.compile(rf"(?:[^{firsts} \t\n\r]+|[ \t\n\r]+(?=[^{firsts} \t\n\r]))+")
-        self._closing = Growing(*([*brackets, *spelled(c), SPACE] for c in self.closes for brackets in ([], BRACKETS)))
 
     @abstractmethod
     def reader(self, mark: str) -> CallReader:
@@ -109,7 +115,7 @@ class MarkedCalls(ToolParser):
     def finish(self) -> None:
         while self._reader is not None:
             watched, self._watched = self._watched, ""
-            if not (self._reader.opened and self._closing.match(watched)):
+            if not (self._reader.opened and closing(self.closes).match(watched)):
                 for i, char in enumerate(watched):
                     if self._reader is None:
                         self._again += watched[i:]
@@ -186,11 +192,12 @@ class MarkedCalls(ToolParser):
     def _watch(self, reader: CallReader, char: str) -> None:
         """Hold text within a call from its reader while it may begin another call."""
         restarts = self.restarts
-        if restarts is None or not (self._watched or (reader.inside and restarts.may(char))):
+        if restarts is None or not (self._watched or (char in restarts.firsts and reader.inside)):
             self._in_call(reader, char)
             return
         self._watched += char
-        found = restarts.match(self._watched)
+        may = restarts.may(self._watched)
+        found = restarts.match(self._watched) if may else None
         if found and self._offers(found):
             watched, self._watched = self._watched, ""
             if reader.opened:  # the brackets and the mark before it close the call
@@ -198,7 +205,7 @@ class MarkedCalls(ToolParser):
                 watched = watched[min(found_at) if found_at else watched.find("{") :]
             self._again = watched
             self._break_off(reader)
-        elif found or not restarts.may(self._watched):
+        elif found or not may:
             watched, self._watched = self._watched, ""
             self._again = watched[1:]
             self._in_call(reader, watched[0])
