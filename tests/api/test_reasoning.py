@@ -1,13 +1,18 @@
 """Thinking and answer: the same two texts for any cut of the stream, wherever the thinking begins."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.api import reasoning
+from kvasir import technique
+from kvasir.api import reasoning, tools
+from kvasir.api.chat import Message
 from kvasir.api.reasoning_parsers.deepseek_r1 import DeepSeekR1
 from kvasir.api.reasoning_parsers.qwen3 import Qwen3
 from kvasir.errors import ConfigError
+from tests.api.call_texts import FORMATS, SCHEMAS
 from tests.models.small_tokenizers import make
 
 PARSERS = {"qwen3": Qwen3, "deepseek_r1": DeepSeekR1}
@@ -75,8 +80,38 @@ def test_a_call_ends_the_thinking(kind, text, content):
     assert split(kind, [*text, ""], OPENED) == ("hm", content)
 
 
-def test_thinking_about_the_format_is_no_call():
-    assert split("qwen3", ["I write <tool_call> here.</think>Yes."], OPENED) == ("I write <tool_call> here.", "Yes.")
+@pytest.mark.parametrize("label", [label for label in FORMATS if label != "openai"])
+def test_a_call_of_any_format_ends_the_thinking(label):
+    call = FORMATS[label].one("save", {"path": "a </think> b", "n": 5})
+    for tail, left in (("", ""), ("\n</think>\n\nDone.", "\n\n\nDone.")):
+        text = f"I will\n\nsave it.\n{call}{tail}"
+        expected = ("I will\n\nsave it.", call + left)
+        assert split("qwen3", [text], OPENED) == expected
+        assert split("qwen3", [*text, ""], OPENED) == expected
+        for cut in range(len(text) + 1):
+            assert split("qwen3", [text[:cut], text[cut:]], OPENED) == expected
+        parser = technique.find(tools.PACKAGE, FORMATS[label].kind, tools.ToolParser)[0]
+        message = Message(Qwen3(OPENED), parser(SCHEMAS))
+        message.push(text, [], True)
+        assert [(c.name, json.loads(c.arguments)) for c in message.calls] == [
+            ("save", {"path": "a </think> b", "n": 5})
+        ]
+        assert message.content.strip() == left.strip()
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "I write <tool_call> here.",
+        "[TOOL_CALLS] is a mark, like <|tool_call> and <|python_tag|>",
+        'A call is <tool_call>{...}</tool_call>, and {"name": "x"} is JSON.',
+        "```python\nnow()\n``` is no ```tool_code",
+        '{"name": "Bob", "age": 5}',
+    ],
+)
+def test_thinking_about_the_format_is_no_call(thought):
+    text = f"{thought}</think>Yes."
+    assert split("qwen3", [text], OPENED) == split("qwen3", [*text, ""], OPENED) == (thought, "Yes.")
 
 
 def test_without_a_prompt():

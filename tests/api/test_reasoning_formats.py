@@ -1,5 +1,7 @@
 """Reasoning of further formats: marks of Mistral and Gemma, and the channels of harmony, with the calls behind them."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +92,21 @@ RECORDED = [
         [(R, "Secret"), (C, "Yes.")],
     ),
     ("openai_gptoss", START, f"{ANALYSIS}cut sho", [(R, "cut sho")]),
+    ("mistral", "[/INST]", "[THINK]hm\n[TOOL_CALLS]now[ARGS]{}[/THINK]", [(R, "hm"), (C, "[TOOL_CALLS]now[ARGS]{}")]),
+    *(
+        ("openai_gptoss", START, f"{head}Secret<|end|>{START}{FINAL}Yes.<|return|>", [(R, "Secret"), (C, "Yes.")])
+        for head in ("analysis<|message|>", f"assistant{ANALYSIS}", "<|channel|><|message|>")
+    ),
+    *(
+        ("openai_gptoss", START, f"<|channel|>{to}<|message|>I look.<|end|>", [(C, "I look.")])
+        for to in ("commentary to=user", "commentary to=assistant", "final to=functions.now")
+    ),
+    ("openai_gptoss", START, f"{FINAL}I look.{ANALYSIS}Secret", [(C, "I look."), (R, "Secret")]),
+    *(("openai_gptoss", START, text, [(C, text)]) for text in ("a", "to", "final", "<", "to=functions.now")),
+    ("openai_gptoss", START, f"{FINAL}Yes.<|end|>{START}<|channel|>comm", [(C, "Yes.")]),
+    ("openai_gptoss", START, "<|channel|>We need", [(R, "We need")]),
+    ("openai_gptoss", START, f"{FINAL}The <|message|> mark", [(C, "The <|message|> mark")]),
+    ("openai_gptoss", START, f"{FINAL}The mark <|channel|> begins", [(C, "The mark <|channel|> begins")]),
     ("openai_gptoss", START, f"{ANALYSIS}a<|en", [(R, "a<|en")]),
 ]
 
@@ -136,6 +153,58 @@ def test_harmony_through_both_parsers():
         assert [(c.name, c.arguments) for c in message.calls] == [("now", "{}")]
         assert sorted(kinds, key=["reasoning", "content", "call"].index) == kinds
         assert message.finish_reason("stop") == "tool_calls"
+
+
+CALL = "<|channel|>commentary to=functions.now"
+
+
+@pytest.mark.parametrize(
+    "text, content, calls",
+    [
+        (f"{CALL} <|constrain|>json<|message|>{{}}", "", [("now", "{}")]),  # cut before its end
+        (f"{CALL}<|message|>", "", [("now", "{}")]),
+        (f"{CALL}<|message|><|call|>", "", [("now", "{}")]),
+        (f"{CALL}<|call|>", "", [("now", "{}")]),
+        (f"{CALL} <|constrain|>json{{}}<|call|>", "", [("now", "{}")]),
+        (f"{START} to=functions.now<|channel|>commentary json<|message|>{{}}<|call|>", "", [("now", "{}")]),
+        ("<|channel|>analysis to=functions.now<|message|>{}<|call|>", "", [("now", "{}")]),
+        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "", [("python", '{"code": "print(1)"}')]),
+        ("<|channel|>analysis to=browser.open<|message|>{}<|call|>", "", [("browser.open", "{}")]),
+        ("<|channel|>commentary to=container.exec<|message|><|call|>", "", [("container.exec", "{}")]),
+        (f"<|channel|>commentary<|message|>I look.<|end|>{START}{CALL}<|message|>{{}}<|call|>", "I look.",
+         [("now", "{}")]),
+        (f'{CALL}<|message|>{{"a": "b<|call|>{START}{CALL}<|message|>{{}}<|call|>', "",
+         [("now", '{"a": "b"}'), ("now", "{}")]),
+        (f"{CALL}<|message|>{{}}<|call|>{START}{ANALYSIS}More.<|end|>{START}{FINAL}Yes.", "Yes.", [("now", "{}")]),
+    ],
+)  # fmt: skip
+def test_calls_of_harmony(text, content, calls):
+    text = f"{ANALYSIS}Secret.<|end|>{START}{text}"
+    for width in (1, 2, 7, 1000):
+        message = Message(parser("openai_gptoss", START), tool_parser("openai"))
+        for i in range(0, len(text), width):
+            message.push(text[i : i + width], [], False)
+        message.push("", [], True)
+        assert message.reasoning.split("\n")[0] == "Secret." and message.content == content
+        assert [(c.name, c.arguments) for c in message.calls] == calls
+
+
+def test_a_malformed_header_shows_no_thinking():
+    """Each mark and each word of the headers is dropped, doubled and cut in half."""
+    text = (
+        f"{ANALYSIS}Secret one.<|end|>{START}<|channel|>commentary<|message|>I look.<|end|>{START}{ANALYSIS}"
+        f"Secret two.<|end|>{START}{FINAL}Yes.<|return|>"
+    )
+    pieces = re.findall(r"<\|\w+\|>|\w+|.", text)
+    for at, piece in enumerate(pieces):
+        for changed in ("", piece * 2, piece[: len(piece) // 2], piece[len(piece) // 2 :]) if len(piece) > 3 else ():
+            broken = "".join([*pieces[:at], changed, *pieces[at + 1 :]])
+            found = split("openai_gptoss", [broken], START)
+            assert found == split("openai_gptoss", [*broken, ""], START)
+            content = "".join(part for kind, part in found if kind == C)
+            assert "Secret" not in content and " one" not in content and " two" not in content, broken
+            kept = "".join(part for _, part in found)
+            assert all(kept.count(word) == broken.count(word) for word in (" one", " look", " two")), broken
 
 
 @pytest.mark.parametrize(

@@ -413,6 +413,10 @@ def test_any_text_gives_the_same_message_for_any_cut(kind, data):
          ("", [("write_file", {"path": "a\n"}), ("now", {})])),
         ("mistral", '[TOOL_CALLS]write_file[ARGS]{"text": "a\nb"}', ("", [("write_file", {"text": "a\nb"})])),
         ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]', ("", [("now", {})])),
+        ("openai", "<|channel|>commentary to=functions.now <|constrain|>json{}<|call|>", ("", [("now", {})])),
+        ("openai", "<|channel|>commentary to=functions.now<|call|>", ("", [("now", {})])),
+        ("openai", '<|channel|>analysis to=browser.open code<|message|>{"id": 3}<|call|>',
+         ("", [("browser.open", {"id": 3})])),
     ],
 )  # fmt: skip
 def test_repaired_calls(kind, text, expected):

@@ -173,6 +173,10 @@ def test_llama3(text, expected):
         "; ",
         "{{",
         '{"name": "add", "parameters": 3}',
+        'As JSON: {"result": {"name": "add", "parameters": {}}}.',
+        'Either [{"name": "add"}, {"name": "add"}] or {"add": {"name": "add"}}',
+        '{"name": "add"',
+        'f(){ return {"name": 1} }',
     ],
 )
 def test_llama3_other_text_is_content(text):

@@ -50,6 +50,11 @@ class ValueScan:
         self._rest = ""  # what a literal still lacks
         self._number = ""  # state of the number, a key of ``NUMBER``
 
+    @property
+    def in_string(self) -> bool:
+        """Whether the next character belongs to a string or ends it."""
+        return self._state == "string"
+
     def feed(self, char: str) -> bool:
         """Take one character; return False when it ends a number without being part of the value.
 
@@ -167,6 +172,11 @@ class ObjectScan:
         self._keys: list[str] = []
         self._state = "open"  # open, first_key, key, in_key, colon, before, value, after or done
         self._scan = ValueScan()
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the next character belongs to a string or ends it."""
+        return self._state in ("in_key", "value") and self._scan.in_string
 
     def seen(self, keys: Collection[str]) -> int:
         """Number of top-level keys read so far that are among ``keys``, repeated ones counted each time."""

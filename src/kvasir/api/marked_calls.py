@@ -9,10 +9,31 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
+from kvasir.api.call_openings import OBJECTS
+from kvasir.api.growing import SPACE, Growing, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed, ValueScan
 from kvasir.api.tools import NAME, CallDelta, ToolParser
+
+BRACKETS = (r"[}\]]", r"[}\]\s]{0,60}")  # those that close a call whose last string has no end
+# A call as a JSON object without a mark before it: brackets and a separator may stand there.
+NEXT_OBJECTS = [[*before, *begun] for begun in OBJECTS for before in ([], [*BRACKETS, "[,;]?", SPACE])]
+
+
+def restarts(closes: Sequence[str], *opens: Sequence[str]) -> Growing:
+    """Return the pattern of another call that begins within the text of a call, with the brackets and the mark that
+    close the call before it. ``opens``: each way in which a call of the format begins, in parts."""
+    closings = [[], *([*spelled(mark), SPACE] for mark in closes)]
+    before = [[*brackets, *closing] for closing in closings for brackets in ([], BRACKETS)]
+    return Growing(*([*closing, *begun] for closing in before for begun in opens))
+
+
+@cache
+def closing(closes: Sequence[str]) -> Growing:
+    """Return the pattern of the brackets and the mark that close a call, at the end of an answer."""
+    return Growing(*([*brackets, *spelled(mark), SPACE] for mark in closes for brackets in ([], BRACKETS)))
 
 
 class CallReader(Protocol):
@@ -22,6 +43,7 @@ class CallReader(Protocol):
     opened: bool
     done: bool
     over: str = ""  # text behind the calls that was read already
+    inside: bool = False  # the next character may be any: it belongs to a string, for example
 
     def feed(self, char: str) -> None:
         """Read one character. Raises Malformed when it cannot continue a call."""
@@ -46,22 +68,28 @@ class CallReader(Protocol):
 class MarkedCalls(ToolParser):
     """A parser of calls that begin with one of ``opens``. White space around them belongs to the format.
 
-    ``closes``: marks one of which may follow a call; it is dropped.
+    ``closes``: marks one of which may follow a call; it is dropped. ``restarts``: how another call begins within a text
+    that has no end, for example a string whose quote is missing; None: a reader notices that by itself.
     """
 
     opens: ClassVar[tuple[str, ...]]
     closes: ClassVar[tuple[str, ...]] = ()
+    restarts: ClassVar[Growing | None] = None
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         super().__init__(schemas)
         self._reader: CallReader | None = None
         self._raw = ""  # text of the calls being read that no announced call holds: content if they are malformed
+        self._num_certain = 0  # characters of ``_raw`` up to the end of its mark; behind it other calls may begin
         self._mark = ""  # the part of a mark that was read
         self._space = ""  # white space before the mark: content only if content follows
+        self._watched = ""  # text within a call that may begin another one, and is held from the reader
+        self._again = ""  # text to read again, before what follows
         self._after_call = False  # only white space and a closing mark have come since a call
         self._closed = False  # the closing mark of the last call has come
         self._begun = False  # something other than white space has come
-        firsts = re.escape("".join(sorted({mark[0] for mark in (*self.awaited(), *self.opens, *self.closes)})))
+        marks = (*self.awaited(), *self.opens, *self.closes)
+        firsts = re.escape("".join(sorted({mark[0] for mark in marks})))
         # Text in which no mark begins, up to white space that a mark may follow.
         self._quiet = re.compile(rf"(?:[^{firsts} \t\n\r]+|[ \t\n\r]+(?=[^{firsts} \t\n\r]))+")
 
@@ -75,31 +103,73 @@ class MarkedCalls(ToolParser):
         return (*self.opens, *self.closes) if self._after_call and not self._closed else self.opens
 
     def push(self, text: str, final: bool = False) -> list[str | CallDelta]:
-        self._out, at = [], 0
-        while at < len(text):
-            before = at
-            if self._reader is not None:
-                at = self._reader.take(text, at)
-            elif not self._mark and not self._after_call and (quiet := self._quiet.match(text, at)):
-                self._plain(quiet[0])
-                at = quiet.end()
-            if at == before:
-                self.feed(text[at])
-                at += 1
+        self._out = []
+        self._read(text)
         if final:
             self.finish()
         return self._out
 
     def feed(self, char: str) -> None:
-        if self._reader is not None:
-            self._in_call(self._reader, char)
-        elif any(mark.startswith(self._mark + char) for mark in self.awaited()):
-            self._mark += char
-            if self._mark in self.awaited():
-                self._marked()
-        elif self._mark:
+        self._read(char)
+
+    def finish(self) -> None:
+        while self._reader is not None:
+            watched, self._watched = self._watched, ""
+            if not (self._reader.opened and closing(self.closes).match(watched)):
+                for i, char in enumerate(watched):
+                    if self._reader is None:
+                        self._again += watched[i:]
+                        break
+                    self._in_call(self._reader, char)
+            if self._reader is not None and not self._again:
+                self._break_off(self._reader)
+            again, self._again = self._again, ""
+            self._read(again)
+        if self._mark in self.awaited():
+            self._marked()
+        elif self._mark and any(mark.startswith(self._mark) for mark in self.opens):
             self._plain(self._mark)
-            self.feed(char)
+        elif not self._after_call or self._space.strip(WHITESPACE):
+            self.say(self._space)
+        self._mark = self._space = ""
+
+    def _read(self, text: str) -> None:
+        """Read text, and at once what of it has to be read again."""
+        at, outer = 0, []
+        while at < len(text) or outer:
+            if at == len(text):
+                text, at = outer.pop()
+                continue
+            at = self._step(text, at)
+            if self._again:
+                outer.append((text, at))
+                text, at, self._again = self._again, 0, ""
+
+    def _step(self, text: str, at: int) -> int:
+        """Read some of the text from ``at`` on; return where it ends."""
+        if self._reader is not None:
+            taken = at if self._watched else self._reader.take(text, at)
+            if taken == at:
+                self._watch(self._reader, text[at])
+            return max(taken, at + 1)
+        if not self._mark and not self._after_call and (quiet := self._quiet.match(text, at)):
+            self._plain(quiet[0])
+            return quiet.end()
+        self._outside(text[at])
+        return at + 1
+
+    def _outside(self, char: str) -> None:
+        """Read a character that belongs to no call, as far as we know."""
+        if any(mark.startswith(self._mark + char) for mark in self.awaited()):
+            self._mark += char
+            if [mark for mark in self.awaited() if mark.startswith(self._mark)] == [self._mark]:
+                self._marked()
+        elif self._mark in self.awaited():  # a longer mark begins with it, and has not come
+            self._marked()
+            self._again = char
+        elif self._mark:
+            self._again = self._mark[1:] + char
+            self._plain(self._mark[0])
         elif char in WHITESPACE:
             self._space += char
         else:
@@ -107,9 +177,10 @@ class MarkedCalls(ToolParser):
 
     def _marked(self) -> None:
         self._begun = True
-        if self._mark in self.opens:
+        if self._mark not in self.closes:
             self._reader = self.reader(self._mark)
             self._raw = self._space + self._mark
+            self._num_certain = len(self._raw)
         self._closed = self._reader is None
         self._mark = self._space = ""
 
@@ -118,46 +189,73 @@ class MarkedCalls(ToolParser):
         self._mark = self._space = ""
         self._after_call, self._begun = False, True
 
+    def _watch(self, reader: CallReader, char: str) -> None:
+        """Hold text within a call from its reader while it may begin another call."""
+        restarts = self.restarts
+        if restarts is None or not (self._watched or (char in restarts.firsts and reader.inside)):
+            self._in_call(reader, char)
+            return
+        self._watched += char
+        may = restarts.may(self._watched)
+        found = restarts.match(self._watched) if may else None
+        if found and self._offers(found):
+            watched, self._watched = self._watched, ""
+            if reader.opened:  # the brackets and the mark before it close the call
+                found_at = [at for mark in self.opens if (at := watched.find(mark)) >= 0]
+                watched = watched[min(found_at) if found_at else watched.find("{") :]
+            self._again = watched
+            self._break_off(reader)
+        elif found or not may:
+            watched, self._watched = self._watched, ""
+            self._again = watched[1:]
+            self._in_call(reader, watched[0])
+
+    def _offers(self, found: re.Match[str]) -> bool:
+        """Whether the pattern holds no name of a function that is not offered."""
+        name = found.groupdict().get("name")
+        return name is None or self.names is None or name in self.names
+
     def _in_call(self, reader: CallReader, char: str) -> None:
         opened, num_calls = reader.opened, self.num_calls
         try:
             reader.feed(char)
         except Malformed:
-            # After an announced call only the rest is content, otherwise everything read.
-            self._after_call = not reader.opened and not self._raw.strip()  # the calls had ended
-            text = self.end_call() + reader.rest() if reader.opened else self._raw
-            opened = reader.opened
-            last = max(text.rfind(mark[0], not reader.opened) for mark in self.opens)
-            if last >= 0 and any(mark.startswith(text[last:] + char) for mark in self.opens):
-                text, self._mark = text[:last], text[last:]  # a mark was read as part of the call
-            self._after_call |= opened and not text
-            self.say("" if self._after_call else text)
-            self._reader, self._raw = None, ""
-            self.feed(char)
+            self._again = char + self._again
+            self._raw = "" if self.num_calls > num_calls else self._raw
+            if reader.opened:
+                left = self.end_call() + reader.rest()
+                self._again, self._reader, self._raw = left + self._again, None, ""
+                self._after_call = not left
+            else:
+                self._give_up()
             return
         self._raw = "" if opened or reader.opened or self.num_calls > num_calls else self._raw + char
+        self._num_certain = min(self._num_certain, len(self._raw))
         if reader.done:
             self._reader, self._raw, self._after_call = None, "", True
             if left := reader.rest():
                 self._plain(left)
                 self._after_call = True
-            for char in reader.over:
-                self.feed(char)
+            self._again = reader.over + self._again
 
-    def finish(self) -> None:
-        if self._reader is not None:
-            if not self._reader.opened and self._reader.completes():
-                self._raw = ""
-            text = self._reader.end() if self._reader.opened else ""
-            if self._raw.strip() or not self._reader.opened:
-                self.say(self._raw if self._raw.strip() and not text else text)
-            else:
-                self.say(self.end_call() + text)
-        elif self._mark and any(mark.startswith(self._mark) for mark in self.opens):
-            self._plain(self._mark)
-        elif not self._after_call:
-            self.say(self._space)
-        self._reader, self._raw, self._mark, self._space = None, "", "", ""
+    def _break_off(self, reader: CallReader) -> None:
+        """End the call that is being read where nothing of it follows."""
+        if not reader.opened and not reader.completes():
+            self._give_up()
+            return
+        left = reader.end() if reader.opened else ""
+        left = self.end_call() + left if reader.opened else left
+        self._reader, self._raw, self._after_call = None, "", not left
+        self.say(left)
+
+    def _give_up(self) -> None:
+        """Take what was read since the last announced call as content, in which other calls may begin."""
+        raw, self._raw, self._reader = self._raw, "", None
+        self._after_call = not raw.strip()  # white space behind the last call of a list
+        if not self._after_call:
+            again = raw[self._num_certain :].lstrip(WHITESPACE)
+            self.say(raw.removesuffix(again))
+            self._again = again + self._again
 
 
 # ------------------------------------------------------------------------------------------- what readers are made of
@@ -200,11 +298,11 @@ class Until:
         text, self._held = self._held[:start], self._held[start:]
         return text, False
 
-    def skip(self, text: str, start: int) -> int:
-        """Return the end of the text from ``start`` on in which no mark begins."""
+    def skip(self, text: str, start: int, more: str = "") -> int:
+        """Return the end of the text from ``start`` on in which no mark begins, and none of the characters ``more``."""
         if self._held:
             return start
-        found = [at for first in {mark[0] for mark in self._marks} if (at := text.find(first, start)) >= 0]
+        found = [at for first in {*more, *(m[0] for m in self._marks)} if (at := text.find(first, start)) >= 0]
         return min(found, default=len(text))
 
 
@@ -236,6 +334,11 @@ class ObjectArguments:
         self._name = name
         self._scan = ValueScan(lenient=True)
         self.opened = self.done = False
+
+    @property
+    def inside(self) -> bool:
+        """Whether the next character belongs to a string or ends it."""
+        return self._scan.in_string
 
     def feed(self, char: str) -> None:
         """Read one character. Raises Malformed."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from kvasir import technique
+from kvasir.api import call_openings
+from kvasir.api.growing import Growing
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.technique import Technique
 
@@ -29,8 +31,7 @@ class ReasoningParser(Technique):
     The line breaks that models put around the marks belong to neither text. ``marks``: texts that a chat template of
     this format holds besides ``start`` or ``end`` (``auto``). ``shown``: further special tokens that the parser reads.
     ``breaks``: beginnings of a call, which end the thinking when ``end`` is missing; an ``end`` right after the call is
-    dropped. ``also``: other names. ``switch``: a
-    special token without which, in the prompt, the model need not think.
+    dropped. ``also``: other names. ``switch``: a special token without which, in the prompt, the model need not think.
     """
 
     start: ClassVar[str] = "<think>"
@@ -38,7 +39,7 @@ class ReasoningParser(Technique):
     starts_inside: ClassVar[bool] = False  # whether an answer to an unknown prompt begins inside the thinking
     marks: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[tuple[str, ...]] = ()
-    breaks: ClassVar[tuple[str, ...]] = ("<tool_call>\n<function=", '<tool_call>\n{"name"')
+    breaks: ClassVar[Growing] = Growing(*call_openings.ALL)
     also: ClassVar[tuple[str, ...]] = ()
     switch: ClassVar[str | None] = None
 
@@ -94,12 +95,12 @@ class ReasoningParser(Technique):
                 return ""
             self._held = text.removeprefix(self.start) if text.startswith(self.start) else self._held
             self._may_repeat = False
-        found = [(at, mark) for mark in (self.end, *self.breaks) if (at := self._held.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
-            thought, self._held = self._held[:at], self._held[at + len(mark) * (mark == self.end) :]
+        end, call = self._held.find(self.end), self.breaks.search(self._held)
+        if max(end, call) >= 0:
+            self._broken = end < 0 or 0 <= call < end
+            at = call if self._broken else end
+            thought, self._held = self._held[:at], self._held[at if self._broken else at + len(self.end) :]
             self._mode = "content"
-            self._broken = mark != self.end
             thought = self._take(thought.rstrip("\n"))
             self._fresh = True
             return thought
@@ -109,19 +110,18 @@ class ReasoningParser(Technique):
         return self._take(thought.rstrip("\n") if final else thought)
 
     def _settled(self) -> str:
-        """The held text without a suffix that may belong to a mark: line breaks and the beginning of ``</think>``."""
-        marks = (self.end, *self.breaks)
-        for length in range(min(max(map(len, marks)) - 1, len(self._held)), 0, -1):
-            if any(mark.startswith(self._held[-length:]) for mark in marks):
-                return self._held[:-length].rstrip("\n")
-        return self._held.rstrip("\n")
+        """The held text without a suffix that may belong to a mark: line breaks, the beginning of ``</think>`` or of a
+        call."""
+        marks = range(min(len(self.end) - 1, len(self._held)), 0, -1)
+        part = next((n for n in marks if self._held.endswith(self.end[:n])), 0)
+        return self._held[: min(len(self._held) - part, self.breaks.pending(self._held))].rstrip("\n")
 
     def _after_break(self, final: bool) -> str:
         """Content behind a call within the thinking, without an ``end`` that follows a closing mark."""
         out = ""
         while (at := self._held.find(self.end)) >= 0 and self._broken:
             before, self._held = self._held[:at], self._held[at + len(self.end) :]
-            ends = (self._tail + before.rstrip())[-16:].endswith((">", "]", "}"))
+            ends = (self._tail + before.rstrip())[-16:].endswith((">", "]", "}", "`"))
             self._broken = not ends
             out += before if ends else before + self.end
             self._tail = (self._tail + out.rstrip())[-16:]

@@ -30,6 +30,7 @@ STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 LARK = re.compile(r"[/~{}]")
 LARK_TOKEN = re.compile(r"<[\w/|-]+>", re.ASCII)  # a token that Lark can name
 START = re.compile(r"^start\s*:", re.MULTILINE)
+PLAIN_KEYS = ("name", "type", "id")  # of a call as a JSON object, besides its arguments
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -130,19 +131,28 @@ class CallScan:
     """A reader of one JSON object ``{"name": ..., "arguments": {...}}`` for a parser, character by character.
 
     ``raw``: the text read before the call was announced, which becomes content if it turns out not to be a call.
+    ``left``: members of the object that belong to no call, which are content as well.
     """
 
-    def __init__(self, parser: ToolParser, keys: tuple[str, ...], strict: bool = False) -> None:
+    def __init__(
+        self, parser: ToolParser, keys: tuple[str, ...], strict: bool = False, only: Collection[str] | None = None
+    ) -> None:
         self._parser = parser
         self._keys = keys
         self._strict = strict  # accept offered names only
+        self._only = only  # keys that may come before the call is announced; None: any
         self._scan = ObjectScan()
         self._name: str | None = None
         self._early = ""  # arguments that came before the name
-        self.raw = ""
+        self.raw = self.left = ""
         self.started = False
         self.opened = False
         self.done = False
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the next character belongs to a string or ends it."""
+        return self._scan.in_string
 
     def feed(self, char: str) -> None:
         """Read one character. Raises Malformed when ``char`` cannot continue a call."""
@@ -150,10 +160,17 @@ class CallScan:
         self.raw += char if not self.opened else ""
         event = self._scan.feed(char)
         key = self._scan.key
+        if key is not None and self._only is not None and not self.opened:
+            plain = key in self._keys or event != "start" or char not in "{["
+            if key not in self._only or not plain:
+                raise Malformed
         if key == "name" and event == "value":
             self._take_name(self._scan.value())
         elif key in self._keys:
             self._take_arguments(char, event)
+        elif key is not None and key not in PLAIN_KEYS and event is not None:
+            begun = f"{', ' * bool(self.left)}{json.dumps(key, ensure_ascii=False)}: " if event == "start" else ""
+            self.left += begun + char
         if event == "end":
             self._close()
 

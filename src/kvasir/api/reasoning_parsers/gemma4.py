@@ -1,5 +1,7 @@
 """<|channel>thought and <channel|> around the thinking; a prompt without <|think|> asks for none (Gemma 4)."""
 
+from kvasir.api import call_openings
+from kvasir.api.growing import Growing, spelled
 from kvasir.api.reasoning import ReasoningParser
 
 
@@ -9,5 +11,5 @@ class Gemma4(ReasoningParser):
     start = "<|channel>thought"
     end = "<channel|>"
     shown = ("<|channel>",)
-    breaks = ("<|tool_call>",)
+    breaks = Growing(spelled("<|tool_call>"), *call_openings.ALL)
     switch = "<|think|>"

@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api import call_openings
 from kvasir.api.call_grammars import Bare
 from kvasir.api.call_values import typed
 from kvasir.api.json_scan import MAX_DEPTH, WHITESPACE, Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf, Until
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf, Until, restarts
 from kvasir.api.tools import ToolParser, mark, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ class Gemma4(MarkedCalls):
     marks = opens = (OPEN,)
     closes = (CLOSE,)
     shown = (CLOSE, QUOTE)
+    restarts = restarts(closes, call_openings.GEMMA4)
 
     def reader(self, mark: str) -> Call:
         return Call(self)
@@ -55,10 +57,14 @@ class Call(CallReader):
         self._text = ""  # a key or a bare value so far
         self.opened = self.done = False
 
+    @property
+    def inside(self) -> bool:
+        return self._state == "string"
+
     def take(self, text: str, start: int) -> int:
         if self._state != "string":
             return start
-        end = self._string.skip(text, start)
+        end = self._string.skip(text, start, "]}")
         self._parser.argue(json.dumps(text[start:end], ensure_ascii=False)[1:-1])
         return end
 
@@ -144,6 +150,18 @@ class Call(CallReader):
         self._text += char
         if self._text == QUOTE:
             self._begin_string(True)
+        elif self._ended_early():
+            self._close_early()
+
+    def _ended_early(self) -> bool:
+        """Whether a mark has ended the key or the bare value, because the brackets before it are missing."""
+        self.over = next((mark for mark in (OPEN, CLOSE) if self._text.endswith(mark)), "")
+        self._text = self._text.removesuffix(self.over)
+        return bool(self.over)
+
+    def _close_early(self) -> None:
+        self._parser.end_call()
+        self.opened, self.done = False, True
 
     def _begin_string(self, is_key: bool) -> None:
         self._parser.argue('"')
@@ -168,3 +186,6 @@ class Call(CallReader):
         self._text += char
         if self._text == QUOTE:
             self._begin_string(False)
+        elif self._ended_early():
+            self._parser.argue(typed(self._text.strip(), None))
+            self._close_early()

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api import call_openings
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, ObjectArguments, OneOf
+from kvasir.api.marked_calls import (
+    NEXT_OBJECTS,
+    CallReader,
+    MarkedCalls,
+    NameScan,
+    ObjectArguments,
+    OneOf,
+    restarts,
+)
 from kvasir.api.tools import CallScan, ToolParser, call_rules, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
@@ -18,9 +27,17 @@ class Mistral(MarkedCalls):
 
     marks = opens = (OPEN,)
     shown = (ID, ARGS)
+    restarts = restarts((), *NEXT_OBJECTS, *call_openings.MISTRAL)
+
+    def awaited(self) -> Sequence[str]:
+        return (OPEN, "{") if self._after_call else (OPEN,)
 
     def reader(self, mark: str) -> Calls:
-        return Calls(self)
+        made = Calls(self)
+        if mark == "{":  # in a list whose previous call broke off
+            made.feed("[")
+            made.feed(mark)
+        return made
 
     @classmethod
     def grammar(cls, functions: Sequence[Mapping[str, Any]], parallel: bool, tokenizer: Tokenizer) -> str:
@@ -51,6 +68,16 @@ class Calls(CallReader):
         self._mark = OneOf(ID, ARGS)
         self._arguments: ObjectArguments | None = None
         self.opened = self.done = False
+
+    def rest(self) -> str:
+        return self._call.left if self._call is not None else ""
+
+    end = rest
+
+    @property
+    def inside(self) -> bool:
+        scan = self._call.in_string if self._call is not None else False
+        return self._arguments.inside if self._arguments is not None else scan
 
     def feed(self, char: str) -> None:
         if self._arguments is not None:
@@ -85,7 +112,7 @@ class Calls(CallReader):
     def _between(self, char: str) -> None:
         if char in WHITESPACE:
             return
-        if char == "{" and self._state != "between":
+        if char == "{":  # a missing comma is no matter
             self._json(char)
         elif char == "," and self._state == "between":
             self._state = "next"
@@ -102,6 +129,7 @@ class Calls(CallReader):
         call.feed(char)
         self.opened = call.opened and not call.done
         if call.done:
+            self._parser.say(call.left)
             self._call, self.done, self._state = None, self._state == "alone", "between"
 
     def _after_name(self, char: str) -> None:

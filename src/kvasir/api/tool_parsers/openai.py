@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api.growing import spelled
 from kvasir.api.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Header
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, ObjectArguments, OneOf, Until
+from kvasir.api.marked_calls import CallReader, MarkedCalls, ObjectArguments, OneOf, Until, restarts
 from kvasir.api.tools import NAME, ToolParser, embedded, mark, quoted, schema_of
 from kvasir.models.tokenizer import Tokenizer
 
@@ -24,6 +25,9 @@ class OpenAI(MarkedCalls):
     closes = (CALL, END)
     shown = (CHANNEL, START, MESSAGE, END, CALL, CONSTRAIN)
     from_start = True
+    restarts = restarts(
+        closes, spelled(START + "assistant"), *(spelled(CHANNEL + c) for c in ("analysis", "commentary", "final"))
+    )
 
     def reader(self, mark: str) -> Call:
         return Call(self, mark)
@@ -62,17 +66,20 @@ class Call(CallReader):
         self._code: Until | None = None  # code of to=python, up to a mark
         self.opened = self.done = False
 
+    @property
+    def inside(self) -> bool:
+        return self._arguments is not None and self._arguments.inside
+
     def feed(self, char: str) -> None:
         if self._arguments is None:
             if self._header.feed(char):
-                to = self._header.recipient
-                name = to.removeprefix(FUNCTIONS)
-                offered = name in ("python", *(self._parser.names or ()))
-                if (name == to and not offered) or self._header.channel == "final" or not NAME.fullmatch(name):
+                self._name = self._header.recipient.removeprefix(FUNCTIONS)
+                if not self._header.calls or not NAME.fullmatch(self._name):
                     raise Malformed
-                self._name = name
-                self._arguments = ObjectArguments(self._parser, name)
-            elif len(self._header.text) > 300 or "\n" in self._header.text or self._header.restart:
+                self._arguments = ObjectArguments(self._parser, self._name)
+                for more in self._header.body:
+                    self.feed(more)
+            elif not self._header.possible:
                 raise Malformed
             return
         if self._code is not None:

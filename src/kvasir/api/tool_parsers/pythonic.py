@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api import call_openings
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments, literal
 from kvasir.api.json_scan import WHITESPACE, Malformed
-from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan
+from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, restarts
 from kvasir.api.tools import ToolParser, quoted
 from kvasir.models.tokenizer import Tokenizer
 
@@ -25,14 +26,10 @@ class Pythonic(MarkedCalls):
     closes = (END_TAG, END_FENCE)
     shown = (TAG, END_TAG)
     also = ("llama4_pythonic",)
+    restarts = restarts((END_TAG, END_FENCE), *call_openings.PYTHONIC)
 
     def awaited(self) -> Sequence[str]:
         return super().awaited() if self._begun else (*self.opens, "[")
-
-    def _marked(self) -> None:
-        if self._mark == "[":  # a list at the start of the answer, without a mark
-            self._reader, self._raw, self._mark = self.reader("["), self._space + "[", ""
-        super()._marked()
 
     def reader(self, mark: str) -> Calls:
         return Calls(self, listed=mark == "[", fenced=mark == FENCE)
@@ -75,6 +72,10 @@ class Calls(CallReader):
         printed = self._printed and self._state == "after"  # the bracket of print belongs to the call
         return printed or (self._arguments is not None and self._arguments.opened)
 
+    @property
+    def inside(self) -> bool:
+        return bool(self._quote)
+
     def rest(self) -> str:
         return self._text if self._state == "argument" else ""
 
@@ -114,6 +115,11 @@ class Calls(CallReader):
             self._quote, self._string, self._run = char, char, 0
         elif not self._stack and char in ",)":
             self._argument(char)
+        elif char in (END_TAG[0], END_FENCE[0]):
+            if self._stack:
+                raise Malformed
+            self._argument(")")  # it is missing
+            self._after(char)
         else:
             if char in CLOSING:
                 self._stack.append(CLOSING[char])
@@ -132,6 +138,8 @@ class Calls(CallReader):
             self._quote, self._run = quote * 3, 0
         elif char == quote and not self._escaped:
             self._run += 1
+        elif char == "\n" and len(self._quote) == 1 and not self._escaped:
+            raise Malformed  # the quote that ends the string is missing
         else:
             self._run = 0
         self._text += char

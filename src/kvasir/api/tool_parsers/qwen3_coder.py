@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvasir.api import call_openings
 from kvasir.api.call_grammars import keyed_rules
 from kvasir.api.call_values import KeyedArguments
+from kvasir.api.growing import SPACE, Growing, spelled
 from kvasir.api.json_scan import WHITESPACE, Malformed
 from kvasir.api.marked_calls import CallReader, MarkedCalls, NameScan, OneOf
 from kvasir.api.tools import ToolParser, mark, quoted
@@ -25,6 +27,7 @@ class Qwen3Coder(MarkedCalls):
     opens = (OPEN, FUNCTION)
     closes = (CLOSE,)
     shown = (OPEN, CLOSE)
+    restarts = Growing([r"\n?", *call_openings.QWEN3_CODER], call_openings.QWEN3_CODER_BARE)
     also = ("qwen3_xml",)
 
     def reader(self, mark: str) -> Call:
@@ -69,6 +72,10 @@ class Call(CallReader):
     @property
     def opened(self) -> bool:
         return self._arguments is not None and self._arguments.opened
+
+    @property
+    def inside(self) -> bool:
+        return self._state == "value"
 
     def take(self, text: str, start: int) -> int:
         if self._state != "value" or self._held or self._first:
@@ -137,7 +144,7 @@ class Call(CallReader):
         while self._held and self._state == "value":
             if found := ENDS.fullmatch(self._held):
                 self._end_value(found["mark"] or "", found["rest"] or found["alone"])
-            elif MAY_END.fullmatch(self._held):
+            elif MAY_END.may(self._held):
                 return
             else:
                 self._value("" if self._begins else self._held[0])
@@ -188,15 +195,6 @@ class Call(CallReader):
         return self.left + left
 
 
-def _begun(*parts: str) -> str:
-    """A regular expression for every beginning of these parts, one after the other."""
-    found = ""
-    for part in reversed(parts):
-        found = f"(?:{part}{found})?"
-    return found
-
-
-SPACE = r"\s{0,40}"
 BEFORE = (PARAMETER, END_FUNCTION, CLOSE, OPEN, FUNCTION)
 AFTER_FUNCTION = (CLOSE, OPEN, FUNCTION)
 KEY = r"[^\s<>=]{1,80}"
@@ -204,11 +202,10 @@ ENDS = re.compile(
     rf"\n?(?P<mark>{END_PARAMETER})(?:{SPACE}{END_PARAMETER})?(?P<rest>{SPACE}(?:{'|'.join(BEFORE)}))"
     rf"|\n?(?P<alone>{END_FUNCTION}{SPACE}(?:{'|'.join(AFTER_FUNCTION)})|(?<=\n)(?:{CLOSE}|{PARAMETER}{KEY}>))"
 )
-MAY_END = re.compile(
-    "|".join(
-        [_begun("\n?", *END_PARAMETER, SPACE, *END_PARAMETER, SPACE, *mark) for mark in BEFORE]
-        + [_begun("\n?", *END_PARAMETER, SPACE, *mark) for mark in BEFORE]
-        + [_begun("\n?", *END_FUNCTION, SPACE, *mark) for mark in AFTER_FUNCTION]
-        + [_begun("\n", *CLOSE), _begun("\n", *PARAMETER, KEY, ">")]
-    )
+MAY_END = Growing(
+    *([r"\n?", *spelled(END_PARAMETER), SPACE, *spelled(END_PARAMETER), SPACE, *spelled(mark)] for mark in BEFORE),
+    *([r"\n?", *spelled(END_PARAMETER), SPACE, *spelled(mark)] for mark in BEFORE),
+    *([r"\n?", *spelled(END_FUNCTION), SPACE, *spelled(mark)] for mark in AFTER_FUNCTION),
+    [r"\n", *spelled(CLOSE)],
+    [r"\n", *spelled(PARAMETER), KEY, ">"],
 )
