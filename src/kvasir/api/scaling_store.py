@@ -17,6 +17,7 @@ import re
 from pathlib import Path
 from typing import Any, TextIO
 
+from kvasir import records
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 
@@ -92,10 +93,5 @@ class RunStore:
 
     def _write(self, name: str, part: str, record: dict[str, Any]) -> None:
         """Write a file as a whole or not at all, even if the process or the machine ends meanwhile."""
-        path = self._path(name, part)
-        fresh = path.with_name(f"{path.name}.new")
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(record, file, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        content = json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass")
+        records.replace(self._path(name, part), content, private=True)
