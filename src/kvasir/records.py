@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from kvasir.errors import ConfigError
 from kvasir.logs import log
 
 T = TypeVar("T")
@@ -94,6 +96,19 @@ def append(path: str | Path, lines: list[bytes]) -> None:
     if lines:
         with RecordFile(path, private=True, sync=True) as file:
             file.append(*lines)
+
+
+def check_folder(folder: str | Path, option: str) -> None:
+    """Make a folder if it is missing. Raises ConfigError, which names the option, when it takes no file."""
+    folder = Path(folder).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise ConfigError(
+            f"{option}: no file can be made in {folder}: {e.strerror}. Name a folder that can be written"
+        ) from e
 
 
 def replace(path: str | Path, content: bytes, *, private: bool = False) -> None:
