@@ -1,5 +1,5 @@
-"""Every file that the package appends to, under a full disk, under a write torn at any byte and in a place where nothing
-can be written: what was written before stays, what is lost is told once, and the next reader starts all the same."""
+"""Every file that the package appends to: under a full disk, torn at any byte, and where nothing can be written. What
+was written before stays, what is lost is told once, and the next reader starts all the same."""
 
 from __future__ import annotations
 
