@@ -42,7 +42,7 @@ UNTESTED = {
 # The tests that touch each dependency.
 TESTS = {
     "numpy": ("tests/lab/test_statistics.py", "tests/speculation/test_suffixes.py"),
-    "safetensors": ("tests/models/test_packed.py", "tests/models/test_stored.py", "tests/models/test_strangers.py"),
+    "safetensors": ("tests/models/test_stored.py", "tests/models/test_strangers.py", "tests/convert/test_lora.py"),
     "tokenizers": (
         "tests/models/test_gguf_tokenizer.py",
         "tests/models/test_text_stream.py",

@@ -156,7 +156,7 @@ with running() as server:
 @pytest.mark.parametrize("stopping", [True, False])
 def test_a_server_that_stops_at_the_limit_does_not_listen_again(stopping):
     """asyncio tries again after a second; by then the server may have closed its socket."""
-    server, told = Server(uvicorn.Config(app=None)), []
+    server, told = Server(uvicorn.Config(app=None, log_config=None, access_log=False)), []
     server.should_exit = stopping
     loop = SimpleNamespace(time=lambda: 0.0, default_exception_handler=told.append)
     closed = {
