@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast test-all clients lint gpu-due clean
+.PHONY: demo test test-fast test-all clients lint gpu-due oldest clean
 
 demo: .venv/.ready
 	$(BIN)/python tools/demo.py
@@ -37,10 +37,14 @@ lint: .venv/.ready
 gpu-due: .venv/.ready
 	$(BIN)/python -m tools.gpu_tests due
 
+# The tests that touch each dependency, with the oldest versions that pyproject.toml allows.
+oldest: .venv/.ready
+	$(BIN)/python -m tools.oldest
+
 .venv/.ready: pyproject.toml constraints.txt tools/install.sh
 	$(PYTHON) -m venv .venv
 	tools/install.sh $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv .venv-oldest build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

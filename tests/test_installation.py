@@ -1,15 +1,20 @@
 """How pages and messages say that kvasir is installed: never by its name from a package index, where the name belongs
-to somebody else."""
+to somebody else. And the bounds of its dependencies: those that `python -m tools.oldest` has passed with."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from kvasir.errors import EXTRAS, install
+from tools import oldest
 
 ROOT = Path(__file__).parent.parent
 TEXT = {".md", ".py", ".toml", ".txt", ".sh", ".yaml", ".yml", ".html", ".js", ".json", ".cff", ""}
@@ -85,3 +90,61 @@ def test_messages_name_the_packages_of_their_extra():
     }
     assert {name: packages.split() for name, packages in EXTRAS.items()} == wanted
     assert install("gguf") == "pip install gguf"
+
+
+# ------------------------------------------------------------------------------------------------------------- bounds
+
+
+def test_every_dependency_has_a_bound_and_tests_or_a_reason():
+    found = oldest.bounds()
+    assert len(found) > 20 and set(found) == set(oldest.TESTS) | set(oldest.UNTESTED)
+    assert not set(oldest.TESTS) & set(oldest.UNTESTED)
+    missing = [file for files in oldest.TESTS.values() for file in files if not (ROOT / file).is_file()]
+    assert not missing
+
+
+def test_the_oldest_versions_have_passed():
+    """The record of the last run is of the bounds that stand in pyproject.toml."""
+    told = json.loads(oldest.RECORD.read_text())
+    tested = {name: version for name, version in oldest.bounds().items() if name not in oldest.UNTESTED}
+    assert told["passed with"] == tested, "run `make oldest`"
+
+
+def test_a_dependency_without_a_bound_is_found(tmp_path):
+    project = tmp_path / "project.toml"
+    project.write_text('[project]\ndependencies = ["numpy>=1.26", "rich"]\noptional-dependencies = {dev = ["x"]}\n')
+    with pytest.raises(ValueError, match="rich needs one lower bound"):
+        oldest.bounds(project)
+    project.write_text("[project]\ndependencies = [\"A_b>=1,<3; python_version > '3'\"]\noptional-dependencies = {}\n")
+    assert oldest.bounds(project) == {"a-b": "1"}
+
+
+def test_development_and_this_environment_keep_to_the_bounds():
+    known = oldest.constraints()
+    for name, least in oldest.bounds().items():
+        if name in known:
+            assert Version(known[name]) >= Version(least), name
+        try:
+            assert Version(metadata.version(name)) >= Version(least), name
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def test_versions_that_are_known_to_fail_are_refused():
+    """What each lacks stands beside it. All were tried except jinja2 (its advisory says so) and fla-core (a wheel read)."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    every = [*needs["dependencies"], *(n for extra in needs["optional-dependencies"].values() for n in extra)]
+    allowed = {r.name: r.specifier for r in map(Requirement, every) if r.specifier}
+    for name, version in {
+        "llguidance": "1.6.1",  # no keyword "overrides", so that every grammar is a TypeError
+        "tokenizers": "0.15.0",  # cannot read merges as pairs
+        "typer": "0.25.1",  # with the newest click the help of arguments is lost
+        "huggingface-hub": "0.23.0",  # no huggingface_hub.errors.RepositoryNotFoundError
+        "pydantic": "2.6.0",  # a request of completions is a KeyError
+        "msgspec": "0.18.0",  # FrozenInstanceError while a dataclass is decoded
+        "matplotlib": "3.6.0",  # no place "outside right upper" for a legend
+        "jinja2": "3.1.5",  # templates leave the sandbox through |attr
+        "fla-core": "0.5.2",  # no fla.backends
+    }.items():
+        assert version not in allowed[name], name
+    assert "1.7.6" not in allowed["llguidance"], "its limit of white space is ignored"

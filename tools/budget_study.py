@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvasir.bench.result import arm, as_json, percentile, ratios_of, result
+from kvasir.bench.result import arm, percentile, ratios_of, result, write_json
 from kvasir.bench.rollouts import VERIFIABLE, WARM_SEED, Rollouts
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.lab import tokenizer as lab_tokenizer
@@ -181,7 +181,7 @@ def main() -> int:
         print(name, {k: v for k, v in metrics.items() if k != "rounds"}, metrics["rounds"]["forwards"], flush=True)
         pairs = [(a["name"], "plain") for a in arms[1:]]
         ratios = {k: v for k, v in ratios_of(arms, pairs).items() if "after round 1" in k}
-        given.out.write_text(as_json(result(f"budgets-{Path(given.model).name}", arms, ratios=ratios)))
+        write_json(given.out, result(f"budgets-{Path(given.model).name}", arms, ratios=ratios))
 
     try:
         metrics, plain = study.measure(SpeculationConfig(), None, [], given.base)

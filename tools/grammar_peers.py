@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
+from kvasir.bench.result import arm, percentile, result, write_json  # noqa: E402
 from kvasir.decoding.grammar import GrammarCompiler  # noqa: E402
 from kvasir.errors import RequestError  # noqa: E402
 from kvasir.types import Grammar  # noqa: E402
@@ -192,7 +192,7 @@ def main() -> int:
             metrics[f"{label}_mean"] = round(unit * sum(values) / len(values), 3)
         arms.append(arm(name, {"vocabulary": backend.get_vocab_size(), "peer_version": version(name)}, metrics))
         print(name, metrics, flush=True)
-    options.output.write_text(as_json(result("grammar-peers", arms)))
+    write_json(options.output, result("grammar-peers", arms))
     return 0
 
 

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.result import arm, result, write_json  # noqa: E402
 
 HARD = "chain:modulus=499,max_factor=30,max_steps=10"
 NEEDLES = ",".join(
@@ -199,7 +199,7 @@ def speed(out: Path, recipe_name: str, device: str, steps: int) -> None:
         metrics = step_times(trainer, batches, steps)
         shared = {"recipe": recipe.name, "tokens_of_a_step": recipe.tokens_per_step, "steps": steps, "fused": fused}
         arms.append(arm(name, {"recurrence": name} | ({} if arms else shared), metrics))
-        out.write_text(as_json(result("hybrid-speed", arms)))
+        write_json(out, result("hybrid-speed", arms))
         rate = metrics["tokens_per_s"]
         print(
             f"{name}: {rate:,} tokens/s; 10 minutes are {600e3 / metrics['step_ms']:,.0f} steps of "
@@ -270,7 +270,7 @@ def main() -> int:
                 told = json.loads(record.read_text())
                 kept = ("command", "commit", "parameters", "steps", "tokens", "train_seconds", "device")
                 found["trained"] = {k: told[k] for k in kept if k in told}
-            options.out.write_text(as_json(found))
+            write_json(options.out, found)
             print(f"{key}: {time.monotonic() - begin:.0f} s", flush=True)
     return int(failed)
 

@@ -13,7 +13,7 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
     pip install -q "torch==$version"
   elif ! pip install -q "torch==$version+cpu" 2>/dev/null; then
     pip install -q "torch==$version+cpu" --extra-index-url https://download.pytorch.org/whl/cpu || {
-      echo "No CPU build of torch $version could be found. Install any torch >= 2.8 into .venv yourself, then run make again." >&2
+      echo "No CPU build of torch $version could be found. Install any torch >= 2.11 into .venv yourself, then run make again." >&2
       exit 1
     }
   fi

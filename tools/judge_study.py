@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
@@ -36,6 +36,7 @@ from kvasir.lab.lookup import load_task
 from kvasir.lab.rewards import pair
 from kvasir.scaling.endpoint import Sample
 from kvasir.scaling.primitives import Context, Run
+from tools.cells import keep_cell
 from tools.reward_study import Arm, Engines, cell, difference, load_cells
 
 TASKS = {
@@ -174,8 +175,7 @@ async def run(
             share = found["right"].count("1") / options.problems
             print(f"{name}, seed {seed}, {one.spec}: {share:.3f}, {found['s']} s, {len(left)} left", flush=True)
             cells[name][seed, one.spec] = found
-            with files[name].open("a") as out:
-                out.write(json.dumps([[seed, one.spec], found]) + "\n")
+            keep_cell(files[name], (seed, one.spec), found)
             store(cells, options, len(left), worst)
     finally:
         await engines.close()
@@ -194,7 +194,7 @@ def store(cells: dict[str, dict[tuple, dict]], options: argparse.Namespace, left
     outcome["cells"] = {"done": sum(map(len, cells.values())), "left": left}
     if worst is not None and math.isfinite(worst):
         outcome["parity"] = {"nats_a_token": worst}
-    options.output.write_text(as_json(outcome))
+    write_json(options.output, outcome)
 
 
 def main(given: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from kvasir.bench.codec_quality import FIRST, OUTLIERS, REST, Study, answer, jobs, row_errors, verdicts  # noqa: E402
-from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.result import arm, result, write_json  # noqa: E402
 from kvasir.convert.checkpoint import convert  # noqa: E402
 from kvasir.convert.converter import load_converter  # noqa: E402
 from kvasir.lab.evaluation.evaluator import read_tokenizer  # noqa: E402
@@ -54,7 +54,7 @@ def main() -> None:
         arms = arms + errors + [a for a in before if (a["name"], str(a["config"])) not in measured]
         ratios, targets = verdicts(arms)
         found = result(f"kv-codecs-{options.model}", arms, ratios=ratios, targets=targets)
-        options.output.write_text(as_json(found))
+        write_json(options.output, found)
 
     with tempfile.TemporaryDirectory() as scratch:
 

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvasir.api.llm import LLM
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 from kvasir.bench.speculation import TASKS, task_loads
 from kvasir.config import EngineConfig
 
@@ -152,7 +152,7 @@ def main() -> None:
                 arms.append(arm(f"{name} batch {batch} T {temperature:g} {given.label}", config, metrics))
                 print(arms[-1]["name"], metrics, flush=True)
                 given.out.parent.mkdir(parents=True, exist_ok=True)
-                given.out.write_text(as_json(result("layer-skip", arms)))
+                write_json(given.out, result("layer-skip", arms))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.result import arm, result, write_json  # noqa: E402
 from tests.decoding.many_drafts import coupled, kseq, multi_round  # noqa: E402
 
 VOCAB = 1000
@@ -76,7 +76,7 @@ def main() -> int:
         settings = {"noise": noise, "temperature": temperature, "drafts": k, "pairs": options.pairs}
         arms.append(arm(f"e{noise:g}-T{temperature:g}-k{k}", settings, metrics))
         print(arms[-1]["name"], metrics, flush=True)
-    options.output.write_text(as_json(result("many-drafts", arms)))
+    write_json(options.output, result("many-drafts", arms))
     return 0
 
 

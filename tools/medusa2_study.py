@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.api.llm import LLM
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 from kvasir.bench.speculation import TASKS, task_loads
 from kvasir.config import EngineConfig
 from kvasir.lab.drafters.kind import DRAFTERS, MODELS
@@ -115,7 +115,7 @@ def main() -> int:
     def store(name: str, config: dict[str, Any], metrics: dict[str, Any]) -> None:
         arms.append(arm(name, config, metrics))
         print(f"{name}: {json.dumps(metrics)}", flush=True)
-        given.out.write_text(as_json(result(f"medusa2-{given.target}", arms)))
+        write_json(given.out, result(f"medusa2-{given.target}", arms))
 
     temperatures = (0.0, 1.0)
     setting = {

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 from kvasir.bench.startup import random_checkpoint
 from kvasir.convert.calibrate import NUM_TEXTS, TEXT_TOKENS, Texts
 from kvasir.convert.checkpoint import convert
@@ -69,7 +69,7 @@ def main() -> None:
             arms.append(arm(name, {"converter": spec, "texts": options.texts}, found))
             print(f"{name}: {arms[-1]['metrics']}", flush=True)
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(as_json(result(f"mla-conversion-{options.shape}", arms)))
+            write_json(options.output, result(f"mla-conversion-{options.shape}", arms))
             if options.keep and name.startswith("lowrank"):
                 shutil.move(target, options.keep / f"latents-{name.split()[1]}")
 

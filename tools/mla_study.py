@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kvasir import LLM
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 from kvasir.convert.calibrate import Layers, Run, Texts
 from kvasir.convert.checkpoint import convert
 from kvasir.convert.converter import Source, load_converter
@@ -152,7 +152,7 @@ class Study:
             return
         self.arms.append(arm(name, config, get()))
         self.options.output.parent.mkdir(parents=True, exist_ok=True)
-        self.options.output.write_text(as_json(result(f"mla-{self.options.model}", self.arms)))
+        write_json(self.options.output, result(f"mla-{self.options.model}", self.arms))
         print(f"{time.monotonic() - self.start:6.0f} s  {name}: {self.arms[-1]['metrics']}", flush=True)
 
     def opened(self, folder: Path, kind: type[Run] = Run) -> tuple[Source, Run]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench.codec_quality import Job, Study, answer
-from kvasir.bench.result import as_json, result
+from kvasir.bench.result import result, write_json
 
 PLAIN = "plain"
 # Pages of an engine on a GPU, which trainings and other engines may share: 262,144 tokens, 2 GiB for `base`.
@@ -56,7 +56,7 @@ def measure(study: Study, names: Iterable[str], options: argparse.Namespace, cas
         measured = [a | {"config": config} for a in arms]
         again = {a["name"] for a in measured}
         others = [a for a in kept if a["config"] != config or a["name"] not in again]
-        options.output.write_text(as_json(result(case, measured + others)))
+        write_json(options.output, result(case, measured + others))
 
     given = tuple(options.tasks), tuple(options.seeds)
     if todo:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from kvasir.bench.result import arm, as_json, result, spread
+from kvasir.bench.result import arm, result, spread, write_json
 from kvasir.lab.delta import scan
 from kvasir.lab.model import rotate
 from kvasir.layers import recurrence
@@ -162,7 +162,7 @@ def main() -> None:
         print(name, json.dumps(runs), flush=True)
         config = {"steps": steps, "parameters": sum(p.numel() for p in Learner(name).parameters)}
         arms.append(arm(name, config, {key: spread([run[key] for run in runs]) for key in runs[0]}))
-        options.out.write_text(as_json(result("parity", arms)))
+        write_json(options.out, result("parity", arms))
 
 
 if __name__ == "__main__":

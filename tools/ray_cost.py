@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench.online import load
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 from kvasir.bench.servers import serving
 
 WAYS: dict[str, list[str]] = {"children": [], "ray": ["--cluster", "auto"]}
@@ -54,7 +54,7 @@ def main() -> None:
             metrics = {key: statistics.median(f[key] for f in found) for key in numbers}
             config = {"replicas": 2, "num_threads": 1, "cluster": "auto" if WAYS[name] else None, "rounds": len(found)}
             arms.append(arm(name, config, {**metrics, "rounds": found}))
-        options.output.write_text(as_json(result("ray-cost", arms)))
+        write_json(options.output, result("ray-cost", arms))
 
 
 if __name__ == "__main__":

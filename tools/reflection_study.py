@@ -14,7 +14,6 @@ OUT.json says which are complete.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import sys
@@ -42,6 +41,7 @@ from kvasir.lab.task import Problem, Task
 from kvasir.models import checkpoint
 from kvasir.technique import load
 from kvasir.types import ProcessorParams, Thinking
+from tools.cells import keep_cell, read_cells
 
 TASKS = ("reflect", "chain", "countdown")
 TWIN = "reflect:needless=0.5"
@@ -248,14 +248,9 @@ def main(given: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     end = time.monotonic() + 60 * options.minutes
     file = options.output.with_suffix(".cells.jsonl")
-    cells: dict[tuple, dict] = {}
-    if file.exists():
-        for line in file.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a line that was torn by a kill
-                key, found = json.loads(line)
-                if len(next(iter(found["tokens"].values()))) != options.problems:
-                    raise ConfigError(f"{file} has cells of another --problems: give the same, or another output")
-                cells[tuple(key)] = found
+    cells = read_cells(file)
+    if any(len(next(iter(found["tokens"].values()))) != options.problems for found in cells.values()):
+        raise ConfigError(f"{file} has cells of another --problems: give the same, or another output")
     models = {"base": options.model}
     if options.twin != "none":
         models["twin"] = options.twin or train_twin(options.output.with_suffix(".models"), options)
@@ -277,19 +272,17 @@ def main(given: list[str] | None = None) -> int:
         if (model, task, seed, one.name) not in cells
     ]
     drawn: dict[tuple, list[Problem]] = {}
-    with file.open("a") as out:
-        while left and time.monotonic() < end:
-            model, name, seed, one = left.pop(0)
-            task = load_task(name)
-            if (name, seed) not in drawn:
-                drawn[name, seed] = task.problems("test", options.first_seed + seed, options.problems)
-            found = cell(answers[model], task, drawn[name, seed], one, seed, GAP.get(name, "\n"))
-            found = json.loads(json.dumps(found))
-            cells[model, name, seed, one.name] = found
-            out.write(json.dumps([[model, name, seed, one.name], found]) + "\n")
-            out.flush()
-            share = found["right"]["1"].count("1") / options.problems
-            print(f"{model} {name} seed {seed} {one.name}: {share:.3f}, {found['s']} s, {len(left)} left", flush=True)
+    while left and time.monotonic() < end:
+        model, name, seed, one = left.pop(0)
+        task = load_task(name)
+        if (name, seed) not in drawn:
+            drawn[name, seed] = task.problems("test", options.first_seed + seed, options.problems)
+        found = cell(answers[model], task, drawn[name, seed], one, seed, GAP.get(name, "\n"))
+        found = json.loads(json.dumps(found))
+        cells[model, name, seed, one.name] = found
+        keep_cell(file, (model, name, seed, one.name), found)
+        share = found["right"]["1"].count("1") / options.problems
+        print(f"{model} {name} seed {seed} {one.name}: {share:.3f}, {found['s']} s, {len(left)} left", flush=True)
     outcome = result("reflection-study", summed(cells, planned, options.seeds))
     outcome["cells"] = {"done": len(cells), "left": len(left)}
     finish(outcome, options.output)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import sys
 import time
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kvasir.bench.result import arm, as_json, finish, result
+from kvasir.bench.result import arm, finish, result, write_json
 from kvasir.cli.solve_job import checker, lab_problems
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
@@ -46,6 +45,7 @@ from kvasir.scaling.policy_table import Outcomes
 from kvasir.scaling.report import costs
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import load_strategy
+from tools.cells import keep_cell, read_cells
 
 TASK = "countdown:min_numbers=4"  # base solves about 45 % of it
 AT_ONCE = 256  # problems at once: a step of a small model costs the same for many rows
@@ -296,13 +296,9 @@ async def difficulty(engines: Engines, task: Any, drawn: list, seed: int) -> dic
 
 def load_cells(file: Path, problems: int) -> dict[tuple, dict]:
     """The cells of earlier runs. Raises ConfigError for those of other problems."""
-    cells: dict[tuple, dict] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # a line that was torn by a kill
-            key, found = json.loads(line)
-            if "right" in found and len(found["right"]) != problems:
-                raise ConfigError(f"{file} has cells of another --problems: give the same, or another output")
-            cells[tuple(key)] = found
+    cells = read_cells(file)
+    if any("right" in found and len(found["right"]) != problems for found in cells.values()):
+        raise ConfigError(f"{file} has cells of another --problems: give the same, or another output")
     return cells
 
 
@@ -337,22 +333,20 @@ async def run(
     task, written = load_task(options.task), time.monotonic()
     left = missing(cells, ready, options)
     try:
-        with file.open("a") as out:
-            while left and time.monotonic() < end:
-                seed, one = left.pop(0)
-                drawn = task.problems("test", options.first_seed + seed, options.problems)
-                if one.spec == DIFFICULTY:
-                    found = await difficulty(engines, task, drawn, seed)
-                else:
-                    found = await cell(one.spec, await engines(one.models), task, drawn, seed)
-                    share = found["right"].count("1") / options.problems
-                    print(f"seed {seed} {one.spec}: {share:.3f}, {found['s']} s, {len(left)} left", flush=True)
-                cells[seed, one.spec] = found
-                out.write(json.dumps([[seed, one.spec], found]) + "\n")
-                out.flush()
-                if one.spec != DIFFICULTY and (not left or time.monotonic() > written + WRITTEN):  # a result has an arm
-                    options.output.write_text(as_json(outcome_of(cells, planned, options)))
-                    written = time.monotonic()
+        while left and time.monotonic() < end:
+            seed, one = left.pop(0)
+            drawn = task.problems("test", options.first_seed + seed, options.problems)
+            if one.spec == DIFFICULTY:
+                found = await difficulty(engines, task, drawn, seed)
+            else:
+                found = await cell(one.spec, await engines(one.models), task, drawn, seed)
+                share = found["right"].count("1") / options.problems
+                print(f"seed {seed} {one.spec}: {share:.3f}, {found['s']} s, {len(left)} left", flush=True)
+            cells[seed, one.spec] = found
+            keep_cell(file, (seed, one.spec), found)
+            if one.spec != DIFFICULTY and (not left or time.monotonic() > written + WRITTEN):  # a result has an arm
+                write_json(options.output, outcome_of(cells, planned, options))
+                written = time.monotonic()
     finally:
         await engines.close()
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 from kvasir.kernels.moe_rounding import DIRECTIONS, TILE, Rounding, round_reference
 from kvasir.kernels.moe_routing import route_reference
 from kvasir.lab import export
@@ -148,7 +148,7 @@ def main() -> None:
     if record.is_file():
         told = json.loads(record.read_text())
         outcome["trained"] = {name: told[name] for name in ("command", "steps", "tokens", "train_seconds")}
-    options.output.write_text(as_json(outcome))
+    write_json(options.output, outcome)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.result import arm, result, write_json  # noqa: E402
 from kvasir.engine.pace import MixedRows  # noqa: E402
 from kvasir.engine.schedulers.fcfs import Fcfs  # noqa: E402
 from kvasir.engine.spans import rows_left  # noqa: E402
@@ -82,7 +82,7 @@ def main() -> int:
                 arms.append(arm(f"{label}-{name}", settings, metrics))
                 print(arms[-1]["name"], metrics, flush=True)
                 gc.collect()
-    options.output.write_text(as_json(result("simulate-fill", arms)))
+    write_json(options.output, result("simulate-fill", arms))
     return 0
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir import technique  # noqa: E402
-from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
+from kvasir.bench.result import arm, percentile, result, write_json  # noqa: E402
 from kvasir.engine.policy import POLICIES, SchedulerPolicy  # noqa: E402
 from kvasir.engine.schedulers.fcfs import Fcfs  # noqa: E402
 from kvasir.types import Plan, Request, Sequence  # noqa: E402
@@ -90,7 +90,7 @@ def main() -> int:
             arms.append(arm(f"{share:g}-{urgent:g}-{name}", settings, Classes(requests, policy, urgent).run()))
             print(arms[-1]["name"], arms[-1]["metrics"], flush=True)
             gc.collect()
-    options.output.write_text(as_json(result("simulate-priority", arms)))
+    write_json(options.output, result("simulate-priority", arms))
     return 0
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir import technique  # noqa: E402
-from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
+from kvasir.bench.result import arm, percentile, result, write_json  # noqa: E402
 from kvasir.bench.traces import prompt_ids, read, scaled  # noqa: E402
 from kvasir.config import SchedulerConfig  # noqa: E402
 from kvasir.engine.pace import MixedRows, Pace  # noqa: E402
@@ -202,7 +202,7 @@ def main() -> int:
         arms.append(arm(f"{label}-{text}-{name}", {"rate": rate, "mixed": mixed, "policy": name}, metrics))
         print(arms[-1]["name"], metrics, flush=True)
         gc.collect()
-    options.output.write_text(as_json(result("simulate-serving", arms)))
+    write_json(options.output, result("simulate-serving", arms))
     return 0
 
 

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.result import arm, result, write_json  # noqa: E402
 from kvasir.kernels.weight_codes import numbers_e2m1, quantise_nvfp4, tensor_scale_nvfp4, unpack_nibbles  # noqa: E402
 from kvasir.kv.rotation import Rotation  # noqa: E402
 
@@ -111,7 +111,7 @@ def main() -> None:
             error = float((attend(q, k, v, parts) - want).square().sum() / (want - want.mean()).square().sum())
             arms.append(arm(f"{label}, {name}", {"keys": options.keys}, {"relative_squared_error": round(error, 6)}))
             print(arms[-1]["name"], error, flush=True)
-    options.output.write_text(as_json(result("ssa-errors", arms)))
+    write_json(options.output, result("ssa-errors", arms))
 
 
 if __name__ == "__main__":

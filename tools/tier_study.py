@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 from kvasir.cli.solve_job import checker, lab_problems
 from kvasir.errors import ConfigError
 from kvasir.lab.drafters.training import default_device
@@ -43,6 +43,7 @@ from kvasir.scaling.endpoint import Sampling
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import load_strategy
+from tools.cells import keep_cell, read_cells
 from tools.reward_study import Engines
 from tools.widen_checkpoint import SIZES, widen
 
@@ -277,20 +278,8 @@ def store(cells: dict[tuple, dict[str, Any]], options: argparse.Namespace) -> in
         for file in sorted(options.output.with_suffix(".models").glob("*/reward.json"))
     }
     outcome["cells"] = {"done": len(cells), "left": left}
-    options.output.write_text(as_json(outcome))
+    write_json(options.output, outcome)
     return left
-
-
-def load_cells(file: Path) -> dict[tuple, dict[str, Any]]:
-    """The cells of earlier runs; a line that was torn by a kill is left out."""
-    cells: dict[tuple, dict[str, Any]] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            key, found = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        cells[tuple(key)] = found
-    return cells
 
 
 async def run(
@@ -316,8 +305,7 @@ async def run(
             told = f"{share:.3f}, {found['median_ms']} ms, {found['s']} s"
             print(f"{part}, {name}, seed {seed}, {one.name}: {told}, {len(left)} left", flush=True)
             cells[part, name, seed, one.name] = found
-            with file.open("a") as out:
-                out.write(json.dumps([[part, name, seed, one.name], found]) + "\n")
+            keep_cell(file, (part, name, seed, one.name), found)
             store(cells, options)
     finally:
         await engines.close()
@@ -348,7 +336,7 @@ def main(given: list[str] | None = None) -> int:
     end, device = time.monotonic() + 60 * options.minutes, options.device or default_device()
     home = options.output.with_suffix(".models")
     home.mkdir(parents=True, exist_ok=True)
-    cells = load_cells(options.output.with_suffix(".cells.jsonl"))
+    cells = read_cells(options.output.with_suffix(".cells.jsonl"))
     for kind, name in ((kind, name) for kind in options.parts.split(",") for name in options.tasks):
         for made in ("", *TRAINED):
             wanted = missing(cells, kind, name, options)

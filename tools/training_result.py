@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 
 LINES = 20
 CONFIG = ("spec", "data", "target", "lr", "seed", "command")
@@ -30,7 +30,7 @@ def main() -> None:
     if len(sys.argv) < 4:
         raise SystemExit(__doc__)
     out, case, *folders = sys.argv[1:]
-    Path(out).write_text(as_json(result(case, [arm_of(Path(folder)) for folder in folders])))
+    write_json(Path(out), result(case, [arm_of(Path(folder)) for folder in folders]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir import LLM  # noqa: E402
-from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.result import arm, result, write_json  # noqa: E402
 from kvasir.bench.speculation import TASKS, task_loads  # noqa: E402
 
 DEPTH = 8
@@ -79,7 +79,7 @@ def main() -> int:
         }
         arms.append(arm(name, {"drafter": drafter, "nodes": most, "temperature": temperature}, metrics))
         print(name, metrics, flush=True)
-        options.output.write_text(as_json(result(f"trees-{options.model}", arms)))
+        write_json(options.output, result(f"trees-{options.model}", arms))
     return 0
 
 

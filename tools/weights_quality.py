@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from kvasir.bench.codec_quality import MEMORY, Job, Study, answer
-from kvasir.bench.result import as_json, result
+from kvasir.bench.result import result, write_json
 from kvasir.config import EngineConfig
 from kvasir.lab.evaluation.evaluator import read_tokenizer
 from kvasir.logs import setup
@@ -68,7 +68,7 @@ def main() -> None:
     folder = checkpoint.resolve(options.model)
 
     def save(arms: list[dict]) -> None:
-        options.output.write_text(as_json(result(f"weights-{Path(options.model).name}", arms)))
+        write_json(options.output, result(f"weights-{Path(options.model).name}", arms))
 
     study = Weights(folder, read_tokenizer(folder), no_twin, options.device, options.n, options.seconds)
     given = tuple(options.tasks), tuple(options.seeds)

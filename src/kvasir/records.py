@@ -2,14 +2,17 @@
 
 A disk fills up, a machine loses power, a process is killed: any of them may leave half a record at the end of a file.
 So a write that fails is cut off again before its error is raised, each record begins on a line of its own whatever
-stands before it, and a reader goes on after a line that it cannot read and says what is lost.
+stands before it, and a reader goes on after a line that it cannot read and says what is lost. Files that are written
+again and again are replaced as a whole (``replace``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from kvasir.errors import ConfigError
 from kvasir.logs import log
 
 T = TypeVar("T")
@@ -25,6 +29,8 @@ T = TypeVar("T")
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgspec.MsgspecError)
 # Most byte ranges that the line about lost records names.
 MAX_TOLD = 8
+# Errors of a folder that takes no new file, although a file in it may be written: rights, and a mounted file.
+NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 class RecordFile:
@@ -90,6 +96,49 @@ def append(path: str | Path, lines: list[bytes]) -> None:
     if lines:
         with RecordFile(path, private=True, sync=True) as file:
             file.append(*lines)
+
+
+def check_folder(folder: str | Path, option: str) -> None:
+    """Make a folder if it is missing. Raises ConfigError, which names the option, when it takes no file."""
+    folder = Path(folder).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise ConfigError(
+            f"{option}: no file can be made in {folder}: {e.strerror}. Name a folder that can be written"
+        ) from e
+
+
+def replace(path: str | Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file as a whole or not at all, even if the process or the machine ends meanwhile. Raises OSError; the
+    file is then as before. ``private``: only the owner may read a new file (mode 0600).
+
+    A device or pipe is written as it is, and so is a file in a folder that takes no other.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        Path(path).write_bytes(content)
+        return
+    path = Path(os.path.realpath(path))  # a link stays, and leads to the new content
+    fresh = path.with_name(f"{path.name}.new")
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(fresh, flags, 0o600 if private else 0o666), "wb", buffering=0) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            done = 0
+            while done < len(content):
+                done += os.write(file.fileno(), content[done:])
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        if mode is None or not isinstance(error, OSError) or error.errno not in NO_NEW_FILE:
+            raise
+        path.write_bytes(content)
 
 
 @dataclass(slots=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import httpx
 import pytest
+import uvicorn
 
 from kvasir.api import limits
+from kvasir.api.connections import Server
 from kvasir.api.hosts import names_of
 from kvasir.config import ServerConfig
 from kvasir.errors import RequestError
@@ -148,6 +151,22 @@ with running() as server:
     [s.close() for s in hoard]
     ask()
 """
+
+
+@pytest.mark.parametrize("stopping", [True, False])
+def test_a_server_that_stops_at_the_limit_does_not_listen_again(stopping):
+    """asyncio tries again after a second; by then the server may have closed its socket."""
+    server, told = Server(uvicorn.Config(app=None, log_config=None, access_log=False)), []
+    server.should_exit = stopping
+    loop = SimpleNamespace(time=lambda: 0.0, default_exception_handler=told.append)
+    closed = {
+        "exception": ValueError("Invalid file descriptor: -1"),
+        "message": "Exception in callback X._start_serving()",
+    }
+    server._on_loop_error(loop, closed)
+    assert bool(told) == (not stopping)
+    server._on_loop_error(loop, {"exception": ValueError("other"), "message": "Exception in callback f()"})
+    assert told, "other errors are told as ever"
 
 
 def test_at_the_limit_of_open_files_one_line_is_logged_and_serving_goes_on():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 import time
 
@@ -132,6 +134,61 @@ def test_what_cannot_go_on_fails_or_is_left_alone(left, tmp_path):
         for absent in ("broken", "empty"):
             assert http.get(f"{RUNS}/{absent}").status_code == 404 and (tmp_path / f"{absent}.run.json").exists()
         server.idle()
+
+
+def test_an_end_torn_at_any_byte_costs_no_run(left, tmp_path, caplog):
+    """The request is whole, so the run goes on from its journal, and the log says why."""
+    name, asked, _, run = left
+    end = json.dumps({"status": "done", "error": None, "results": [], "amounts": None, "done": 3}).encode()
+    (tmp_path / f"{name}.run.json").write_bytes(asked)
+    store = RunStore(tmp_path)
+    for cut in range(len(end) + 1):
+        (tmp_path / f"{name}.end.json").write_bytes(end[:cut])
+        caplog.clear()
+        [(found, _, ended_as)] = store.load()
+        whole = cut == len(end)
+        assert found == name and (ended_as is not None) == whole
+        assert len(caplog.records) == (not whole) and all("it is run again" in r.getMessage() for r in caplog.records)
+        (tmp_path / f"{name}.end.json").write_bytes(b"\0" * cut)  # what a power cut may leave
+        assert store.load()[0][2] is None
+    for cut in range(len(asked)):
+        (tmp_path / f"{name}.run.json").write_bytes(asked[:cut])
+        assert store.load() == []
+    store.close()
+    (tmp_path / f"{name}.run.json").write_bytes(asked)
+    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        assert same(ended(http, name)) == same(run)
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+def test_a_folder_that_takes_no_more_fails_new_runs_alone(fault, tmp_path, monkeypatch):
+    """The disk fills up, or is mounted read-only, under a server that runs."""
+    open_file, unlink = os.open, os.unlink
+
+    def refuse(path, *more, **options):
+        if str(path).startswith(str(tmp_path)) and (not more or more[0] & (os.O_WRONLY | os.O_RDWR)):
+            raise OSError(fault, os.strerror(fault), str(path))
+        return (open_file if more else unlink)(path, *more, **options)
+
+    monkeypatch.setattr("kvasir.api.scaling_runs.MAX_KEPT", 1)
+    one = BODY | {"problems": BODY["problems"][:1]}
+    with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        first = [http.post(RUNS, json=one).json()["id"] for _ in range(2)]
+        for name in first:
+            ended(http, name)
+        kept = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refuse)
+            patch.setattr(os, "unlink", refuse)
+            for _ in range(2):
+                r = http.post(RUNS, json=one)
+                assert r.status_code == 503 and r.json()["error"]["code"] == "no_room"
+                assert os.strerror(fault) in r.json()["error"]["message"]
+            assert http.get(f"{RUNS}/{first[-1]}").json()["status"] == "done"
+            assert http.get("/health").status_code == 200
+        assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == kept, "nothing half written is left"
+        last = http.post(RUNS, json=one).json()["id"]
+        assert ended(http, last)["status"] == "done"
 
 
 def test_old_runs_leave_the_disk(tmp_path, monkeypatch):

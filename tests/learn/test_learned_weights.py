@@ -3,10 +3,15 @@ accepted ones lie in ``--learn-out`` as a drafter's folder; and where the traine
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvasir.engine.learning import device_of
+from kvasir.errors import ConfigError
 from kvasir.speculation import heads
 from tests.learn.helpers import candidate, learner, offer, staged, weights_of
 from tests.speculation.helpers import outputs, plain, requests
@@ -55,6 +60,43 @@ def test_the_last_accepted_weights_lie_in_the_folder_that_was_named(monkeypatch,
     assert [path.name for path in out.parent.iterdir()] == ["learned"], "no half-written folders stay"
     assert heads.check_target(out, "medusa", target, heads.facts_of(d.engine.runner.model))
     d.close()
+
+
+def test_a_full_disk_keeps_the_weights_that_were_there_and_the_next_are_kept(monkeypatch, tmp_path, caplog):
+    out = tmp_path / "learned"
+    d = learner(monkeypatch, learn_out=str(out))
+    learning, weights = d.engine._learning, weights_of(d)
+    learning._keep(weights)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    write, rename = Path.write_bytes, Path.rename
+
+    def full(self, data):
+        write(self, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    def read_only(self, target):
+        if self.name.endswith(".part"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        return rename(self, target)
+
+    for name, fault in (("write_bytes", full), ("rename", read_only)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, fault)
+            caplog.clear()
+            learning._keep(weights_of(d, "random"))
+        assert [r.getMessage()[:39] for r in caplog.records] == ["the learned weights cannot be kept: [Er"]
+        assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+        for folder in (tmp_path, learning._folder):
+            assert not [path for path in folder.iterdir() if path.suffix in (".part", ".old")], "no half is left"
+    learning._keep(weights_of(d, "random"))
+    assert {file.name: file.read_bytes() for file in out.iterdir()} != before
+    d.close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--learn-out: no file can be made in .*file: File exists. Name a folder"):
+        learner(monkeypatch, learn_out=str(tmp_path / "file" / "learned"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvasir.errors import ConfigError
@@ -220,6 +221,20 @@ def test_what_a_dead_trainer_left_of_a_candidate_is_no_obstacle(made, base, tmp_
     online.learner.candidate = {"weight": torch.ones(2)}, 1.0, 2.0
     online._send_candidate()
     assert engine.sent == [messages.Candidate(7, str(left))] and list(load_file(left / WEIGHTS)) == ["weight"]
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
+def test_a_candidate_that_cannot_be_written_ends_learning_with_a_reason(fault, made, base, tmp_path, monkeypatch):
+    def full(tensors, file):
+        file.write_bytes(b"half")
+        raise fault
+
+    online, engine, ring = made()
+    online.learner.candidate = {"weight": torch.ones(2)}, 1.0, 2.0
+    monkeypatch.setattr("kvasir.learn.online.save_file", full)
+    with pytest.raises(ConfigError, match="new weights cannot be written to .*candidate-7: .*No space left"):
+        online._send_candidate()
+    assert not engine.sent and not (tmp_path / "candidate-7").exists()
 
 
 def test_a_step_that_has_begun_ends_with_the_old_model(made, base):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.result import arm, result, write_json
 
 T = TypeVar("T")
 BF16 = torch.bfloat16
@@ -54,7 +54,7 @@ class Report:
     def save(self) -> None:
         limits = self.limits | {"failed_checks": self.failed}
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.output.write_text(as_json(result(self.case, self.arms, ratios=self.ratios, limits=limits)))
+        write_json(self.output, result(self.case, self.arms, ratios=self.ratios, limits=limits))
         print(f"saved after {self.seconds:.0f} s", flush=True)
 
     def end(self) -> int:

@@ -209,9 +209,8 @@ class Server(uvicorn.Server):
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        # A second after a failed accept, asyncio listens again, also where the server has closed meanwhile.
-        if isinstance(error, ValueError) and "_start_serving" in context.get("message", ""):
-            return
+        if self.should_exit and isinstance(error, ValueError) and "_start_serving" in context.get("message", ""):
+            return  # a second after the limit asyncio listens again; the socket was closed meanwhile
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             return loop.default_exception_handler(context)
         if loop.time() - self._told >= FULL_SECONDS:

@@ -8,6 +8,7 @@ with the same seed, or goes on after the tokens that a journalled request holds.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -48,7 +49,9 @@ class ResponseJournal:
                     f"--journal: another server writes {self.path.name}; give each a journal of its own"
                 ) from e
             except OSError as e:
-                raise ConfigError(f"--journal: {self.path.name} cannot be used: {e.strerror}") from e
+                raise ConfigError(
+                    f"--journal: {self.path} cannot be used: {e.strerror}. Name a file in a folder that can be written"
+                ) from e
 
     @staticmethod
     def _locked(path: Path) -> int:
@@ -70,7 +73,8 @@ class ResponseJournal:
             if self._lock >= 0:
                 assert self.path is not None
                 if not os.fstat(self._lock).st_size:
-                    self.path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # an empty file does no harm
+                        self.path.unlink(missing_ok=True)
                 os.close(self._lock)
                 self._lock = -1
 

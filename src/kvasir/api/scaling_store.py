@@ -17,6 +17,7 @@ import re
 from pathlib import Path
 from typing import Any, TextIO
 
+from kvasir import records
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 
@@ -40,7 +41,9 @@ class RunStore:
                 f"--scaling-runs: another server keeps its runs in {folder.name}; give each a folder of its own"
             ) from e
         except OSError as e:
-            raise ConfigError(f"--scaling-runs: {folder.name} cannot be used: {e.strerror}") from e
+            raise ConfigError(
+                f"--scaling-runs: {folder} cannot be used: {e.strerror}. Name a folder that can be written"
+            ) from e
 
     def close(self) -> None:
         """Release the folder for the next server."""
@@ -68,23 +71,32 @@ class RunStore:
 
     def drop(self, name: str) -> None:
         """Forget a run."""
-        for part in PARTS:
-            self._path(name, part).unlink(missing_ok=True)
+        try:
+            for part in PARTS:
+                self._path(name, part).unlink(missing_ok=True)
+        except OSError as e:  # the next server forgets it
+            log.error("scaling run %s could not be forgotten: %s", name, e)
 
     def load(self) -> list[tuple[str, dict[str, Any], dict[str, Any] | None]]:
-        """The runs, oldest first: name, request, and end or None. Unreadable records are logged and left in place."""
+        """The runs, oldest first: name, request, and end or None. Unreadable records are logged and left in place; a
+        run whose end cannot be read has none."""
         found = []
         for path in self.folder.glob("*.run.json"):
             name = path.name.removesuffix(".run.json")
             try:
-                asked, end = json.loads(path.read_bytes()), self._path(name, "end.json")
-                ended = json.loads(end.read_bytes()) if end.exists() else None
-                if lacking := (ASKED - set(asked)) | (ENDED - set(ended or ENDED)):
-                    raise ValueError(f"it has no {', '.join(sorted(lacking))}")
-                found.append((name, asked, ended))
-            except (OSError, ValueError, TypeError) as e:
+                asked = _read(path, ASKED)
+                created = float(asked["created"])
+            except (OSError, *records.UNREADABLE) as e:
                 log.error("scaling run %s cannot be read and is left alone: %s", name, e)
-        return sorted(found, key=lambda entry: (entry[1]["created"], entry[0]))
+                continue
+            end = self._path(name, "end.json")
+            try:
+                ended = _read(end, ENDED) if end.exists() else None
+            except (OSError, *records.UNREADABLE) as e:
+                log.error("the end of scaling run %s cannot be read, so it is run again: %s", name, e)
+                ended = None
+            found.append((created, name, asked, ended))
+        return [entry[1:] for entry in sorted(found, key=lambda entry: entry[:2])]
 
     def _path(self, name: str, part: str) -> Path:
         assert NAME.fullmatch(name), f"{name!r} is not a name of a run"
@@ -92,10 +104,15 @@ class RunStore:
 
     def _write(self, name: str, part: str, record: dict[str, Any]) -> None:
         """Write a file as a whole or not at all, even if the process or the machine ends meanwhile."""
-        path = self._path(name, part)
-        fresh = path.with_name(f"{path.name}.new")
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(record, file, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        content = json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass")
+        records.replace(self._path(name, part), content, private=True)
+
+
+def _read(path: Path, fields: set[str]) -> dict[str, Any]:
+    """Read a record with these fields. Raises OSError, or one of ``records.UNREADABLE``."""
+    record = json.loads(path.read_bytes())
+    if not isinstance(record, dict):
+        raise TypeError("it is no object")
+    if lacking := fields - set(record):
+        raise ValueError(f"it has no {', '.join(sorted(lacking))}")
+    return record

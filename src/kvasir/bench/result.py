@@ -29,6 +29,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvasir import records
 from kvasir.bench.provenance import commit, hardware, machine, versions
 
 # Columns of a table that is not shown in a terminal.
@@ -170,6 +171,11 @@ def as_json(value: Any) -> str:
     return _lines(value, LINE, "") + "\n"
 
 
+def write_json(output: Path, value: Any) -> None:
+    """Write ``as_json`` of a value to a file, as a whole or not at all. Raises OSError; what was there before stays."""
+    records.replace(output, as_json(value).encode())
+
+
 def _lines(value: Any, width: int, pad: str) -> str:
     line = json.dumps(value)
     if len(pad) + len(line) <= width or not value or not isinstance(value, (dict, list)):
@@ -195,7 +201,7 @@ def save(outcome: dict[str, Any], output: Path | None, commit: str | None = None
         outcome["commit"] = commit
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(without_paths(outcome)))
+        write_json(output, without_paths(outcome))
 
 
 def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:

@@ -176,9 +176,7 @@ async def _run(
     async with serving(config, max_output_tokens, replicas) as app, contextlib.AsyncExitStack() as stack:
         # Files are opened once the model is there, so that a failed start leaves earlier ones as they are.
         out = stack.enter_context(_opened(output)) if output else None
-        if errors:
-            errors.write_bytes(b"")
-        err = stack.enter_context(_opened(errors)) if errors else out
+        err = stack.enter_context(_opened(errors, emptied=True)) if errors else out
         advance = stack.enter_context(_progress(len(todo), output is not None))
         routes = sorted(
             route.path
@@ -284,9 +282,12 @@ async def post(app: Any, url: str, body: bytes) -> tuple[int, dict[str, str], by
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[records.RecordFile]:
-    """Open a file for rows. Raises ConfigError when it cannot be written, now or later."""
+def _opened(path: Path, emptied: bool = False) -> Iterator[records.RecordFile]:
+    """Open a file for rows. ``emptied``: without those that it holds. Raises ConfigError when it cannot be written, now
+    or later."""
     try:
+        if emptied:
+            path.write_bytes(b"")
         with records.RecordFile(path) as file:
             yield file
     except OSError as e:

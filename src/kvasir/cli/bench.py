@@ -436,10 +436,10 @@ def merge(
 ) -> None:
     """Merge several runs of one case into one result."""
     from kvasir.bench import merge as command
-    from kvasir.bench.result import as_json
+    from kvasir.bench.result import write_json
 
     check_output(output, make=True)
-    output.write_text(as_json(command.merge([command.load(f) for f in files])))
+    write_json(output, command.merge([command.load(f) for f in files]))
 
 
 @app.command("report", cls=Command)

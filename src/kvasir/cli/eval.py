@@ -66,7 +66,7 @@ def second_config(first: EngineConfig, switches: str) -> EngineConfig:
 
 
 def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path | None, plot: Path | None) -> None:
-    from kvasir.bench.result import arm, as_json, result
+    from kvasir.bench.result import arm, result, write_json
     from kvasir.lab.evaluation import plots
     from kvasir.lab.evaluation.evaluator import prepare, read_tokenizer
     from kvasir.lab.evaluation.scores import compare, figures
@@ -113,7 +113,7 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
             for done in _answer(c, exams, plan, tokenizers[0]):
                 outcomes[name] = [*outcomes.get(name, ()), *done]
                 if output is not None:
-                    output.write_text(as_json(so_far()))
+                    write_json(output, so_far())
     finally:  # after a fault or an interrupt, too: show the finished tasks
         if outcomes:
             show(outcome := so_far())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,9 @@ from kvasir.config import CacheConfig, EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import setup
 from kvasir.technique import names
+
+# Errors of a disk that takes no more, at whatever file a command meets them.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 # Plain help: the boxes of typer's rich help cut off long option names in a terminal of 80 columns.
 app = typer.Typer(
@@ -427,7 +431,8 @@ def convert(
 
 
 def main() -> None:
-    """Run the command line. Errors of configuration and requests become one message and an exit code, not a traceback.
+    """Run the command line. Errors of configuration and requests, and a disk that takes no more, become one message and
+    an exit code, not a traceback.
 
     Exit codes: 0 done, 2 the configuration or the command line is wrong, 3 a request was refused, 130 interrupted.
     """
@@ -438,6 +443,11 @@ def main() -> None:
         _fail(str(e), 2)
     except RequestError as e:
         _fail(e.message + (f" ({e.param})" if e.param and e.param not in e.message else ""), 3)
+    except OSError as e:
+        if e.errno not in NO_ROOM:
+            raise
+        file = f" {e.filename}" if e.filename else ""
+        _fail(f"cannot write{file}: {e.strerror}. Make room or name another place, and run the command again", 2)
 
 
 def _fail(message: str, code: int) -> None:

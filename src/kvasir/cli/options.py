@@ -207,4 +207,6 @@ def check_output(file: Path | None, *, make: bool = False) -> None:
         if new:
             file.unlink()
     except OSError as e:
-        raise ConfigError(f"cannot write {file}: {e.strerror}") from e
+        raise ConfigError(
+            f"cannot write {file}: {e.strerror}. Name a file in a folder that exists and can be written"
+        ) from e

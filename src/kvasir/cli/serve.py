@@ -16,6 +16,7 @@ from kvasir.errors import ConfigError, install, nearest
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
+from kvasir.records import check_folder
 from kvasir.technique import names
 
 # What vLLM calls cache types; ``engine.codec_choice`` says what they mean.
@@ -33,6 +34,8 @@ def run(settings: Settings) -> None:
     if settings.service.kv_events_config:
         parse(settings.service.kv_events_config)
     check_output(Path(settings.service.journal) if settings.service.journal else None)
+    if settings.service.crash_dumps:
+        check_folder(settings.service.crash_dumps, "--crash-dumps")
     settings = name_tenants(settings)
     from kvasir.cluster.cluster_client import open_client
 

@@ -87,9 +87,9 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
 
 def _write(outcome: dict[str, Any], output: Path | None) -> None:
     if output is not None:
-        from kvasir.bench.result import as_json
+        from kvasir.bench.result import write_json
 
-        output.write_text(as_json(outcome))
+        write_json(output, outcome)
 
 
 def _outcome(

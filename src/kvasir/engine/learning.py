@@ -32,6 +32,7 @@ from kvasir.learn.options import LearnOptions
 from kvasir.learn.ring import TraceRing
 from kvasir.logs import log
 from kvasir.models import checkpoint
+from kvasir.records import check_folder
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.speculation.heads import NEW, facts_of
 from kvasir.speculation.router import load_drafter
@@ -117,6 +118,9 @@ class Learning:
         ring_bytes: int = RING_BYTES,
     ) -> None:
         self._config, self._wanted, self._drafting, self._runner = config, wanted, drafting, runner
+        self._out = config.speculation.learn_out and Path(config.speculation.learn_out).expanduser()
+        if self._out:
+            check_folder(self._out.parent, "--learn-out")
         drafter = self._drafter = drafting.drafter
         place, spec = runner.model.place, runner.model.spec
         layers = tuple(sorted({*drafter.hidden_layers, len(spec.layers) - 1}))
@@ -179,14 +183,19 @@ class Learning:
 
     def _export(self, folder: Path, weights: Any) -> None:
         """Write weights as a folder that ``--drafter NAME:model=`` takes, whole or not at all."""
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        self._drafter.export(weights, part)
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
+        part, old = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            self._drafter.export(weights, part)
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                folder.rename(old)
+            part.rename(folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            if old.exists() and not folder.exists():
+                old.rename(folder)
+            raise
         shutil.rmtree(old, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------- the steps
@@ -333,11 +342,9 @@ class Learning:
             with torch.inference_mode():
                 self._export(self._folder / "accepted", weights)
                 self._start = str(self._folder / "accepted")
-                if self._config.speculation.learn_out:
-                    out = Path(self._config.speculation.learn_out).expanduser()
-                    out.parent.mkdir(parents=True, exist_ok=True)
-                    self._export(out, weights)
-        except OSError as error:
+                if self._out:
+                    self._export(self._out, weights)
+        except OSError as error:  # an accepted version is served all the same; the next one is kept where there is room
             log.warning("the learned weights cannot be kept: %s", error)
 
     def _refuse(self, version: int, why: str) -> None:

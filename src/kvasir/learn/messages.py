@@ -10,11 +10,12 @@ floating type) and ``kvasir.json`` (`Candidate.card`).
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from kvasir import records
 
 SOCKET, ORDER, WEIGHTS, CARD = "socket", "order.json", "model.safetensors", "kvasir.json"
 
@@ -47,9 +48,7 @@ class Order(msgspec.Struct, kw_only=True):
 
     def write(self, folder: Path) -> None:
         """Put the order into ``folder``. A reader finds the earlier order or this one, never a part of it."""
-        temporary = folder / (ORDER + ".tmp")
-        temporary.write_bytes(msgspec.json.encode(self))
-        os.replace(temporary, folder / ORDER)
+        records.replace(folder / ORDER, msgspec.json.encode(self), private=True)
 
     @classmethod
     def read(cls, folder: Path) -> Order:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kvasir import logs
@@ -148,15 +149,19 @@ class Online:
         weights, before, after = self.learner.candidate
         folder = self._folder / f"candidate-{self._version}"
         shutil.rmtree(folder, ignore_errors=True)  # of a trainer that died before it could tell
-        folder.mkdir()
-        save_file({name: p.cpu().contiguous() for name, p in weights.items()}, folder / WEIGHTS)
         card = messages.Card(
             version=self._version,
             kind=self._order.kind,
             layers=list(self.learner.head.shape.layers),
             target=self._target,
         )
-        (folder / CARD).write_bytes(msgspec.json.encode(card))
+        try:
+            folder.mkdir()
+            save_file({name: p.cpu().contiguous() for name, p in weights.items()}, folder / WEIGHTS)
+            (folder / CARD).write_bytes(msgspec.json.encode(card))
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ConfigError(f"new weights cannot be written to {folder}: {error}") from error
         log.info("candidate %d: %.3f tokens a forward, %.3f before", self._version, after, before)
         self._sent, self._version = self._version, self._version + 1
         self._engine.send(messages.Candidate(version=self._sent, folder=str(folder)))
