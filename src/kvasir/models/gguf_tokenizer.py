@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file as ``tokenizers`` has it, with its special tokens and chat template.
 
-Kinds: byte-level BPE (``gpt2``), cut into words as `gguf_words` has it, and SentencePiece (``llama``), whose pieces have
-scores and no merges. Others are refused by name.
+Kinds: byte-level BPE (``gpt2``), cut into words as `gguf_words` has it, and SentencePiece (``llama``), whose pieces
+have scores and no merges. Others are refused by name.
 """
 
 from __future__ import annotations
