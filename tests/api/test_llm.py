@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvasir import LLM, LoRARequest, SamplingParams
-from kvasir.api.vllm_flags import settled
+from kvasir.api.vllm_args import settled
 from kvasir.decoding.confidence import summed_up
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models.checkpoint import embedded
