@@ -1,4 +1,4 @@
-"""How byte-level BPE of a GGUF file cuts text into words, by the file's ``tokenizer.ggml.pre``.
+"""The cuts of text into words that byte-level BPE of a GGUF file makes, by the file's ``tokenizer.ggml.pre``.
 
 A cut is a tuple of steps. Each step cuts what the steps before it left, and the regular expressions are those of the
 published tokenizer.json files.
