@@ -550,7 +550,6 @@ def test_vllms_keywords_hold_or_are_refused_by_name():
         ("cpu_offload_gb", 4, "stay on the device"),
         ("enable_chunked_prefill", False, "in chunks"),
         ("disable_log_stats", False, "/metrics"),
-        ("speculative_config", {"method": "ngram"}, "--drafter"),
     ):
         with pytest.raises(ConfigError, match=f"{name}=.*{why}"):
             LLM(**OPTIONS, **{name: value})
