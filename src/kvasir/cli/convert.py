@@ -37,14 +37,14 @@ class Shown:
         self.bytes = self.passes = self.last = 0
 
     def layer(self, done: int, of: int) -> None:
-        """Layer number ``done`` of ``of`` ran over the texts."""
+        """Show that layer number ``done`` of ``of`` ran over the texts."""
         self.passes += done <= self.last or not self.passes
         self.last = done
         self.bar.title = f"calibrating, pass {self.passes}, layer"
         self.bar.show(done, of)
 
     def read(self, num_bytes: int) -> None:
-        """So many more bytes were read."""
+        """Count bytes that were read."""
         self.bytes += num_bytes
         self.bar.title = "converting, MiB"
         self.bar.show(self.bytes >> 20, self.total >> 20)
