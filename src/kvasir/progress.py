@@ -1,4 +1,4 @@
-"""What a command shows while it works: that a model loads, and how far long work is.
+"""Progress that a command shows while it works: that a model loads, and how far long work is.
 
 On a terminal both are drawn on stderr with rich. Elsewhere they are plain lines, or nothing.
 """

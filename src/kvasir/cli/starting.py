@@ -1,4 +1,4 @@
-"""What a command says before its model loads."""
+"""The note that a command gives before a packaged model loads."""
 
 from __future__ import annotations
 
