@@ -16,8 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    ["types", "errors", "logs", "records", "compose", "fair_threads", "plain_files"],
-    ["config", "technique", "tuned"],
+    ["types", "errors", "logs", "progress", "records", "compose", "fair_threads", "plain_files"],
+    ["config", "technique", "tuned_entry", "tuned"],
     ["client"],
     ["cluster"],
     ["kernels"],
@@ -153,9 +153,11 @@ NAMED = {
     "kernels/codes_moe.py": {"i8", "u4", "mxfp4", "nvfp4"},  # likewise
     "kernels/weight_codes.py": {"i8", "u4", "fp6"},  # likewise
     "models/gguf_folder.py": {"gguf", "llama", "qwen2", "qwen3"},  # its reader, and its architectures
-    "models/gguf_tokenizer.py": {"llama", "qwen2"},  # kinds of its tokenizers
+    "models/gguf_tokenizer.py": {"llama"},  # a kind of its tokenizers
+    "models/gguf_words.py": {"qwen2", "deepseek_v3"},  # names of its pre-tokenizers
     "models/growth.py": {"suffix"},  # a field of a tokenizer's steps
-    "api/vllm_flags.py": {"mistral"},  # a mode of tokenizers
+    "api/vllm_flags.py": {"mistral", "awq", "gptq", "modelopt"},  # a mode of tokenizers, and values of --quantization
+    "api/vllm_args.py": {"ngram", "suffix", "draft_model"},  # methods of speculation that vLLM has, too
     "api/json_scan.py": {"u4"},  # the fourth digit of an escape
     "engine/codec_choice.py": {"plain", "fp8"},  # what vLLM's words for cache types mean
     "models/quantisation.py": {"fp8"},  # a type of activations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import tomllib
 
 import pytest
 
@@ -51,3 +53,11 @@ def test_no_page_is_made_of_an_invalid_row(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="codecs/int4 needs"):
         status.main()
     assert not status.PAGE.exists()
+
+
+def test_the_row_on_the_page_for_authors_is_valid():
+    page = (status.ROOT / "docs" / "adding-a-technique.md").read_text()
+    row = tomllib.loads(re.search(r"```toml\n(\[\"codecs/e5m2\"\].*?)```", page, re.S)[1])
+    assert status.faults(status.entries() | row) == ["codecs/e5m2 is no technique"], "its file is not in the package"
+    del row["codecs/e5m2"]["when"]
+    assert len(status.faults(status.entries() | row)) == 2

@@ -46,7 +46,7 @@ class Lifo(SchedulerPolicy):
     def order_waiting(self, seqs, now):
         return sorted(seqs, key=lambda s: -s.request.arrival)
 '''
-_, DRAFTER, EXACTNESS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+_, DRAFTER, EXACTNESS, CODEC, ROUND_TRIP = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 
 
 def written(folder: Path, name: str, text: str) -> str:
@@ -361,3 +361,22 @@ def test_the_page_holds_what_it_shows(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_codec_on_the_page_runs_as_written_and_keeps_the_rule(tmp_path):
+    written(tmp_path, "e5m2.py", CODEC)
+    done = subprocess.run(
+        [sys.executable, written(tmp_path, "check.py", ROUND_TRIP)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and "the same as with the plain cache" in done.stdout, done.stderr
+
+
+def test_a_codec_that_breaks_the_rule_is_noticed(tmp_path):
+    """A row that is encoded together with its neighbours depends on the chunk."""
+    written(tmp_path, "e5m2.py", CODEC.replace("x.clamp(", "(x - x.mean(0, keepdim=True)).clamp("))
+    done = subprocess.run(
+        [sys.executable, written(tmp_path, "check.py", ROUND_TRIP)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode and "AssertionError" in done.stderr

@@ -14,6 +14,8 @@ import urllib.request
 from openai import OpenAI
 from rich.console import Console
 
+from kvasir.progress import loading
+
 PROBLEM = "Compute modulo 97: start 12; +45; *3; -7; *2; +30."
 
 
@@ -99,7 +101,8 @@ def main() -> None:
     started = time.perf_counter()
     server = subprocess.Popen([sys.executable, "-m", "kvasir.cli.main", "serve", "--port", str(port)])
     try:
-        wait_until_ready(server, port)
+        with loading("the packaged model in a server"):
+            wait_until_ready(server, port)
         console.print(f"[green]ready {time.perf_counter() - started:.1f} s after the start of the process[/green]")
         talk(OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), console)
     finally:

@@ -5,9 +5,11 @@
 set -euo pipefail
 python=$1
 cd "$(dirname "$0")/.."
+say() { echo "$*" >&2; }
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 
 if ! "$python" -c 'import torch' 2>/dev/null; then
+  say "Installing torch, which takes a minute or two"
   version=$(sed -n 's/^torch==//p' constraints.txt)
   if command -v nvidia-smi >/dev/null 2>&1; then
     pip install -q "torch==$version"
@@ -26,4 +28,5 @@ for line in open("constraints.txt"):
         print(line, end="")
 print("torch==" + importlib.metadata.version("torch"))
 PY
+say "Installing kvasir and what it needs, about another minute"
 pip install -q -c .venv/constraints.txt -e ".[dev]"

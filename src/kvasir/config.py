@@ -95,6 +95,7 @@ class CacheConfig:
     state_dtype: Literal["float32", "bfloat16"] = opt(
         "float32",
         "Type of a recurrent model's states; bfloat16 takes half the memory and rounds them every step.",
+        "mamba-ssm-cache-dtype",
     )
     fit: bool = opt(False, "Shorten the context to the length that fits instead of refusing to start.")
 
@@ -302,6 +303,7 @@ class ServerConfig:
     key_max_output_tokens: tuple[str, ...] = opt(
         (), "Most tokens of an answer for one key, instead of --max-output-tokens: KEY=N, 0: no limit (repeatable)."
     )
+    model_alias: tuple[str, ...] = opt((), "Further name of the model that requests may give (repeatable).")
     lenient: bool = opt(False, "Ignore unknown body parameters, with a warning header, instead of refusing them.")
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
     allow_runtime_lora: bool = opt(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvasir import LLM, LoRARequest, SamplingParams
-from kvasir.api.vllm_flags import settled
+from kvasir.api.vllm_args import settled
 from kvasir.decoding.confidence import summed_up
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models.checkpoint import embedded
@@ -550,7 +550,6 @@ def test_vllms_keywords_hold_or_are_refused_by_name():
         ("cpu_offload_gb", 4, "stay on the device"),
         ("enable_chunked_prefill", False, "in chunks"),
         ("disable_log_stats", False, "/metrics"),
-        ("speculative_config", {"method": "ngram"}, "--drafter"),
     ):
         with pytest.raises(ConfigError, match=f"{name}=.*{why}"):
             LLM(**OPTIONS, **{name: value})

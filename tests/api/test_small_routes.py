@@ -148,3 +148,15 @@ def test_the_models_defaults_come_before_ours_and_after_the_clients():
             httpx.post(server.url + path, json={**body, "top_p": 0.5}, timeout=120)
             p = server.engine.seen[-1].params
             assert (p.temperature, p.top_p, p.top_k, p.min_p) == (0.6, 0.5, 20, 0.0), path
+
+
+def test_further_names_of_the_model_are_answered():
+    """As with vLLM's ``--served-model-name a b``: all are served, and answers say the first."""
+    body = {"messages": [{"role": "user", "content": "say: hello"}], "max_tokens": 8}
+    with running(model_alias=("second", "third")) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        first = http.get("/v1/models").json()["data"][0]["id"]
+        for name in ("second", "third", first):
+            assert http.post("/v1/chat/completions", json=body | {"model": name}).json()["model"] == first
+            assert http.get(f"/v1/models/{name}").json()["id"] == first
+        assert http.post("/v1/chat/completions", json=body | {"model": "fourth"}).status_code == 404
+        assert http.get("/v1/models/fourth").status_code == 404

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvasir.attention.exact_rows import BLOCK, TILE, Blocks, attend_rows
 from tests.attention.helpers import make_world
 from tests.attention.test_torch_backend import attention
 
@@ -71,3 +73,49 @@ def test_a_path_of_a_tree_has_the_bits_of_plain_decoding(kind):
     world.sinks = None if world.sinks is None else torch.linspace(-1, 1, HEADS)
     got, want = attention(world, exact=True)[2:][path], text.rows(start, 4)[0]
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_do_not_depend_on_the_place_in_a_tile_or_on_blocks_that_a_row_does_not_see(threads):
+    """Rows beyond one block of keys, at every place of a tile, alone and in one span."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        draw, last = torch.Generator().manual_seed(5), 2 * BLOCK + 40
+        q = torch.randn(last, 64, generator=draw)
+        k, v = torch.randn(1, last, 64, generator=draw), torch.randn(1, last, 48, generator=draw)
+        for window in (None, 30, BLOCK + 7):
+            ends = torch.arange(1, last + 1)
+            whole = attend_rows(q, ends, Blocks.of(k, v, 0), 0, 48, 0.1, window=window, softcap=20.0)
+            for row in [*range(2 * TILE), BLOCK - 1, BLOCK, BLOCK + 1, *range(last - TILE, last)]:
+                first = 0 if window is None else max(0, row + 1 - window) // 16 * 16  # pages before may be gone
+                own = Blocks.of(k[:, first : row + 1], v[:, first : row + 1], first)
+                alone = attend_rows(q[row : row + 1], ends[row : row + 1], own, 0, 48, 0.1, window=window, softcap=20.0)
+                for x, y in zip(alone, whole):
+                    assert torch.equal(x[0], y[row]), f"row {row}, window {window}"
+    finally:
+        torch.set_num_threads(before)
+
+
+class Copied(TorchDispatchMode):
+    """Counts the elements that copies write."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_):
+            self.elements += out.numel()
+        return out
+
+
+def test_a_long_prompt_copies_its_keys_once():
+    """No row copies the keys that it sees: what is copied grows with the rows, not with their square."""
+
+    def copied(length: int) -> int:
+        world = make_world([(0, length)], heads=4, kv_heads=2, dim=16, dtype=torch.float32)
+        with Copied() as counted:
+            attention(world, exact=True)
+        return counted.elements
+
+    assert copied(600) < 3 * copied(300)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvasir.lab.forms import FORMS
@@ -68,3 +71,19 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(kvasir, tmp_path
     (tmp_path / "file").write_text("")
     done = kvasir(*command, "--out", tmp_path / "file" / "below", "--steps", 1)
     assert done.code == 2 and "cannot write" in done.err
+
+
+def test_the_page_counts_the_tasks(kvasir):
+    page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
+    [count] = re.findall(r"(\d+) tasks, and two models", page)
+    listed = names("kvasir.lab.tasks")
+    assert int(count) == len(listed) and all(f"`{name}" in page for name in listed)
+
+
+def test_a_conversion_prints_the_bytes_that_it_wrote(kvasir, tmp_path):
+    out = tmp_path / "packed"
+    done = kvasir("convert", "pack", "nano", out)
+    assert done.code == 0, done.err
+    stored = sum(file.stat().st_size for file in out.glob("*.safetensors*") if file.suffix != ".json")
+    assert done.out.startswith(f"{out}: {stored / 2**20:,.1f} MiB, ")
+    assert done.out.startswith(f"{out}: ") and stored < 0.8 * 2 * 2_400_000, "packed files are smaller than plain ones"

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from kvasir.api.vllm_flags import NOTED, ONLY_AT, SATISFIED, SWITCHES, UNSERVED, VALUES, without_noted
+from kvasir.api.vllm_args import translated
+from kvasir.api.vllm_flags import NOTED, ONLY_AT, SATISFIED, SWITCHES, UNSERVED, VALUES
 from kvasir.cli.bench import _given
 from kvasir.cli.options import build_settings
 from kvasir.config import EngineConfig, Settings
@@ -312,7 +313,7 @@ def test_the_log_of_the_load_is_switched_by_vllms_flag(settings):
 def test_vllm_flags_that_change_nothing_are_taken_with_a_line(kvasir):
     for flag in NOTED:
         values = ["x"] if flag in VALUES else []
-        assert without_noted(["m", flag, *values, "--port", "1"])[0] == ["m", "--port", "1"], flag
+        assert translated(["m", flag, *values, "--port", "1"])[0] == ["m", "--port", "1"], flag
     forms = [
         ["--compilation-config", '{"level": 3}'],
         ["--compilation-config={}"],
@@ -325,9 +326,9 @@ def test_vllm_flags_that_change_nothing_are_taken_with_a_line(kvasir):
         ["--trust_remote_code"],
     ]
     for form in forms:
-        left, lines = without_noted(["m", *form, "--seed", "1"])
+        left, lines = translated(["m", *form, "--seed", "1"])
         assert left == ["m", "--seed", "1"] and len(lines) == 1 and "changes nothing here" in lines[0], form
-    assert without_noted(["--no-async-scheduling"])[1] == [], "this would change something"
-    assert without_noted(["--", "--trust-remote-code"])[1] == []
+    assert translated(["--no-async-scheduling"])[1] == [], "this would change something"
+    assert translated(["--", "--trust-remote-code"])[1] == []
     done = kvasir("serve", "model", "--language-model-only", "--mm-encoder-tp-mode", "data", "--ssl-keyfile", "k")
     assert "vLLM's --language-model-only changes nothing here: " in done.err and "--ssl-keyfile" in done.err

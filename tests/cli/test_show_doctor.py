@@ -1,6 +1,8 @@
 """``kvasir show`` and ``kvasir doctor``: their numbers, and their JSON for programs."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from kvasir.bench.workloads import SHAPES
 from kvasir.cli.doctor import OTHER_METHODS, _attention
 from kvasir.technique import names
 
+ROOT = Path(__file__).parents[2]
 GEMMA = dict(
     architectures=["Gemma3ForCausalLM"],
     model_type="gemma3_text",
@@ -281,3 +284,14 @@ def test_doctor_lists_every_kind_of_method(kvasir):
 def test_a_cpu_has_no_products_of_triton(kvasir):
     (line,) = [line for line in kvasir("doctor").out.splitlines() if line.startswith("products triton")]
     assert "ready" not in line and "C kernels and torch" in line
+
+
+def test_doctor_knows_every_seam_that_authors_are_told_of(kvasir):
+    """Whatever file a reader of the page adds, doctor lists it, as the page says."""
+    page = (ROOT / "docs" / "adding-a-technique.md").read_text()
+    folders = re.findall(r"^\|[^|]+\| `[^`]+` \| `([\w/]+)/<\w+>\.py` \|", page, re.M)
+    listed = json.dumps(json.loads(kvasir("doctor", "--json").out))
+    assert len(folders) > 15
+    for folder in folders:
+        for name in names("kvasir." + folder.replace("/", ".")):
+            assert f'"{name}"' in listed, f"{folder}/{name}"

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from kvasir.cli.starting import loading, packaged
+import re
+from pathlib import Path
+
+import pytest
+
+import kvasir
+from kvasir.cli.convert import Shown
+from kvasir.cli.starting import packaged
+from kvasir.progress import loading
+
+PACKAGE = Path(kvasir.__file__).parent
 
 
 def test_the_packaged_model_is_named(tmp_path):
@@ -22,3 +32,53 @@ def test_a_chat_says_what_answers_before_the_first_message(kvasir, monkeypatch):
     monkeypatch.setattr("kvasir.cli.chat._in_process", lambda config, stack: lambda messages, sampling: iter(()))
     done = kvasir("chat")
     assert "packaged model 'base' answers" in done.out and "loading the packaged model" in done.err
+
+
+def test_engines_of_benchmarks_are_loaded_in_one_place():
+    for folder in ("bench", "cli", "lab"):
+        for file in sorted((PACKAGE / folder).rglob("*.py")):
+            text = file.read_text()
+            if "peers" not in file.parts and re.search(r"\bLLM\((config=|model)", text):
+                assert "with loading(" in text or file.name == "chat.py", f"{file}: a start without a line"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "solve --strategy majority:n=2 --model nano --task chain -n 2 --max-tokens 8",
+        "solve --strategy majority:n=2 --model nano --task chain -n 2 --max-tokens 8 --pool 2",
+        "bench offline nano -w d:1:8:16 --repeats 1",
+        "bench profile nano --batch 1 --prompt 8 --repeats 1",
+        "bench speculation nano --drafter ngram --task chain --count 1 --repeats 1 --output-tokens 4",
+        "eval nano --tasks chain -n 2",
+    ],
+    ids=lambda command: " ".join(command.split()[:2]),
+)
+def test_every_command_that_loads_a_model_says_so(command, kvasir):
+    done = kvasir(*command.split(), "--num-threads", 1)
+    assert done.code == 0, done.err
+    assert "loading nano" in done.err and "loaded after " in done.err and "loading" not in done.out
+
+
+def test_a_conversion_tells_how_far_its_calibration_is(tmp_path):
+    shown = []
+
+    class Bar:
+        title = ""
+
+        def show(self, done, of):
+            shown.append((self.title, done, of))
+
+    from kvasir.convert.checkpoint import convert
+    from kvasir.convert.converter import load_converter
+    from kvasir.lab.calibration import default_texts
+    from kvasir.models import checkpoint
+
+    bar = Shown(Bar(), 3 << 20)
+    folder, spec = checkpoint.resolve("nano"), "lowrank"
+    convert(load_converter(spec), spec, folder, tmp_path / "out", texts=default_texts, calibrated=bar.layer)
+    layers = shown[0][2]
+    assert [done for _, done, _ in shown[:layers]] == list(range(1, layers + 1))
+    assert shown[0][0] == "calibrating, pass 1, layer" and shown[layers][0] == "calibrating, pass 2, layer"
+    bar.read(1 << 20)
+    assert shown[-1] == ("converting, MiB", 1, 3)

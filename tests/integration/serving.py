@@ -43,7 +43,8 @@ class Served:
         self.url = ""
         try:
             self.url = self._wait(lambda: re.search(r"listening on (http://\S+)", self.log))[1]
-            self.http = httpx.Client(base_url=self.url, timeout=240)
+            key = options[options.index("--api-key") + 1] if "--api-key" in options else "none"
+            self.http = httpx.Client(base_url=self.url, timeout=240, headers={"Authorization": f"Bearer {key}"})
             self._wait(lambda: self.http.get("/health/ready").status_code == 200)
         except BaseException:
             self.kill()

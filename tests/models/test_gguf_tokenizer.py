@@ -7,8 +7,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from kvasir.errors import ConfigError
-from kvasir.models import gguf_tokenizer
-from kvasir.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, USER, WORDS, write_tokenizer
+from kvasir.models import gguf_words
+from kvasir.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, USER, write_tokenizer
+from kvasir.models.gguf_words import WORDS
 from kvasir.models.tokenizer import Tokenizer as Ours
 from tests.models import small_tokenizers as small
 
@@ -144,7 +145,7 @@ def test_usual_names_of_pre_tokenizers(pre, words, tmp_path):
 
 def test_another_way_to_cut_words_is_noticed(tmp_path, monkeypatch):
     theirs = cut_by(WORDS % "{1,3}", True, False)
-    monkeypatch.setitem(gguf_tokenizer.PATTERNS, "llama-bpe", WORDS % "")
+    monkeypatch.setitem(gguf_words.CUTS, "llama-bpe", (WORDS % "",))
     write_tokenizer(source_of(theirs, "gpt2", **{"ggml.pre": "llama-bpe"}), tmp_path)
     text = "12345 1234 123"
     assert Ours.load(tmp_path).encode(text, add_special=False) != theirs.encode(text, add_special_tokens=False).ids

@@ -1,16 +1,20 @@
 """Steps by the native kernels, compared with the plain path: logits and cache of every family, tokens of the shipped
 models."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
+from kvasir import LLM
 from kvasir.engine import build
 from kvasir.engine.batch import pack
 from kvasir.errors import ConfigError
 from kvasir.kernels.native.library import Native, native
 from kvasir.models import native_decoder
 from kvasir.models.native_decoder import MAX_ROWS, NARROW_DECODES, NARROW_ROWS, NativeDecoder, why_not
-from kvasir.types import Span
+from kvasir.types import SamplingParams, Span
 from tests import checkpoints
 from tests.engine.driver import Driver
 from tests.models.test_parity import LENGTHS, PAGE_SLOTS, Paged
@@ -221,3 +225,43 @@ def test_the_comparison_can_fail(monkeypatch):
 
     monkeypatch.setattr(NativeDecoder, "_build", wrong)
     assert tokens(True, monkeypatch, [20])[0] != plain
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "weights", ["u4:group=32", "u4:group=32,zeros=true", "i8:group=32", "u4:inputs=int8", "q4_k", "q6_k"]
+)
+def test_codes_are_held_once(weights, tmp_path):
+    """The panels take the codes, the plain path makes them again, and new weights find a place."""
+    if native().library.kvasir_lanes() <= 4:
+        pytest.skip("long prompts take the plain path here, so the codes stay")
+    options = dict(
+        model=str(wide_enough(tmp_path)), weights=weights, device="cpu", num_threads=1, skip_tokenizer_init=True
+    )
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+    def tokens(llm):
+        return llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params)[0].outputs[0].token_ids
+
+    with LLM(**options) as llm:
+        model = llm.engine.runner.model
+        coded = [w for w in model.weights() if w.format.code_planes]
+        before = [{name: plane.clone() for name, plane in w.planes.items()} for w in coded]
+        size, references = [w.num_bytes for w in coded], [weakref.ref(w.planes["weight"]) for w in coded]
+        want = tokens(llm)
+        gc.collect()
+        assert coded and not any(r() is not None for r in references), "somebody still holds the codes"
+        assert [w.num_bytes for w in coded] == size
+        for w, planes in zip(coded, before):
+            assert w.planes.keys() == planes.keys()
+            assert all(torch.equal(w.planes[name], plane) for name, plane in planes.items())
+        assert tokens(llm) == want
+        llm.engine.update_weights(options["model"])
+        assert tokens(llm) == want and "weight" not in coded[0]._planes
+
+
+def wide_enough(folder):
+    """A small model whose rows are whole blocks of every format."""
+    return checkpoints.write(
+        folder / "wide", "qwen3", hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4
+    )

@@ -20,7 +20,7 @@ from kvasir.api.lora import LoRARequest, load_once
 from kvasir.api.offline_pooling import EmbeddingOutput, PoolingCollector, PoolingRequestOutput, ScoringOutput
 from kvasir.api.outputs import Collector, RequestOutput
 from kvasir.api.processing import Processing
-from kvasir.api.vllm_flags import settled
+from kvasir.api.vllm_args import settled
 from kvasir.client.admission import admit, admit_pooling
 from kvasir.cluster.core import of_replicas
 from kvasir.config import EngineConfig

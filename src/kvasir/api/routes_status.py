@@ -90,7 +90,7 @@ class StatusRoutes:
             )
         if (adapter := self.service.info.adapters.get(name)) is not None:
             return reply(self._adapter(adapter))
-        if name != self.service.info.name:
+        if name not in (self.service.info.name, *self.service.settings.model_alias):
             raise RequestError(
                 f"the model '{name[:200]}' is not served here", status=404, param="model", code="model_not_found"
             )

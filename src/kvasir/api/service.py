@@ -210,6 +210,8 @@ class Service:
         if body.model in self.info.adapters:
             if not adapters:
                 raise self.base_only(body.model)
+        elif body.model in self.settings.model_alias:
+            body.model = self.info.name
         elif body.model is not None and body.model != self.info.name:
             raise RequestError(
                 f"the model '{body.model[:200]}' is not served here; this server has '{self.info.name}'",

@@ -6,10 +6,7 @@ So a start script written for vLLM either works unchanged, or the error says whi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
-
-from kvasir.errors import ConfigError
+from collections.abc import Sequence
 
 # Flags that ask for what kvasir does anyway.
 SATISFIED = (
@@ -33,13 +30,34 @@ ONLY_AT = {
     ("--pipeline-parallel-size", "-pp"): ("1",),
     ("--api-server-count",): ("1",),
     ("--tokenizer-mode",): ("auto", "hf", "mistral"),  # tokenizer.json is read in any case
-    ("--config-format",): ("auto", "hf"),
+    ("--config-format",): ("auto", "hf", "mistral"),  # config.json is read in any case
+    ("--nnodes",): ("1",),
+    ("--decode-context-parallel-size", "-dcp"): ("1",),
+    ("--prefill-context-parallel-size", "-pcp"): ("1",),
+    ("--logprobs-mode",): ("raw_logprobs",),
     ("--model-impl",): ("auto",),
     ("--runner",): ("auto", "generate", "pooling"),  # found in the checkpoint; --task decides otherwise
 }
 
 # Likewise for everything except a server, which has a setting for it.
 ONLY_AT_OFFLINE = {("--data-parallel-size", "-dp"): ("1",)}
+
+# What to do about a value of such a flag that is not served.
+_WHOLE_MODEL = (
+    "one GPU holds the whole model: leave it out if the model fits one (kvasir show MODEL says what it needs), and "
+    "--replicas N runs an engine on each of N GPUs"
+)
+INSTEAD = {
+    "--tensor-parallel-size": _WHOLE_MODEL,
+    "--pipeline-parallel-size": _WHOLE_MODEL,
+    "--decode-context-parallel-size": _WHOLE_MODEL,
+    "--prefill-context-parallel-size": _WHOLE_MODEL,
+    "--nnodes": "start a server on each host, or give --cluster ADDRESS for replicas on several",
+    "--data-parallel-size": "kvasir serve has --replicas N",
+    "--tokenizer-mode": "leave it out: tokenizer.json of the model's folder is read",
+    "--model-impl": "leave it out: models run in kvasir's own code",
+    "--logprobs-mode": "leave it out: log-probabilities are those before temperature and filters",
+}
 
 _SPECULATION = "drafts are switched on with --drafter, e.g. --drafter suffix or --drafter draft_model:model=NAME"
 _OFFLOAD = "KV and weights stay on the device; a preempted sequence is computed again later"
@@ -65,7 +83,6 @@ UNSERVED = {
     "--lora-extra-vocab-size": "adapters with new tokens are merged: kvasir convert merge_lora",
     "--enable-prompt-adapter": "LoRA adapters are served; see --enable-lora",
     "--default-mm-loras": _TEXT,
-    "--speculative-config": _SPECULATION,
     "--speculative-model": _SPECULATION,
     "--num-speculative-tokens": _SPECULATION,
     "--cpu-offload-gb": _OFFLOAD,
@@ -88,6 +105,14 @@ UNSERVED = {
     "--disable-sliding-window": "window layers keep their window, as the model was trained",
     "--data-parallel-size-local": _PARALLEL,
     "--data-parallel-address": _PARALLEL,
+    "--data-parallel-rpc-port": _PARALLEL,
+    "--data-parallel-start-rank": _PARALLEL,
+    "--data-parallel-rank": _PARALLEL,
+    "--data-parallel-hybrid-lb": _PARALLEL,
+    "--data-parallel-external-lb": _PARALLEL,
+    "--node-rank": _PARALLEL,
+    "--master-addr": _PARALLEL,
+    "--master-port": _PARALLEL,
     "--headless": _PARALLEL,
     "--rope-scaling": _ROPE,
     "--rope-theta": _ROPE,
@@ -113,6 +138,21 @@ UNSERVED = {
     "--response-role": "answers have the role assistant",
     "--return-tokens-as-token-ids": "send return_token_ids with the request",
     "--tool-parser-plugin": "use --tool-call-parser",
+    "--reasoning-parser-plugin": "use --reasoning-parser",
+    "--reasoning-config": "use --reasoning-parser",
+    "--tool-server": "tools run at the client, which gets the model's calls",
+    "--default-chat-template-kwargs": "send chat_template_kwargs with each request, or edit --chat-template FILE",
+    "--exclude-tools-when-tool-choice-none": "leave the tools out of the request",
+    "--enable-force-include-usage": "send stream_options.include_usage with the request",
+    "--logits-processors": "use --processors NAME",
+    "--kv-sharing-fast-prefill": "it changes answers; leave it out",
+    "--enable-prompt-embeds": "prompts are text or token ids",
+    "--enable-mm-embeds": _TEXT,
+    "--shutdown-timeout": "use --drain-timeout",
+    "--worker-cls": "name a drafter, codec or policy of your own instead: see docs/adding-a-technique.md",
+    "--worker-extension-cls": "name a drafter, codec or policy of your own instead: see docs/adding-a-technique.md",
+    "--enable-log-outputs": "the text of answers is never logged",
+    "--grpc": "the API is HTTP",
     "--enable-reasoning": "use --reasoning-parser",
     "--max-logprobs": "the limit is fixed",
     "--enable-sleep-mode": "stop the server and start it again",
@@ -142,6 +182,14 @@ SWITCHES = {
     "--enable-flashinfer-autotune": _PACE,
     "--enable-server-load-tracking": "the load stands in /metrics anyway",
     "--use-tqdm-on-load": _PACE,
+    "--disable-chunked-mm-input": _EYES,
+    "--enable-ep-weight-filter": _WHERE,
+    "--enable-mfu-metrics": "/metrics has its own counters",
+    "--kv-cache-metrics": "/metrics has its own counters",
+    "--cudagraph-metrics": "/metrics has its own counters",
+    "--aggregate-engine-logging": "the server writes its own log",
+    "--enable-request-id-headers": "answers name their request anyway",
+    "--fail-on-environ-validation": "environment variables of vLLM are not read",
     "--numa-bind": _PACE,
 }
 VALUES = {
@@ -151,10 +199,29 @@ VALUES = {
     "--mm-processor-cache-type": _EYES,
     "--mm-encoder-tp-mode": _EYES,
     "--mm-encoder-attn-backend": _EYES,
+    "--mm-encoder-attn-dtype": _EYES,
+    "--mm-shm-cache-max-object-size-mb": _EYES,
+    "--video-pruning-rate": _EYES,
     "--media-io-kwargs": _EYES,
     "--swap-space": _HELD,
     "--compilation-config": _PACE,
+    "-cc": _PACE,
+    "-ac": _PACE,
     "-O": _PACE,
+    "--performance-mode": _PACE,
+    "--mamba-cache-mode": "states of recurrent layers are cached every --state-interval tokens",
+    "--mamba-block-size": "states of recurrent layers are cached every --state-interval tokens",
+    "--mamba-backend": _PACE,
+    "--gdn-prefill-backend": _PACE,
+    "--linear-backend": _PACE,
+    "--additional-config": _PACE,
+    "--ubatch-size": _PACE,
+    "--dbo-decode-token-threshold": _PACE,
+    "--dbo-prefill-token-threshold": _PACE,
+    "--eplb-config": _WHERE,
+    "--num-redundant-experts": _WHERE,
+    "--ignore-patterns": "only the files that are needed are downloaded",
+    "--disable-access-log-for-endpoints": "the server writes its own log",
     "--optimization-level": _PACE,
     "--cuda-graph-sizes": _PACE,
     "--cudagraph-capture-sizes": _PACE,
@@ -179,55 +246,44 @@ VALUES = {
 }
 NOTED = SWITCHES | VALUES
 
+_FILES = "weights are read from safetensors by several threads"
+_MISTRAL = "config.json and its safetensors are read, which hold the same numbers"
+_BACKEND = "the name of a backend in vLLM; the quickest here is taken, see --attention-backend"
+# Values of our own flags that change nothing here, by flag; the flag is then left out.
+VALUES_NOTED = {
+    "--load-format": {
+        **dict.fromkeys(("fastsafetensors", "runai_streamer", "instanttensor", "hf"), _FILES),
+        "mistral": _MISTRAL,
+    },
+    "--attention-backend": dict.fromkeys(
+        ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA", "CPU_ATTN", "XFORMERS",
+         "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "CUTLASS_MLA", "TRITON_MLA", "TREE_ATTN", "ROCM_ATTN",
+         "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "TRITON_ATTN_VLLM_V1", "FLASH_ATTN_VLLM_V1",
+         "FLASHINFER_VLLM_V1"),
+        _BACKEND,
+    ),
+    "--mamba-ssm-cache-dtype": {"auto": "states of recurrent layers are kept in float32; see --state-dtype"},
+}  # fmt: skip
+# vLLM's words for values of ours: flag -> value -> the arguments that mean the same.
+SPELLINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "--generation-config": {"vllm": ("--generation-config", "none")},
+    "--dtype": {"half": ("--dtype", "float16"), "float": ("--dtype", "float32")},
+    "--max-model-len": dict.fromkeys(("auto", "-1"), ("--fit",)),
+    "--quantization": {
+        name: ("--quantization", reader)
+        for reader, names in {
+            "awq": ("awq_marlin",),
+            "gptq": ("gptq_marlin",),
+            "modelopt": ("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
+        }.items()
+        for name in names
+    },
+}
+SPECULATION = "--speculative-config"
 
-def without_noted(args: Sequence[str], own: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the arguments without vLLM's flags that change nothing here, and one line for each such flag. They come as
-    ``--a b``, ``--a=b``, ``--a.b c`` and ``--no-a``. ``own``: flags of the command itself, which stay."""
-    left: list[str] = []
-    said: dict[str, str] = {}
-    rest = list(args)
-    while rest:
-        arg = rest.pop(0)
-        if arg == "--":
-            left += [arg, *rest]
-            break
-        head, equals, _ = arg.partition("=")
-        short = arg[:2] == "-O" and not arg.startswith("--")
-        flag = "-O" if short else "--" + head.lstrip("-").partition(".")[0].replace("_", "-")
-        # Turning off what does nothing does nothing; to turn off what happens anyway is another matter.
-        plain = flag.replace("--no-", "--", 1)
-        if flag.startswith("--no-") and plain in SWITCHES and plain != "--async-scheduling":
-            flag = plain
-        if not arg.startswith("-") or flag in own or head in own or flag not in NOTED:
-            left.append(arg)
-            continue
-        glued = equals or (short and len(arg) > 2 and "." not in arg)
-        if flag in VALUES and not glued:
-            if not rest or rest[0].startswith("--"):
-                left.append(arg)  # its value is missing: an unknown flag says so
-                continue
-            rest.pop(0)
-        said[flag] = f"vLLM's {flag} changes nothing here: {NOTED[flag]}."
-    return left, list(said.values())
 
-
-def settled(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords without vLLM's flags, which its ``LLM`` takes as keywords. Raises ConfigError for a flag that
-    is not served."""
-    left = dict(options)
-    if left.get("quantization", ...) is None:  # vLLM's way to say: as stored
-        del left["quantization"]
-    for name, value in options.items():
-        plain = "--" + name.replace("_", "-")
-        flag = plain.replace("--", "--no-", 1) if value is False else plain
-        only = next((served for flags, served in (ONLY_AT | ONLY_AT_OFFLINE).items() if flag in flags), ())
-        if only and value is not None and str(value) not in only:
-            raise ConfigError(f"{name}={value!r} is not served yet; only {' or '.join(only)} is.")
-        # 0 GiB of offload and empty overrides ask for nothing, and a feature may be turned off.
-        if flag in UNSERVED and (value or flag != plain):
-            raise ConfigError(f"kvasir does not serve vLLM's {name}={value!r}: {UNSERVED[flag]}.")
-        if (
-            only or flag in (*SATISFIED, *SATISFIED_OFFLINE) or plain in UNSERVED or plain in NOTED
-        ):  # an unserved flag was not asked for
-            del left[name]
-    return left
+def unserved_value(flag: str, given: str, served: Sequence[str]) -> str:
+    """The message for a value that is not served, with what to do instead."""
+    flags = next((names for names in ONLY_AT | ONLY_AT_OFFLINE if flag in names), (flag,))
+    instead = f" {INSTEAD[flags[0]][0].upper()}{INSTEAD[flags[0]][1:]}." if flags[0] in INSTEAD else ""
+    return f"{given} is not served yet; only {' or '.join(served)} is.{instead}"

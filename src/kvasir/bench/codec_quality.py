@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvasir.bench.loaded import load_engine
 from kvasir.bench.result import arm, judged
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
@@ -234,9 +235,7 @@ def loss_only(task: str) -> bool:
 @contextlib.contextmanager
 def engine(config: EngineConfig) -> Iterator[LLM]:
     """An engine whose memory is free again afterwards."""
-    from kvasir.api.llm import LLM
-
-    with LLM(config=config) as llm:
+    with load_engine(config) as llm:
         yield llm
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvasir.bench.loaded import load_engine
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, percentile, result, save
 from kvasir.client.admission import admit
@@ -180,8 +181,6 @@ def run(
     commit: str | None,
 ) -> None:
     """Measure plain decoding, then learning, and show both. Raises ConfigError without ``--learn on``."""
-    from kvasir.api.llm import LLM
-
     if config.speculation.learn == "off":
         raise ConfigError("bench day0 measures learning: add --learn on --learn-tenants all --drafter eagle:model=new")
     none: dict[str, Any] = {"drafter": "", "learn": "off", "learn_tenants": (), "learn_out": None}
@@ -204,7 +203,7 @@ def run(
         note(load.run(60 * length, note))
 
     for name, given, length in (("plain", config.replace(**none), plain_minutes), ("learning", config, minutes)):
-        with LLM(config=given) as llm:
+        with load_engine(given) as llm:
             measure(name, llm.engine, given, length)
     finish(outcome, output, commit)
 

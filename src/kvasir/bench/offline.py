@@ -15,11 +15,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvasir.bench.loaded import load_engine
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
 from kvasir.bench.workloads import Batch, shape_folder
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.logs import log
+from kvasir.progress import Progress
 from kvasir.types import Event, SamplingParams
 
 if TYPE_CHECKING:
@@ -113,10 +115,12 @@ class TooNoisy(ConfigError):
 def measure(arms: dict[str, Timed], batches: list[Batch], vocab_size: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Spreads of every metric by arm over ``repeats`` rounds. A first round warms caches up and does not count."""
     samples = {name: {} for name in arms}
-    for batch in batches:
-        rounds(arms, batch, vocab_size, 1)
-        for name, metrics in rounds(arms, batch, vocab_size, repeats).items():
-            samples[name] |= metrics
+    with Progress("measuring", every=None, brief=True, still=True) as progress:
+        progress.show(0, len(batches) * (1 + repeats))
+        for batch in batches:
+            rounds(arms, batch, vocab_size, 1, progress=progress)
+            for name, metrics in rounds(arms, batch, vocab_size, repeats, progress=progress).items():
+                samples[name] |= metrics
     return {name: {key: spread(values) for key, values in metrics.items()} for name, metrics in samples.items()}
 
 
@@ -127,6 +131,7 @@ def rounds(
     repeats: int,
     first: int = 0,
     kinds: Collection[str] = ("prefill", "decode", "total"),
+    progress: Progress | None = None,
 ) -> Samples:
     """Run ``repeats`` rounds in which the arms take turns with the same prompts.
 
@@ -150,6 +155,8 @@ def rounds(
             for kind, (tokens, spent) in rates.items():
                 if kind in kinds:
                     samples[name].setdefault(f"{batch.name}.{kind}_tok_s", []).append(tokens / spent)
+        if progress is not None:
+            progress.step(batch.name)
         log.info("%s: round %d of %d", batch.name, repeat - first + 1, repeats)
     return samples
 
@@ -224,10 +231,9 @@ def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Gener
     (tokens of prompts that the prefix cache had). Given ids that end an answer, it also counts drafts, and returns the
     answers as ``outputs``. Where adapters are loaded, the prompts take turns with them.
     """
-    from kvasir.api.llm import LLM
     from kvasir.api.lora import LoRARequest
 
-    llm = stack.enter_context(LLM(config=config))
+    llm = stack.enter_context(load_engine(config))
     engine, at_once = llm.engine, 0
     step = engine.step
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvasir.bench.loaded import load_engine
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, result, spread
 from kvasir.bench.workloads import Batch, shape_folder
@@ -144,15 +145,13 @@ def run(
     commit: str | None = None,
 ) -> None:
     """Measure and show the result. Raises ConfigError where the batch does not fit."""
-    from kvasir.api.llm import LLM
-
     with contextlib.ExitStack() as stack:
         if shape:
             folder = stack.enter_context(shape_folder(shape))
             config = config.replace(
                 model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape
             )
-        llm = stack.enter_context(LLM(config=config))
+        llm = stack.enter_context(load_engine(config))
         needed = prompt + FREE + WARMUP + TIMED + FORCED + 8
         if needed > llm.info.max_model_len or batch > config.scheduler.max_num_seqs:
             raise ConfigError(

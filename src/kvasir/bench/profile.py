@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvasir.bench.loaded import load_engine
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, result, spread
 from kvasir.bench.workloads import Batch, shape_folder
@@ -81,11 +82,10 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
     """
     import torch
 
-    from kvasir.api.llm import LLM
     from kvasir.engine.build import choose_device
 
     steps = WARMUP + (repeats + 1) * TIMED + TRACED
-    with LLM(config=config) as llm:
+    with load_engine(config) as llm:
         if prompt + steps + 8 > llm.info.max_model_len or batch + 3 * bool(mixed) > config.scheduler.max_num_seqs:
             raise ConfigError(
                 f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: "

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kvasir.bench.loaded import load_engine
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, percentile, ratios_of, result, save
 from kvasir.bench.speculation import draft_metrics
@@ -65,9 +66,7 @@ class Rollouts:
         checkpoints: Sequence[str],
         noise: float,
     ) -> None:
-        from kvasir.api.llm import LLM
-
-        self.llm = LLM(config=config.replace(drafter="ngram"))
+        self.llm = load_engine(config.replace(drafter="ngram"))
         self.prompts, self.samples, self.rounds, self.noise = prompts, samples, rounds, noise
         self.start = config.model.model or "embedded"
         self.checkpoints = list(checkpoints)

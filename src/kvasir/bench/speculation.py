@@ -24,11 +24,12 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvasir.bench.loaded import load_engine
 from kvasir.bench.offline import described
 from kvasir.bench.provenance import commit as commit_here
 from kvasir.bench.result import arm, finish, ratios_of, result, save, spread, without_paths
@@ -37,6 +38,7 @@ from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models.checkpoint import resolve
+from kvasir.progress import Progress
 from kvasir.types import EngineStats, SamplingParams
 
 TASKS = ("chain", "state", "schema", "story")
@@ -112,6 +114,14 @@ def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
     return 1 - fresh / total if total else 0.0
 
 
+def counted(loads: Sequence[Load], title: str) -> Iterator[Load]:
+    """Yield the rounds, with a bar on a terminal and a line now and then elsewhere."""
+    with Progress(f"{title}, round", brief=True, still=True) as progress:
+        for done, load in enumerate(loads):
+            progress.show(done, len(loads))
+            yield load
+
+
 def measure(
     config: EngineConfig, loads: list[Load], plain: list[list[int]] | None
 ) -> tuple[dict[str, Any], list[list[int]]]:
@@ -119,15 +129,13 @@ def measure(
 
     The first round warms up kernels, graphs and the controller, and does not count.
     """
-    from kvasir.api.llm import LLM
-
     rates: list[float] = []
     outputs: list[list[int]] = []
-    with LLM(config=config) as llm:
+    with load_engine(config) as llm:
         drafting = llm.engine._drafting
         if drafting is not None and drafting.drafter.name == "replay":
             drafting.drafter.load({tuple(p): o for p, o in zip((p for load in loads for p in load.prompts), plain)}, 1)
-        for r, load in enumerate(loads):
+        for r, load in enumerate(counted(loads, config.speculation.drafter or "without drafts")):
             if r == 1:
                 before, warmed = copy.deepcopy(llm.engine.stats()), len(outputs)
             began, first = time.perf_counter(), len(outputs)
@@ -166,10 +174,8 @@ class Sweep:
         save: Callable[[list[dict[str, Any]]], None],
         arms: list[dict[str, Any]],
     ) -> None:
-        from kvasir.api.llm import LLM
-
         self._started, self._limit, self._save = time.perf_counter(), seconds, save
-        self.llm = LLM(config=config.replace(drafter="replay"))
+        self.llm = load_engine(config.replace(drafter="replay"))
         self.setting = described(config, shape)
         self.arms = arms  # those of an earlier call, which this one continues
 
@@ -269,7 +275,7 @@ class Sweep:
         if drafter is not None:
             drafter.load(known, 1)
         seconds, same, tokens = [], 0, 0
-        for r, load in enumerate(loads):
+        for r, load in enumerate(counted(loads, spec.drafter or "without drafts")):
             if r == warm:
                 before = copy.deepcopy(self.llm.engine.stats())
             began = time.perf_counter()

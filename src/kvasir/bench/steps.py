@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+from kvasir.bench.loaded import load_engine
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, result, save
 from kvasir.bench.workloads import Batch, shape_folder
@@ -73,9 +74,7 @@ def run(
             config = config.replace(
                 model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape
             )
-        from kvasir.api.llm import LLM
-
-        engine = stack.enter_context(LLM(config=config)).engine
+        engine = stack.enter_context(load_engine(config)).engine
         checked = [Batch.parse(w) for w in workloads] if workloads else held_out(*_room(engine, config))
         for batch in checked:
             _check(batch, *_room(engine, config))

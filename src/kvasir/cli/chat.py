@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cli.generate import NAMES
-from kvasir.cli.starting import loading, packaged
+from kvasir.cli.starting import packaged
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
+from kvasir.progress import loading
 
 # Seconds of silence after which a server counts as gone.
 SECONDS = 600.0

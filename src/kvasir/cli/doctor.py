@@ -11,7 +11,6 @@ import platform
 import shutil
 from typing import Any
 
-# Optional packages and their use.
 # Kinds of methods that have no line of their own, and the package of each.
 OTHER_METHODS = {
     "converters": "kvasir.convert.converters",
@@ -22,7 +21,10 @@ OTHER_METHODS = {
     "trained_drafters": "kvasir.lab.trained_drafters",
     "trained_models": "kvasir.lab.trained_models",
     "tasks": "kvasir.lab.tasks",
+    "checkpoint_readers": "kvasir.models.readers",
+    "model_families": "kvasir.models.families",
 }
+# Optional packages and their use.
 OPTIONAL = {
     "triton": "GPU kernels; without it attention falls back to plain torch",
     "matplotlib": "plots of benchmark reports",

@@ -14,6 +14,7 @@ from kvasir.cli.options import Command, with_settings
 from kvasir.config import EngineConfig, read_toml
 from kvasir.errors import ConfigError
 from kvasir.logs import log
+from kvasir.progress import loading
 
 if TYPE_CHECKING:
     from kvasir.lab.evaluation.evaluator import Exam, Outcome, Plan
@@ -127,7 +128,9 @@ def _answer(config: EngineConfig, exams: Sequence[Exam], plan: Plan, tokenizer: 
     from kvasir.lab.evaluation.evaluator import run as put
     from kvasir.lab.evaluation.evaluator import run_own
 
-    with LLM(config=config) as llm:
+    with loading(config.model.model):
+        llm = LLM(config=config)
+    with llm:
         for exam in exams:
             log.info("%s: %d problems of %s", config.model.model or "embedded", len(exam.prompts), exam.spec)
             if plan.own:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvasir.cli import batch
-from kvasir.cli.starting import loading
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
+from kvasir.progress import loading
 from kvasir.types import SamplingParams
 
 NAMES = {f.name for f in dataclasses.fields(SamplingParams)} - {"grammar"}

@@ -35,12 +35,11 @@ def policy(
     """
     import asyncio
 
-    from kvasir.cli.solve_job import Job, build_endpoints, checker, lab_problems
+    from kvasir.cli.solve_job import Job, build_endpoints, checker, lab_problems, started
     from kvasir.config import EngineConfig
     from kvasir.lab import policy as lab
     from kvasir.lab.lookup import load_task
     from kvasir.scaling.endpoint import Sampling
-    from kvasir.scaling.primitives import opened
     from kvasir.scaling.strategy import load_strategy
 
     check_output(out, make=True)
@@ -58,7 +57,7 @@ def policy(
     sampling = Sampling(512)
 
     async def measure() -> tuple[list[float], list[float], dict]:
-        async with opened(endpoints):
+        async with started(endpoints):
             scores, spent = await lab.difficulties(problems, endpoints, prm, pilot, sampling, seed)
             found = await lab.outcomes(
                 specs, problems, endpoints, check, prm, sampling, range(seed, seed + seeds), say=typer.echo

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from kvasir.api.vllm_flags import ONLY_AT, ONLY_AT_OFFLINE, SATISFIED, SATISFIED_OFFLINE, UNSERVED, without_noted
+from kvasir.api.vllm_args import translated
+from kvasir.api.vllm_flags import ONLY_AT, ONLY_AT_OFFLINE, SATISFIED, SATISFIED_OFFLINE, UNSERVED, unserved_value
 from kvasir.compose import compose
 from kvasir.config import EngineConfig, ServerConfig, Settings, read_toml
 from kvasir.errors import ConfigError, nearest
@@ -24,7 +25,8 @@ NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
 KEY_VARIABLE = "KVASIR_API_KEY"
 # Prefix of the parameters that stand for vLLM's flags without a setting of ours.
 _VLLM = "vllm_"
-LORA_MODULES = "--lora-modules"
+# Flags of vLLM that take several values, and the flag that each further value gets here.
+SEVERAL = {"--lora-modules": "--lora-modules", "--served-model-name": "--model-alias"}
 
 
 class Command(TyperCommand):
@@ -46,7 +48,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if any(p.name.startswith(_VLLM) for p in self.get_params(ctx)):  # a command with settings
-            args, lines = without_noted(args, {n for p in self.get_params(ctx) for n in (*p.opts, *p.secondary_opts)})
+            args, lines = translated(args, {n for p in self.get_params(ctx) for n in (*p.opts, *p.secondary_opts)})
             for line in lines:
                 print(line, file=sys.stderr)
         try:
@@ -65,13 +67,18 @@ class Command(TyperCommand):
 
 
 def one_value_each(args: list[str]) -> list[str]:
-    """The arguments with one flag before each adapter: vLLM's ``--lora-modules`` takes several values."""
+    """The arguments with one flag before each value, where vLLM's flags take several: adapters, and names of the model,
+    the first of which answers name. Names may be several only where the model comes first, as vLLM writes it."""
     found: list[str] = []
-    several = False
+    several = SEVERAL if args and not args[0].startswith("-") else {k: v for k, v in SEVERAL.items() if k == v}
+    flag, count = "", 0
     for arg in args:
-        if several and not arg.startswith("-") and found[-1] != LORA_MODULES:
-            found.append(LORA_MODULES)
-        several = arg == LORA_MODULES or (several and not arg.startswith("-"))
+        if arg.startswith("-"):
+            flag, count = arg if arg in several else "", 0
+        elif flag:
+            count += 1
+            if count > 1:
+                found.append(several[flag])
         found.append(arg)
     return found
 
@@ -142,7 +149,7 @@ def _check_vllm(given: dict[str, Any]) -> dict[str, Any]:
     for flags, served in (ONLY_AT | ONLY_AT_OFFLINE).items():
         value = given.get(_VLLM + flags[0].strip("-").replace("-", "_"))
         if value is not None and value not in served:
-            raise ConfigError(f"{flags[0]} {value} is not served yet; only {' or '.join(served)} is.")
+            raise ConfigError(unserved_value(flags[0], f"{flags[0]} {value}", served))
     return {k: v for k, v in given.items() if not k.startswith(_VLLM)}
 
 

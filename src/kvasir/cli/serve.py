@@ -8,6 +8,8 @@ import socket
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvasir import technique
+from kvasir.api import reasoning, tools
 from kvasir.cli.options import check_output
 from kvasir.cli.starting import packaged
 from kvasir.client.kv_events import parse
@@ -28,6 +30,7 @@ def run(settings: Settings) -> None:
     # Errors of the model, the address and the journal are reported before a process is started.
     build_spec(checkpoint.read_config(checkpoint.resolve(settings.model.model, settings.model.revision)))
     check_codec(settings.cache.kv_codec)
+    check_parsers(settings.server)
     check_free(settings.server)
     if settings.server.otlp_traces_endpoint and find_spec("opentelemetry.exporter") is None:
         raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry. Install it: {install('otel')}")
@@ -55,7 +58,25 @@ def check_codec(spec: str) -> None:
     name = spec.partition(":")[0].strip()
     known = names("kvasir.kv.codecs")
     if name not in known and name not in VLLM_WORDS and not name.endswith(".py"):
-        raise ConfigError(f"there is no kv_codec '{name}'; there are {', '.join(known)}.{nearest(name, known)}")
+        variant = next((f" Did you mean '{k}'?" for k in known if name.startswith(k)), "")
+        hint = nearest(name, known) or variant
+        raise ConfigError(f"there is no kv_codec '{name}'; there are {', '.join(known)}.{hint}")
+
+
+def check_parsers(server: ServerConfig) -> None:
+    """Raise ConfigError for a format of tool calls or of reasoning that nothing reads."""
+    for flag, name, package, base in (
+        ("--tool-call-parser", server.tool_call_parser, tools.PACKAGE, tools.ToolParser),
+        ("--reasoning-parser", server.reasoning_parser, reasoning.PACKAGE, reasoning.ReasoningParser),
+    ):
+        if name in ("auto", "none"):
+            continue
+        try:
+            technique.find_also(package, name, base)
+        except ConfigError as e:
+            raise ConfigError(
+                f"{flag}: {e} Without the flag, the chat template decides; {flag} none leaves answers as they are."
+            ) from e
 
 
 def name_tenants(settings: Settings) -> Settings:

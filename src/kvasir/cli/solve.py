@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvasir.cli import solve_ablation, solve_pool
-from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems, missing_rewards
+from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems, missing_rewards, started
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import forms
@@ -22,7 +22,7 @@ from kvasir.lab.task import Task
 from kvasir.logs import log
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.journal import Journal
-from kvasir.scaling.primitives import EndpointDown, opened
+from kvasir.scaling.primitives import EndpointDown
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.report import Tally, figures, loops
 from kvasir.scaling.solve import Solution, solve
@@ -150,7 +150,7 @@ async def _solve(
     }
     journal = Journal(job.journal, plan)
     try:
-        async with opened(endpoints):
+        async with started(endpoints):
             begin = time.monotonic()
             for i, (spec, strategy) in enumerate(strategies.items()):
                 if i and job.minutes is not None and time.monotonic() - begin > 60 * job.minutes:

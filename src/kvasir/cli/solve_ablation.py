@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems
+from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems, started
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab.evaluation.statistics import difference_interval, wilson
 from kvasir.logs import log
 from kvasir.scaling.endpoint import Endpoint, Sampling
-from kvasir.scaling.primitives import EndpointDown, opened
+from kvasir.scaling.primitives import EndpointDown
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.report import figures
 from kvasir.scaling.solve import Solution, solve
@@ -142,7 +142,7 @@ async def _solve(
     warm up with, under another seed."""
     left, warm = [], False
     try:
-        async with opened(endpoints):
+        async with started(endpoints):
             for spec, strategy in strategies.items():
                 try:
                     strategy.check(endpoints, problems[0].prompts)

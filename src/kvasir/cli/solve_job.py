@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from kvasir.errors import ConfigError
 from kvasir.lab import forms
 from kvasir.lab.task import Split, Task
 from kvasir.lab.tasks.two_part import TwoPart
+from kvasir.progress import loading
 from kvasir.scaling.endpoint import Endpoint, Sampling, short
 from kvasir.scaling.ledger import Budget, Price
+from kvasir.scaling.primitives import opened
 from kvasir.scaling.problem import Problem, Prompts
 from kvasir.scaling.report import CURRENCIES, frontier
 from kvasir.scaling.strategy import Strategy
@@ -208,6 +211,15 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
     for endpoint in found[len(job.models) :]:
         endpoint.caps = dataclasses.replace(endpoint.caps, writes=False)
     return found
+
+
+@contextlib.asynccontextmanager
+async def started(endpoints: Sequence[Endpoint]) -> AsyncIterator[None]:
+    """Start endpoints and say so meanwhile; close them whatever happens."""
+    async with contextlib.AsyncExitStack() as stack:
+        with loading(", ".join(e.name for e in endpoints)):
+            await stack.enter_async_context(opened(endpoints))
+        yield
 
 
 def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], bool]:

@@ -7,13 +7,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvasir.cli.solve_job import Job, checker, compared
+from kvasir.cli.solve_job import Job, checker, compared, started
 from kvasir.errors import ConfigError
 from kvasir.lab.evaluation.statistics import difference_interval, mean_interval, pass_at_k
 from kvasir.logs import log
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.pool import Pool, PoolEndpoint, fill, ranked_right
-from kvasir.scaling.primitives import EndpointDown, opened
+from kvasir.scaling.primitives import EndpointDown
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.report import figures
 from kvasir.scaling.solve import solve
@@ -83,7 +83,7 @@ async def _pools(
             found.append(Pool.load(file, about, endpoint.price))
             continue
         try:
-            async with opened([endpoint]):
+            async with started([endpoint]):
                 found.append(await fill(endpoint, problems, job.pool, sampling, job.seed, job.at_once))
         except EndpointDown as e:
             raise ConfigError(f"the run ended: {e}") from e

@@ -96,7 +96,9 @@ class Layers:
     Raises ConfigError for a model that layers alone do not describe.
     """
 
-    def __init__(self, decoder: Decoder, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, decoder: Decoder, texts: Sequence[Sequence[int]], told: Callable[[int, int], None] = lambda done, of: None
+    ) -> None:
         spec = decoder.spec
         if spec.layer_embedding is not None or any(layer.cache_of is not None for layer in spec.layers):
             raise ConfigError(
@@ -108,7 +110,7 @@ class Layers:
         longest = max(len(ids) for ids in texts)
         self.tables: dict[Any, RopeTable] = {}
         self.codecs: dict[int, Codec] = {}  # of layers whose keys and values are not cached as they are
-        self.longest = longest
+        self.longest, self.told = longest, told
 
     def restart(self) -> None:
         """Go back to the embeddings, with the layers as they are now."""
@@ -148,6 +150,7 @@ class Layers:
         """Run layer ``index`` over all texts, so that the streams are the next layer's inputs."""
         for part in self.parts:
             part.h_TE = self._run(index, part)
+        self.told(index + 1, len(self.specs))
 
     def _run(self, index: int, part: _Part) -> torch.Tensor:
         decoder, layer = self.decoder, self.specs[index]
@@ -250,14 +253,23 @@ def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 
 class Run:
-    """A calibration: the source's decoder in memory, and the texts."""
+    """A calibration: the source's decoder in memory, and the texts. ``told`` gets the number of each layer that ran and
+    the number of layers; there are several passes over them."""
 
-    def __init__(self, decoder: Decoder, texts: Texts) -> None:
-        self.decoder, self.texts = decoder, texts
+    def __init__(
+        self, decoder: Decoder, texts: Texts, told: Callable[[int, int], None] = lambda done, of: None
+    ) -> None:
+        self.decoder, self.texts, self.told = decoder, texts, told
 
     @classmethod
     def open(
-        cls, path: Path, config: dict[str, Any], file: str, default: Callable[[Path], Texts] | None, device: str
+        cls,
+        path: Path,
+        config: dict[str, Any],
+        file: str,
+        default: Callable[[Path], Texts] | None,
+        device: str,
+        told: Callable[[int, int], None] = lambda done, of: None,
     ) -> Run:
         """Load the model in ``path`` and its texts: those in ``file``, or the ``default`` ones if that is empty. On a
         CPU weights are fp32, on a GPU as they are stored. Raises ConfigError."""
@@ -268,11 +280,11 @@ class Run:
         wide = device == "cpu" or stored not in ("bfloat16", "float16")
         dtype = torch.float32 if wide else getattr(torch, stored)
         longest = max(map(len, (*texts.calibration, *texts.held_out)))
-        return cls(load_model(path, config, device=device, dtype=dtype, num_positions=longest), texts)
+        return cls(load_model(path, config, device=device, dtype=dtype, num_positions=longest), texts, told)
 
     def layers(self, texts: Sequence[Sequence[int]] | None = None) -> Layers:
         """The decoder's layers over ``texts`` (None: those of the calibration)."""
-        return Layers(self.decoder, self.texts.calibration if texts is None else texts)
+        return Layers(self.decoder, self.texts.calibration if texts is None else texts, self.told)
 
 
 def read_texts(file: Path, model: Path) -> Texts:

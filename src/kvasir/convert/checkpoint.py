@@ -87,14 +87,15 @@ def convert(
     progress: Callable[[int], None] = lambda num_bytes: None,
     texts: Callable[[Path], Texts] | None = None,
     device: str = "cpu",
+    calibrated: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
     """Convert the checkpoint in ``source`` into the new folder ``target``, tokenizer and templates included.
 
     ``spec`` is the converter as the user wrote it, for the record that is returned and kept in ``conversion.json``.
-    ``shard_bytes`` replaces the converter's own. ``progress`` receives the bytes of each tensor read. ``texts`` gives a
-    converter with calibration its default texts, in the tokens of the model in the folder, and ``device`` is where they
-    run. Raises ConfigError when the source cannot be converted or the target cannot be written; then nothing is left
-    behind.
+    ``shard_bytes`` replaces the converter's own. ``progress`` receives the bytes of each tensor read, ``calibrated``
+    what `calibrate.Run` tells. ``texts`` gives a converter with calibration its default texts, in the tokens of the
+    model in the folder, and ``device`` is where they run. Raises ConfigError when the source cannot be converted or the
+    target cannot be written; then nothing is left behind.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
@@ -110,7 +111,7 @@ def convert(
         from kvasir.convert.calibrate import Run
 
         file = getattr(converter.config, "texts", "")
-        converter.calibrate(about, Run.open(source, about.config, file, texts, device))
+        converter.calibrate(about, Run.open(source, about.config, file, texts, device, calibrated))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

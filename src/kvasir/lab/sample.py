@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvasir.lab.model import Model
 from kvasir.lab.tokenizer import STOPS
 from kvasir.logs import log
+from kvasir.progress import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -181,6 +182,18 @@ def complete_all(
     for i, text in zip(known, texts, strict=True):
         replies[i] = text
     return replies
+
+
+def counted(total: int, progress: Progress) -> Callable[..., list[list[int]]]:
+    """`complete` that shows how many of ``total`` texts are done."""
+    progress.show(0, total)
+
+    def shown(model: Model, prompts: Sequence[Sequence[int]], *given: Any, **options: Any) -> list[list[int]]:
+        written = complete(model, prompts, *given, **options)
+        progress.show(progress.done + len(prompts), total)
+        return written
+
+    return shown
 
 
 def continue_all(

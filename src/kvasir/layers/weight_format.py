@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -69,12 +70,13 @@ class WeightFormat(Technique):
     """A layout of matrices with the products that read it.
 
     ``rows_skippable``: a product may leave out inputs (rows of W^T) and read fewer bytes. ``native``: the C kernels
-    take it (``kernels/native``), as ``codes`` or as a plain matrix. ``also``: other names that it goes by, such as
-    vLLM's."""
+    take it (``kernels/native``), as ``codes`` or as a plain matrix. ``code_planes``: planes that `of_codes` makes again
+    from what ``codes`` gave; empty: it cannot. ``also``: other names that it goes by, such as vLLM's."""
 
     affects_kv = True
     rows_skippable = False
     native = False
+    code_planes: ClassVar[tuple[str, ...]] = ()
     also: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
@@ -91,6 +93,10 @@ class WeightFormat(Technique):
             plane.name: torch.empty(*lead, *plane.shape, dtype=plane.dtype, device=place.device)
             for plane in self.planes(widths, num_inputs, place.dtype)
         }
+
+    def of_codes(self, codes_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The ``code_planes`` that hold these codes."""
+        raise NotImplementedError(f"{self.name} keeps its planes")
 
     @abstractmethod
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -201,6 +207,8 @@ class Weight:
             self.format = place.formats(tuple(f"{place.path}{e}{part}.weight" for e in experts for part in widths))
         self.streams, self.copies = streams(place), True
         self.made: object | None = None  # by the format, for faster products
+        self._restore: Callable[[], dict[str, torch.Tensor]] | None = None
+        self._lent_bytes = 0
         sizes = tuple(widths.values())
         self.planes = self.format.allocate(count, sizes, num_inputs, place) if planes is None else planes
 
@@ -216,14 +224,32 @@ class Weight:
         return found
 
     @property
+    def planes(self) -> dict[str, torch.Tensor]:
+        """The tensors by name. Those that were lent are made again, and stay."""
+        if self._restore is not None:
+            self._planes |= self._restore()
+            self._restore, self._lent_bytes = None, 0
+        return self._planes
+
+    @planes.setter
+    def planes(self, planes: dict[str, torch.Tensor]) -> None:
+        self._planes, self._restore, self._lent_bytes = planes, None, 0
+
+    def lend(self, restore: Callable[[], dict[str, torch.Tensor]]) -> None:
+        """Give up the format's ``code_planes``, because somebody else holds the same in another layout: ``restore``
+        makes them from it."""
+        self._lent_bytes = sum(self._planes.pop(name).nbytes for name in self.format.code_planes)
+        self._restore = restore
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all planes."""
-        return sum(plane.nbytes for plane in self.planes.values())
+        """Bytes of all planes, those included that are lent."""
+        return self._lent_bytes + sum(plane.nbytes for plane in self._planes.values())
 
     @property
     def is_matrix(self) -> bool:
         """Whether it is one plain matrix, so that ``tensor`` is all of it."""
-        return self.planes.keys() == {MATRIX}
+        return self._restore is None and self._planes.keys() == {MATRIX}
 
     @property
     def tensor(self) -> torch.Tensor:

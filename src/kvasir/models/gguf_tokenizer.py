@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file as ``tokenizers`` has it, with its special tokens and chat template.
 
-Kinds: byte-level BPE (``gpt2``) with the pre-tokenizers of PATTERNS, and SentencePiece (``llama``), whose pieces have
-scores and no merges. Others are refused by name.
+Kinds: byte-level BPE (``gpt2``), cut into words as `gguf_words` has it, and SentencePiece (``llama``), whose pieces
+have scores and no merges. Others are refused by name.
 """
 
 from __future__ import annotations
@@ -10,35 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from kvasir.errors import ConfigError
 from kvasir.models.gguf_file import GGUFFile
+from kvasir.models.gguf_words import BEGINS, COMPOSED, WHOLE, cut
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # kinds of tokens
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# Words that begin at a capital: %(clitics)s may follow, and numbers have %(digits)s digits.
-CASED = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%(clitics)s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%(clitics)s|"
-    r"\p{N}%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Names whose files put every digit on its own and then cut as GPT-2 does.
-DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")  # their texts begin with BOS where the file does not say
-WHOLE = (*BEGINS, "tekken")  # a word that is a token stays whole, whatever its merges
-# How text is cut into words, by ``tokenizer.ggml.pre``; None: as GPT-2 cuts it.
-PATTERNS: dict[str, str | None] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), None),
-    **dict.fromkeys(DIGITS, None),
-    **dict.fromkeys((*BEGINS, "smaug-bpe", "dbrx"), WORDS % "{1,3}"),
-    "qwen2": WORDS % "",
-    "deepseek-r1-qwen": WORDS % "",
-    "tekken": CASED % {"clitics": "", "digits": ""},
-    "gpt-4o": CASED % {"clitics": "(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "digits": "{1,3}"},
-}
 SPACE = "▁"  # SentencePiece's
 ROLES = ("bos", "eos", "unknown", "padding")
 # Tokens that end an answer wherever a vocabulary marks them as no ordinary text: files often name only one of them.
@@ -122,24 +100,14 @@ def _around(source: GGUFFile, kind: str, ids: dict[str, int | None], tokens: lis
 
 
 def _byte_level(source: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    pre = source.field("tokenizer.ggml.pre", "default")
-    if pre not in PATTERNS:
-        raise ConfigError(
-            f"{source.file}: pre-tokenizer '{pre}' is not served from GGUF; served are {', '.join(PATTERNS)}. Serve "
-            "the checkpoint that the file was made from."
-        )
+    pre = source.field("tokenizer.ggml.pre")
+    words = cut(pre, source.file)
     merges = [tuple(merge.split(" ", 1)) for merge in source.field("tokenizer.ggml.merges") or ()]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE, fuse_unk=False))
-    if "qwen" in pre:
+    if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    pattern, steps = PATTERNS[pre], []
-    if pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    elif pre in DIGITS:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.pre_tokenizer = words
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

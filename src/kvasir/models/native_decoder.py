@@ -1,7 +1,8 @@
 """A decoder's step as one call: the model's layers as operations of ``kernels.native``.
 
 It reads the decoder's own weights (a copy in panels, in bf16 where that is exact) and writes to the same pages, so
-native and other steps may follow each other.
+native and other steps may follow each other. Codes are not copied but moved to the panels where no usual step reads
+them elsewhere; another kind of step makes them again.
 
 Legend: T rows, M rows with logits, E model dim, F FFN dim, H query heads, G KV heads, X = H + 2 G, D head dim, V
 vocabulary.
@@ -32,7 +33,7 @@ from kvasir.kernels.native.program import (
     StepInputs,
     pack,
 )
-from kvasir.kernels.native.quantized import pack_codes
+from kvasir.kernels.native.quantized import pack_codes, unpack_codes
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
@@ -216,7 +217,7 @@ class NativeDecoder:
         self._logits_MV = program.tensor(LOGIT_ROWS, model.spec.vocab_size)
         program.linear(
             h_TE,
-            _pack(model.head),
+            _pack(model.head, once=self._wide()),
             self._logits_MV,
             norm=_norm(model.norm),
             wanted=True,
@@ -304,16 +305,21 @@ class NativeDecoder:
         program.norm(y_TE, h_TE, _norm(post), add=True, wanted=wanted)
 
     def _packed(self, layer: Linear, gated: bool = False) -> Packed:
-        return _pack(layer.weight, gated)
+        return _pack(layer.weight, gated, once=self._wide())
 
 
-def _pack(weight: Weight, gated: bool = False) -> Packed:
-    codes = weight.format.codes(weight)
+def _pack(weight: Weight, gated: bool = False, once: bool = False) -> Packed:
+    """The weight in panels. ``once``: its codes are held there alone, until another kind of step asks for them."""
+    library, form = native().library, weight.format
+    codes = form.codes(weight)
     if codes is None:
-        return pack(native().library, weight.dequantise(), gated)
-    return pack_codes(
-        native().library, codes.codes_NK, codes.scales_NG, codes.zeros_NG, gated, codes.offsets_NG, codes.rounded
+        return pack(library, weight.dequantise(), gated)
+    packed = pack_codes(
+        library, codes.codes_NK, codes.scales_NG, codes.zeros_NG, gated, codes.offsets_NG, codes.rounded
     )
+    if once and form.code_planes:
+        weight.lend(lambda: form.of_codes(unpack_codes(library, packed)))
+    return packed
 
 
 def _turned(model: Decoder) -> list[tuple[torch.Tensor | None, int]]:

@@ -6,7 +6,7 @@ import torch
 
 from kvasir.kernels.native.library import native
 from kvasir.kernels.native.program import ROWS, Program
-from kvasir.kernels.native.quantized import dequantise_reference, pack_codes
+from kvasir.kernels.native.quantized import dequantise_reference, pack_codes, unpack_codes
 from kvasir.kernels.norm import rms_norm_reference
 from tests.kernels.native.test_program import NORM, TILES, close, rows_of
 
@@ -145,3 +145,16 @@ def test_the_comparison_can_fail(layout, what):
     compare(product(x, stored), x, stored)
     with pytest.raises(AssertionError):
         compare(product(x, wrong(stored, what)), x, stored)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_come_back_from_their_panels(layout, gated, rounded):
+    for outputs, inputs, groups in SHAPES:
+        if rounded and groups > 1 and inputs // groups % 32 or gated and outputs % 2:
+            continue
+        codes, scales, zeros = weight(layout, outputs, inputs, groups)
+        packed = pack_codes(native().library, codes, scales, zeros, gated, rounded=rounded)
+        again = unpack_codes(native().library, packed)
+        assert again.dtype == codes.dtype and torch.equal(again, codes), (outputs, inputs, groups)

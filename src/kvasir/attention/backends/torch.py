@@ -1,9 +1,8 @@
 """Plain torch: the reference, the CPU path and, in exact mode, the oracle for everything else.
 
 Normal mode: all spans of one row run together over their gathered pages (in buckets of similar length), longer spans
-one by one. Exact mode: one row at a time over exactly the keys it sees, copied into fresh memory, so that every shape,
-stride and order of operations is a function of the row's position alone and its bits are the same in any batch, for any
-chunk size, after a prefix hit and as a node of a draft tree.
+one by one. Exact mode: tiles of rows over blocks of keys, each of one shape (`kvasir.attention.exact_rows`), so that a
+row's bits are the same in any batch, for any chunk size, after a prefix hit and as a node of a draft tree.
 
 Legend: T rows, S spans, B spans of a part, L rows of a span, H query heads, G KV heads, R = H / G, D head dim,
 W pages, P slots per page, N keys.
@@ -11,6 +10,7 @@ W pages, P slots per page, N keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,8 +18,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec
+from kvasir.attention.exact_rows import Blocks, attend_rows
 from kvasir.attention.latent import UpProjection
-from kvasir.kernels.paged_attention import INF, attend, visible
+from kvasir.kernels.paged_attention import INF, attend, tree_bits, visible
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch
 
@@ -161,41 +162,64 @@ class TorchBackend(AttentionBackend):
         want_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
-        out_THR: torch.Tensor | None = None
-        lse_TH = torch.empty(q_THD.shape[:2], dtype=wide, device=q_THD.device)
-        sinks = None if sinks_H is None else sinks_H.view(spec.num_kv_heads, -1)
+        groups, width = spec.num_kv_heads, None
+        q_TGRD = q_THD.unflatten(1, (groups, -1)).to(wide)
+        lse_TGR = torch.empty(q_TGRD.shape[:3], dtype=wide, device=q_THD.device)
+        out_TGRV: torch.Tensor | None = None
+        sinks = None if sinks_H is None else sinks_H.view(groups, -1).to(wide)
         row = 0
         for span, (start, length) in enumerate(zip(batch.starts, batch.lengths)):
+            if not length:
+                continue
             first = _first_page(start, spec.window, cache.page_slots)
             pages = batch.tables[cache.group][span, first : -(-(start + length) // cache.page_slots)]
             first *= cache.page_slots
             k, v = (x[:, : start + length - first].to(wide) for x in cache.codec.read(cache, pages))  # [G, N, D]
-            tree = _tree(batch, row, length)
-            seen = None if tree is None else visible(start, length, first, spec.window, *tree, device=k.device)
-            for i in range(length):
-                if seen is None:
-                    end = start + i + 1 - first
-                    low = 0 if spec.window is None else max(0, end - spec.window)
-                    k_row, v_row = k[:, low:end].contiguous(), v[:, low:end].contiguous()
-                else:
-                    keys = seen[i].nonzero().flatten()
-                    k_row, v_row = k.index_select(1, keys), v.index_select(1, keys)
-                out, lse = attend(
-                    q_THD[row].view(spec.num_kv_heads, -1, spec.head_dim),
-                    k_row,
-                    v_row,
-                    spec.scale,
-                    None,
-                    spec.softcap,
-                    sinks,
-                )
-                if out_THR is None:
-                    out_THR = q_THD.new_empty(*q_THD.shape[:2], v.shape[-1])
-                out_THR[row], lse_TH[row] = out.flatten(0, 1), lse.flatten()
-                row += 1
-        if out_THR is None:  # a step of no rows
-            return q_THD.new_empty(*q_THD.shape[:2], spec.result_dim), lse_TH
-        return cache.codec.results(cache, out_THR), lse_TH
+            width = v.shape[2]
+            if out_TGRV is None:
+                out_TGRV = q_TGRD.new_empty(*q_TGRD.shape[:3], width)
+            tree, blocks = _tree(batch, row, length), Blocks.of(k, v, first)
+            for rows, ends, keys in self._companies(row, start, length, first, tree, blocks, k, v):
+                for group in range(groups):
+                    q_RND = q_TGRD[rows, group]  # rows of the span, heads, D
+                    out, lse = attend_rows(
+                        q_RND.flatten(0, 1),
+                        ends.repeat_interleave(q_RND.shape[1]),
+                        keys,
+                        group,
+                        width,
+                        spec.scale,
+                        window=spec.window,
+                        softcap=spec.softcap,
+                        sinks_M=None if sinks is None else sinks[group].repeat(q_RND.shape[0]),
+                    )
+                    out_TGRV[rows, group] = out.unflatten(0, q_RND.shape[:2])
+                    lse_TGR[rows, group] = lse.unflatten(0, q_RND.shape[:2])
+            row += length
+        if out_TGRV is None:  # a step of no rows
+            return q_THD.new_empty(*q_THD.shape[:2], spec.result_dim), lse_TGR.flatten(1)
+        return cache.codec.results(cache, out_TGRV.flatten(1, 2).to(q_THD.dtype)), lse_TGR.flatten(1)
+
+    @staticmethod
+    def _companies(
+        row: int,
+        start: int,
+        length: int,
+        first: int,
+        tree: tuple[torch.Tensor, torch.Tensor] | None,
+        blocks: Blocks,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> Iterator[tuple[slice, torch.Tensor, Blocks]]:
+        """Yield rows of a span that see the same keys, with the end of each and the keys. A row of a tree has keys of
+        its own: its ancestors stand behind the context, as they would in a plain span."""
+        if tree is None:
+            yield slice(row, row + length), torch.arange(start + 1, start + length + 1), blocks
+            return
+        for i, line in enumerate(tree_bits(tree[0])):
+            path = line.nonzero().flatten() + start - first
+            own = blocks.with_tail(k.index_select(1, path), v.index_select(1, path), start)
+            yield slice(row + i, row + i + 1), torch.tensor([start + len(path)]), own
 
 
 # ----------------------------------------------------------------------------------------------- what a step looks like

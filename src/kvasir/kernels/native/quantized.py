@@ -75,6 +75,32 @@ def pack_codes(library: ctypes.CDLL, codes_NK: torch.Tensor, scales_NG: torch.Te
     return Packed(data, I8 if wide else U4, outputs, inputs, gated, group, offsets, rounded)
 
 
+def unpack_codes(library: ctypes.CDLL, packed: Packed) -> torch.Tensor:
+    """The codes [N, K] that were packed, bit for bit."""
+    parts, lanes, wide = 2 if packed.gated else 1, library.kvasir_lanes(), packed.format == I8
+    padded = -(-packed.num_inputs // BF16_INPUTS) * BF16_INPUTS
+    groups = packed.num_inputs // packed.group if packed.group else 1
+    heads = 2 if packed.offsets == OFFSETS else 1
+    outputs = packed.num_outputs
+    blocks = -(-outputs // lanes) if packed.gated else -(-outputs // (2 * lanes)) * 2
+    words = packed.data.view(blocks, parts, groups, -1)[..., heads * lanes :].contiguous().view(torch.uint8)
+    if wide and not packed.rounded:
+        codes = words.unflatten(3, (-1, lanes))
+    else:
+        fours = words.unflatten(3, (-1, lanes, 4)).transpose(-1, -2)  # [blocks, parts, G, words, 4, lanes]
+        low, high = fours & 15, fours >> 4
+        if wide:
+            codes = fours ^ 128
+        elif packed.rounded:
+            codes = torch.cat((low, high), -2)
+        else:
+            codes = torch.stack((low, high), -2).flatten(4, 5)
+        codes = codes.flatten(3, 4)
+    full = codes.permute(1, 0, 4, 2, 3).reshape(parts, blocks * lanes, padded)
+    found = full[:, :outputs, : packed.num_inputs].reshape(parts * outputs, packed.num_inputs).contiguous()
+    return found.view(torch.int8) if wide else found
+
+
 def _zeros(codes_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor | None) -> torch.Tensor:
     if zeros_NG is not None:
         return zeros_NG.float()

@@ -24,6 +24,7 @@ from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model
 from kvasir.lab.task import Split
 from kvasir.lab.training.recipe import FORMED, FORMS, SOLVE
+from kvasir.progress import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -83,6 +84,7 @@ def sample_texts(
     A reply cut off at ``max_new`` tokens has no end mark.
     """
     say(f"  sampling about {count} replies of the target ({split})")
+    progress = Progress(f"sampling ({split})", brief=True)
     begin = time.monotonic()
     end = tokenizer.token_to_id("<|im_end|>")
     task_of: dict[tuple[int, ...], int] = {}
@@ -102,11 +104,14 @@ def sample_texts(
             (tuple(prompt), reply + [end] * (len(reply) < max_new))
             for prompt, reply in zip(prompts, written, strict=True)
         )
+        progress.show(len(kept), len(task_of))
         return written
 
-    for n, temperature in enumerate(temperatures):
-        texts = [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts[n :: len(temperatures)]]
-        sample.complete_all(model, tokenizer, texts, max_new, temperature=temperature, seed=seed + n, complete=complete)
+    with progress:
+        progress.show(0, len(prompts))
+        for n, heat in enumerate(temperatures):
+            texts = [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts[n :: len(temperatures)]]
+            sample.complete_all(model, tokenizer, texts, max_new, temperature=heat, seed=seed + n, complete=complete)
     sizes = [len(prompt) + len(reply) for prompt, reply in kept]
     found = Texts(
         np.array([t for pair in kept for part in pair for t in part], np.int32),

@@ -27,8 +27,8 @@ from kvasir.lab.drafters.data import BATCH_TOKENS, Batch, Texts
 from kvasir.lab.drafters.kind import DRAFTERS, Kind
 from kvasir.lab.drafters.target import Target
 from kvasir.lab.model import Model
-from kvasir.lab.training.progress import Progress
 from kvasir.models.checkpoint import resolve
+from kvasir.progress import Progress
 from kvasir.technique import load
 
 LOOK = 20  # Steps between two looks at the device, each of which waits for it.

@@ -32,13 +32,13 @@ from kvasir.convert.checkpoint import RECORD, copy_rest, write_tensors
 from kvasir.errors import ConfigError
 from kvasir.lab.healing.data import Corpus
 from kvasir.lab.healing.student import Student, why_not
-from kvasir.lab.training.progress import Progress
 from kvasir.layers.spec import MLASpec
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
 from kvasir.models.loader import read_headers
 from kvasir.models.quantisation import reader_of
 from kvasir.models.spec import ModelSpec
+from kvasir.progress import Progress
 
 STATE = "heal.safetensors"
 TOP = 512  # tokens of the teacher that the divergence tells apart

@@ -30,6 +30,7 @@ from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model
 from kvasir.lab.task import Problem, Split
 from kvasir.lab.tokenizer import STOPS
+from kvasir.progress import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -101,7 +102,9 @@ def sample_replies(
     prompts = [e.ids for e in tokenizer.encode_batch_fast([p.prompt for p in problems], add_special_tokens=False)]
     stops = [tokenizer.token_to_id(t) for t in STOPS]
     asked = [ids for ids in prompts for _ in range(each)]
-    found = sample.continue_all(model, asked, longest, stops, temperature=temperature, seed=seed)
+    with Progress(f"sampling ({split})", brief=True) as progress:
+        shown = sample.counted(len(asked), progress)
+        found = sample.continue_all(model, asked, longest, stops, temperature=temperature, seed=seed, complete=shown)
     kept = [i for i, reply in enumerate(found) if reply]
     texts = tokenizer.decode_batch([found[i] or [] for i in kept], skip_special_tokens=True)
     right = np.array([inner.check(problems[i // each], text) for i, text in zip(kept, texts, strict=True)], bool)
@@ -196,7 +199,9 @@ def _by_rollouts(
     asked = [ids for ids in places for _ in range(k)]
     stops = [tokenizer.token_to_id(t) for t in STOPS]
     longest = room(tokenizer, replies.problems)
-    told = sample.continue_all(model, asked, longest, stops, temperature=temperature, seed=seed + 1)
+    with Progress("rollouts", brief=True) as progress:
+        shown = sample.counted(len(asked), progress)
+        told = sample.continue_all(model, asked, longest, stops, temperature=temperature, seed=seed + 1, complete=shown)
     first_of = dict(zip(replies.problem_of.tolist(), replies.texts.begins.tolist(), strict=True))
     written = [(*ids[first_of[problem_of[ids]] :], *(reply or ())) for ids, reply in zip(asked, told, strict=True)]
     texts = tokenizer.decode_batch([list(ids) for ids in written], skip_special_tokens=True)

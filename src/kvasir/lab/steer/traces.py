@@ -20,6 +20,7 @@ from kvasir.lab.task import Problem, Split, Task
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
 from kvasir.models.tokenizer import Tokenizer
+from kvasir.progress import loading
 from kvasir.types import SamplingParams
 
 BLANK = "\n\n"
@@ -110,7 +111,8 @@ class Recording:
         folder = write_set(Path(self._home.name), [hook], {})
         # A prefix that is read from the cache would not be computed, and so not recorded.
         options = {"enable_prefix_caching": False, "max_model_len": min(POSITIONS, spec.max_position)} | options
-        self.llm = LLM(model, hook=[f"{RECORDER}={folder}"], **options)
+        with loading(model):
+            self.llm = LLM(model, hook=[f"{RECORDER}={folder}"], **options)
         self.site, self.layers = site, hook.layers
 
     def __enter__(self) -> Recording:

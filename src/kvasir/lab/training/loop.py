@@ -11,9 +11,9 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.lab.training.data import Batch
-from kvasir.lab.training.progress import Progress
 from kvasir.lab.training.state import NAME
 from kvasir.lab.training.trainer import Trainer
+from kvasir.progress import Progress
 
 LOOK = 20  # Steps between two looks at the device, each of which waits for it.
 WARM = 8  # Steps that compile and warm up; their time is not counted as training.

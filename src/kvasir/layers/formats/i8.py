@@ -33,6 +33,7 @@ class I8(CodeFormat):
     """code * scale."""
 
     native = True
+    code_planes = (MATRIX,)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -52,6 +53,9 @@ class I8(CodeFormat):
 
     def codes(self, weight: Weight) -> Codes:
         return Codes(codes_of(weight), weight.planes[SCALE], rounded=self.rounded)
+
+    def of_codes(self, codes_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {MATRIX: codes_NK}
 
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, scales = quantise_i8(w_NK, self.group, self.search)

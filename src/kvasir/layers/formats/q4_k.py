@@ -9,7 +9,7 @@ import torch
 
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.k_codes import BLOCK, Q4_GROUP, quantise_q4_k, scales_q4_k
-from kvasir.kernels.weight_codes import unpack_nibbles
+from kvasir.kernels.weight_codes import pack_nibbles, unpack_nibbles
 from kvasir.layers.codes import FACTOR, SCALE, CodeFormat, codes_of, usual
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
 
@@ -20,6 +20,7 @@ class Q4K(CodeFormat):
     """code * (factor * scale) - factor * least code."""
 
     native = True
+    code_planes = (MATRIX,)
     group, block = Q4_GROUP, BLOCK
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
@@ -36,6 +37,9 @@ class Q4K(CodeFormat):
     def codes(self, weight: Weight) -> Codes:
         scales_NG, least_NG = scales_q4_k(weight.planes[SCALE], weight.planes[FACTOR])
         return Codes(unpack_nibbles(codes_of(weight)), scales_NG, offsets_NG=-least_NG)
+
+    def of_codes(self, codes_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {MATRIX: pack_nibbles(codes_NK)}
 
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, scales, factors = quantise_q4_k(w_NK)

@@ -9,7 +9,7 @@ import torch
 
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.k_codes import BLOCK, CENTRE, Q6_GROUP, quantise_q6_k, scales_q6_k
-from kvasir.kernels.weight_codes import unpack_six
+from kvasir.kernels.weight_codes import pack_six, unpack_six
 from kvasir.layers.codes import FACTOR, HIGH, SCALE, CodeFormat, codes_of, usual
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
 
@@ -20,6 +20,7 @@ class Q6K(CodeFormat):
     """(code - 32) * (factor * scale)."""
 
     native = True
+    code_planes = (MATRIX, HIGH)
     group, block = Q6_GROUP, BLOCK
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
@@ -39,6 +40,10 @@ class Q6K(CodeFormat):
         planes = weight.planes
         codes_NK = unpack_six(planes[MATRIX], planes[HIGH]).to(torch.int8) - CENTRE
         return Codes(codes_NK, scales_q6_k(planes[SCALE], planes[FACTOR]))
+
+    def of_codes(self, codes_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        low, high = pack_six((codes_NK + CENTRE).to(torch.uint8))
+        return {MATRIX: low, HIGH: high}
 
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         low, high, scales, factors = quantise_q6_k(w_NK)

@@ -35,6 +35,7 @@ class U4(CodeFormat):
     """(code - zero) * scale."""
 
     native = True
+    code_planes = (MATRIX,)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -55,6 +56,9 @@ class U4(CodeFormat):
     def codes(self, weight: Weight) -> Codes:
         codes_NK = unpack_nibbles(codes_of(weight))
         return Codes(codes_NK, weight.planes[SCALE], weight.planes.get(ZERO), rounded=self.rounded)
+
+    def of_codes(self, codes_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {MATRIX: pack_nibbles(codes_NK)}
 
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, scales, zeros = quantise_u4(w_NK, self.group, self.zeros, self.search)
