@@ -10,9 +10,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarProcess
+from kvasir.engine.failures import Failure
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.types import Grammar, Request
@@ -22,15 +23,6 @@ NUM_TURNS = 3
 PATIENCE_SECONDS = 30.0  # longest wait for a turn
 MAX_KNOWN = 512  # results that are remembered
 WAIT_SECONDS = 0.005  # the longest sleep of a step loop that has nothing to do but wait for a grammar
-
-
-class Failure(TypedDict):
-    """Why a request fails, as the fields of its error event."""
-
-    status: int
-    code: str
-    message: str
-    param: str | None
 
 
 class Grammars:
