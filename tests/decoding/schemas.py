@@ -239,6 +239,16 @@ def _number(text: str) -> Any:
 def is_valid(instance_text: str, schema_text: str) -> bool:
     """Whether jsonschema accepts an instance, with every number exact."""
     with localcontext(Context(prec=1200)):
-        schema = exact_json(schema_text)
+        schema = _readable(exact_json(schema_text))
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         return kind(schema).is_valid(exact_json(instance_text))
+
+
+def _readable(schema: Any) -> Any:
+    """A schema without the annotations that jsonschema fails on."""
+    if isinstance(schema, list):
+        return [_readable(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {k: v for k, v in schema.items() if k not in ("$schema", "$id", "$anchor") or isinstance(v, str)}
+    return {k: v if k in ("enum", "const", "default") else _readable(v) for k, v in kept.items()}

@@ -47,14 +47,15 @@ def _text(kind, whitespace=None):
     return lambda text: {"structured_outputs": {kind: text, **more}}
 
 
+there = schemas.schemas.filter(lambda schema: schema is not None)
 # What a request says about its output: a field, and the schema that a finished answer satisfies, if there is one.
 asked = st.one_of(
     st.tuples(schemas.schemas.map(_format), st.just("format")),
-    st.tuples(schemas.schemas.map(_text("json")), st.just("json")),
-    st.tuples(schemas.schemas.map(_text("json", "short")), st.just("json")),
+    st.tuples(there.map(_text("json")), st.just("json")),
+    st.tuples(there.map(_text("json", "short")), st.just("json")),
     st.tuples(schemas.schemas.map(_tool), st.just("tool")),
     st.tuples(schemas.patterns.map(_text("regex")), st.just("text")),
-    st.tuples(schemas.choices.map(_text("choice")), st.just("choice")),
+    st.tuples(schemas.choices.filter(lambda given: given is not None).map(_text("choice")), st.just("choice")),
     st.tuples(st.one_of(schemas.lark, schemas.ebnf).map(_text("grammar")), st.just("text")),
     st.tuples(schemas.values.map(lambda value: {"response_format": value}), st.just("text")),
 )
@@ -84,9 +85,7 @@ def fuzz(server, requests):
         body = {**MODEL, "messages": CHAT, "max_tokens": 40, "logit_bias": ends, **fields}
         return server.http.post("/v1/chat/completions", json=body)
 
-    @settings(
-        max_examples=requests // AT_ONCE, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=requests // AT_ONCE, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(asked, min_size=AT_ONCE, max_size=AT_ONCE))
     def check(batch):
         chat = pool.submit(post, {"max_tokens": 3})
@@ -112,7 +111,9 @@ def judged(fields, kind, answer):
     if answer.status_code != 200:
         assert 400 <= answer.status_code < 500, told
         error = body["error"]
-        assert error["message"] and str(error["param"]).startswith(PARTS), told
+        # Bodies that nest too deep, and tools that fill the context, do not reach their schema.
+        whole = error["code"] in ("invalid_json", "context_length_exceeded")
+        assert error["message"] and (whole or str(error["param"]).startswith(PARTS)), told
         return "refused"
     choice = body["choices"][0]
     if choice["finish_reason"] == "length":
@@ -131,7 +132,7 @@ def judged(fields, kind, answer):
 
 
 def right(text, schema, told):
-    if isinstance(schema, str):
+    if isinstance(schema, str):  # a schema as text
         schema = json.loads(schema)
     try:
         found = schemas.is_valid(text, json.dumps(schema))
