@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvasir.decoding.grammar_process import Ended, GrammarProcess
+from kvasir.decoding.grammar_process import Ended, GrammarHost
 from kvasir.engine import grammars as grammars_module
 from kvasir.engine.grammars import Grammars
 from kvasir.errors import RequestError
@@ -139,14 +139,16 @@ def test_a_process_killed_from_outside_is_replaced_once(slow):
 
 
 def test_time_is_bounded(tok):
-    process = GrammarProcess(tok[0], tok[2], (EOS,), 0.3, SLOW)
+    host = GrammarHost(tok[0], tok[2], (EOS,), 0.3, SLOW)
+    process = host.open()
     with pytest.raises(RequestError, match="did not compile within 0.3 s"):
         process.try_out(Grammar("regex", "slow"))
     assert not process.alive
 
 
 def test_a_killed_process_says_so(tok):
-    process = GrammarProcess(tok[0], tok[2], (EOS,), 60.0, SLOW)
+    host = GrammarHost(tok[0], tok[2], (EOS,), 60.0, SLOW)
+    process = host.open()
     with pytest.raises(Ended, match="SIGSEGV"):
         process.try_out(Grammar("regex", "crash"))
 

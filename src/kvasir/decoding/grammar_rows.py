@@ -46,9 +46,7 @@ def add_mask(packer: Packer, m: int, bits: np.ndarray, state: SeatState) -> None
                 )
                 return
             packer.replaced = [
-                (row, i, other)
-                for row, i, other in packer.replaced
-                if row != m or other < 0 or holds(bits, other)
+                (row, i, other) for row, i, other in packer.replaced if row != m or other < 0 or holds(bits, other)
             ]
             if state.allowed is not None:
                 bits = bits & state.allowed

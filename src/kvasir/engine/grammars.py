@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarProcess
+from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarHost, GrammarProcess
 from kvasir.engine.failures import Failure
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
@@ -45,10 +45,11 @@ class Grammars:
         self._eos_ids = eos_ids
         self._seconds, self._tried_by = seconds, compiler
         self._compiler: Any = None  # built for the first grammar: most processes never need the library
-        self._building = threading.Lock()
+        self._building, self._starting = threading.Lock(), threading.Lock()
         self._lock = threading.Lock()  # guards everything below
         self._queues: OrderedDict[str, dict[Future, Grammar]] = OrderedDict()  # by key, whose turn is next first
         self._running: Counter[str] = Counter()
+        self._host: GrammarHost | None = None  # started for the first grammar
         self._idle: list[GrammarProcess] = []
         self._busy: set[GrammarProcess] = set()
         self._known: OrderedDict[bytes, RequestError | None] = OrderedDict()  # why grammars are refused, or None
@@ -168,13 +169,22 @@ class Grammars:
                 if process.alive:
                     self._busy.add(process)
                     return process
-        process = GrammarProcess(self._tokenizer_file, self._vocab_size, self._eos_ids, self._seconds, self._tried_by)
+        process = self._open()
         with self._lock:
             self._busy.add(process)
             closed = self._closed
         if closed:
             process.close()
         return process
+
+    def _open(self) -> GrammarProcess:
+        """Another process, of the host that runs or of a new one."""
+        with self._starting:
+            if self._host is None or not self._host.alive:
+                self._host = GrammarHost(
+                    self._tokenizer_file, self._vocab_size, self._eos_ids, self._seconds, self._tried_by
+                )
+            return self._host.open()
 
     def _give_back(self, process: GrammarProcess) -> None:
         with self._lock:
@@ -194,6 +204,9 @@ class Grammars:
             future.cancel()
         for process in processes:
             process.close()
+        with self._starting:
+            if self._host is not None:
+                self._host.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
