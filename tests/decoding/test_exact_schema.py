@@ -101,5 +101,5 @@ def test_other_keys_may_hold_escapes(compiler, tok):
         (r"\u0022", BIG, False),
     ):
         matcher = pristine.copy()
-        text = '{"%s": %s}' % (key, value)
+        text = f'{{"{key}": {value}}}'
         assert (matcher.accept(ids(text, tok[1])) and matcher.is_accepting()) == right, text

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from kvasir.decoding.number_ranges import MAX_DIGITS, Rounded, exact, integers, is_safe, numbers
+from kvasir.decoding.number_ranges import MAX_DIGITS, exact, integers, is_safe, numbers
 from kvasir.decoding.references import target
 from kvasir.errors import RequestError
 
@@ -167,11 +167,18 @@ class _Rules:
         elif isinstance(value, list):
             items = [self._constant(v) for v in value]
         else:
-            text = value.text if isinstance(value, Rounded) else json.dumps(value, ensure_ascii=False)
-            return json.dumps(text)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return json.dumps(self._digits(value) if is_number else json.dumps(value, ensure_ascii=False))
         ends = ('"{"', '"}"') if isinstance(value, Mapping) else ('"["', '"]"')
         inner = f" {self._comma} ".join(items)
         return f"{ends[0]} {self._space}{inner} {self._space}{ends[1]}"
+
+    def _digits(self, value: int | float) -> str:
+        """A number as the library writes it: without an exponent, and an integer without a fraction."""
+        number = exact(value)
+        if not number.is_finite() or abs(number.adjusted()) > MAX_DIGITS:
+            raise RequestError(f"a value of the schema has more than {MAX_DIGITS} digits", param=self._param)
+        return f"{number:f}" if number != number.to_integral_value() else f"{number.to_integral_value():f}"
 
     def _key(self, key: str) -> str:
         return f"{json.dumps(json.dumps(key, ensure_ascii=False))} {self._colon}"
