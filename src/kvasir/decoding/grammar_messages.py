@@ -1,4 +1,4 @@
-"""What the processes that try grammars say to their caller, and how: frames of msgpack over Unix sockets."""
+"""Messages between the processes that try grammars and their caller: frames of msgpack over Unix sockets."""
 
 from __future__ import annotations
 

@@ -10,14 +10,34 @@ ever outside of the grammar.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvasir.types import Request
 
-if TYPE_CHECKING:
-    from kvasir.decoding.rows import Packer, SeatState
+
+class Conditions(Protocol):
+    """The conditions of a step's rows, each with its row first, as ``rows.Packer`` collects them."""
+
+    vocab_size: int
+    banned: list[tuple[int, int]]
+    held: list[tuple[int, int]]
+    steered: list[tuple]
+    replaced: list[tuple[int, int, int]]
+    forced: list[tuple[int, int]]
+    masks: list[tuple[int, np.ndarray]]
+    pushed: dict[int, tuple[int, str]]
+    errors: dict[int, str]
+
+
+class Restrictions(Protocol):
+    """The request's own word on its tokens, as ``rows.SeatState`` has it."""
+
+    restricted: bool
+    matcher: Any
+    allowed: np.ndarray | None
+    ends: list[int]
 
 
 def bitset(ids: tuple[int, ...] | list[int], vocab_size: int) -> np.ndarray:
@@ -32,7 +52,7 @@ def holds(bits: np.ndarray, token: int) -> bool:
     return bool(bits[token // 32] >> (token % 32) & 1)
 
 
-def add_mask(packer: Packer, m: int, bits: np.ndarray, state: SeatState) -> None:
+def add_mask(packer: Conditions, m: int, bits: np.ndarray, state: Restrictions) -> None:
     """Add the grammar's mask of row ``m``, after everything else that the request says about the row."""
     if state.restricted:
         eos = bitset(state.matcher.eos_ids, packer.vocab_size)
@@ -55,7 +75,7 @@ def add_mask(packer: Packer, m: int, bits: np.ndarray, state: SeatState) -> None
     packer.masks.append((m, bits))
 
 
-def _hold_less(packer: Packer, m: int, bits: np.ndarray, eos: np.ndarray, ends: np.ndarray) -> None:
+def _hold_less(packer: Conditions, m: int, bits: np.ndarray, eos: np.ndarray, ends: np.ndarray) -> None:
     """Give way with ``min_tokens`` where nothing else is left of ``bits``: a stop token before the end."""
     gone = [i for row, i in packer.banned if row == m] + [i for row, i, other in packer.replaced if row == m]
     left = bits & ~bitset(gone, packer.vocab_size)
@@ -64,7 +84,7 @@ def _hold_less(packer: Packer, m: int, bits: np.ndarray, eos: np.ndarray, ends: 
         packer.held = [(row, i) for row, i in packer.held if row != m or (stop and holds(eos, i))]
 
 
-def _end(packer: Packer, m: int) -> None:
+def _end(packer: Conditions, m: int) -> None:
     """Drop all conditions of a row that can only end."""
     packer.banned = [entry for entry in packer.banned if entry[0] != m]
     packer.held = [entry for entry in packer.held if entry[0] != m]

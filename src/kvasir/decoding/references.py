@@ -11,7 +11,7 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf")
 
 
 def target(root: Any, reference: Any) -> Any:
-    """What a JSON pointer like ``#/$defs/a`` points at in ``root``; None: nothing."""
+    """The part of ``root`` that a JSON pointer like ``#/$defs/a`` names; None: there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     node = root

@@ -1,4 +1,4 @@
-"""What a client is told of a request that failed in the engine."""
+"""The errors of requests that failed in the engine, as their clients see them."""
 
 from __future__ import annotations
 
