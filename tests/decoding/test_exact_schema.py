@@ -68,3 +68,38 @@ def test_what_cannot_be_kept_is_refused_by_name(schema, word, compiler):
 def test_keys_that_stand_twice_are_refused(compiler):
     with pytest.raises(RequestError, match="stands twice"):
         compiler.compile(Grammar("json_schema", '{"type": "null", "type": "string"}'))
+
+
+def test_what_allows_nothing_is_left_out_or_refused(compiler, tok):
+    served = {
+        '{"anyOf": [false, {"const": 1234567890123456789}]}': ["1234567890123456789"],
+        '{"enum": [[], [1234567890123456789]]}': ["[]", "[1234567890123456789]"],
+        '{"type": "array", "items": false, "minimum": 1234567890123456789}': ["[]"],
+    }
+    for schema, texts in served.items():
+        pristine = compiler.compile(Grammar("json_schema", schema))
+        for text in ["1", "[]", "[1]", "null", "1234567890123456789", "[1234567890123456789]"]:
+            matcher = pristine.copy()
+            assert (matcher.accept(ids(text, tok[1])) and matcher.is_accepting()) == (text in texts), (schema, text)
+    for schema in (
+        '{"type": [], "minimum": 1234567890123456789}',
+        '{"anyOf": [], "minimum": 1234567890123456789}',
+        '{"items": false, "type": "array", "minItems": 1, "minimum": 1234567890123456789}',
+        '{"$ref": "#/$defs/a", "$defs": {"a": false, "b": {"const": 1234567890123456789}}}',
+    ):
+        with pytest.raises(RequestError):
+            compiler.compile(Grammar("json_schema", schema))
+
+
+def test_other_keys_may_hold_escapes(compiler, tok):
+    schema = {"type": "object", "additionalProperties": {"const": BIG}, "properties": {'"': {"type": "null"}}}
+    pristine = compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    for key, value, right in (
+        (r"\n\u0001", BIG, True),
+        (r"\"", BIG, False),
+        (r"\"", "null", True),
+        (r"\u0022", BIG, False),
+    ):
+        matcher = pristine.copy()
+        text = f'{{"{key}": {value}}}'
+        assert (matcher.accept(ids(text, tok[1])) and matcher.is_accepting()) == right, text

@@ -10,14 +10,15 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvasir.decoding.grammar_process import Ended, GrammarProcess
+from kvasir.decoding.grammar_process import Ended, GrammarHost
 from kvasir.engine import grammars as grammars_module
 from kvasir.engine.grammars import Grammars
-from kvasir.errors import RequestError
+from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar
 from tests.decoding.helpers import EOS
 
@@ -139,14 +140,16 @@ def test_a_process_killed_from_outside_is_replaced_once(slow):
 
 
 def test_time_is_bounded(tok):
-    process = GrammarProcess(tok[0], tok[2], (EOS,), 0.3, SLOW)
+    host = GrammarHost(tok[0], tok[2], (EOS,), 0.3, SLOW)
+    process = host.open()
     with pytest.raises(RequestError, match="did not compile within 0.3 s"):
         process.try_out(Grammar("regex", "slow"))
     assert not process.alive
 
 
 def test_a_killed_process_says_so(tok):
-    process = GrammarProcess(tok[0], tok[2], (EOS,), 60.0, SLOW)
+    host = GrammarHost(tok[0], tok[2], (EOS,), 60.0, SLOW)
+    process = host.open()
     with pytest.raises(Ended, match="SIGSEGV"):
         process.try_out(Grammar("regex", "crash"))
 
@@ -170,3 +173,71 @@ def test_closing_ends_the_processes(tok):
     (process,) = found._busy
     found.close()
     assert future.exception(timeout=60) is not None and not process.alive
+
+
+def test_processes_are_forked_from_one_host(tok):
+    """The second shares the tokenizer that the host read."""
+    host = GrammarHost(tok[0], tok[2], (EOS,), 60.0)
+    processes = [host.open() for _ in range(2)]
+    for process in processes:
+        process.try_out(Grammar("regex", "a"))
+    assert {psutil.Process(process.pid).ppid() for process in processes} == {host.pid}
+    assert psutil.Process(host.pid).num_threads() == 1, "a fork copies one thread only"
+    host.close()
+    assert gone(process.pid for process in processes) and not host.alive
+
+
+def test_a_process_ends_when_its_caller_closes_it(tok):
+    host = GrammarHost(tok[0], tok[2], (EOS,), 600.0, SLOW)
+    process = host.open()
+    process.try_out(Grammar("regex", "a"))
+    process.close()
+    assert gone([process.pid]) and host.alive
+    host.close()
+
+
+def test_a_host_that_is_killed_is_replaced(slow):
+    assert outcome(slow, "regex", "a") is None
+    killed = slow._host.pid
+    os.kill(killed, signal.SIGKILL)
+    os.kill(slow._idle[0].pid, signal.SIGKILL)
+    assert outcome(slow, "regex", "ab") is None
+    assert slow._host.pid != killed
+
+
+def test_nothing_is_left_when_the_caller_dies(tok):
+    code = (
+        "import sys; from pathlib import Path; from kvasir.decoding.grammar_process import GrammarHost\n"
+        "from kvasir.types import Grammar\n"
+        "host = GrammarHost(Path(sys.argv[1]), int(sys.argv[2]), (1,), 600.0); process = host.open()\n"
+        "process.try_out(Grammar('regex', 'a')); print(host.pid, process.pid, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tok[0]), str(tok[2])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as caller:
+        pids = [int(part) for part in caller.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+        caller.kill()
+    assert gone(pids)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_every_time(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    host = GrammarHost(tmp_path / "tokenizer.json", 10, (EOS,), 60.0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot read the tokenizer"):
+            host.open().try_out(Grammar("regex", "a"))
+    host.close()
+
+
+def gone(pids) -> bool:
+    """Whether the processes end before long."""
+    until = time.monotonic() + 60
+    return all(_gone(pid, until) for pid in pids)
+
+
+def _gone(pid: int, until: float) -> bool:
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True

@@ -7,6 +7,7 @@ import json
 import llguidance
 import pytest
 
+from kvasir.decoding.grammar_source import check_schema
 from kvasir.decoding.json_schema import FORMATS, UNSERVED, served_schema
 from kvasir.errors import RequestError
 from kvasir.types import Grammar
@@ -146,3 +147,51 @@ def test_bad_ebnf_is_refused(text, compiler):
     with pytest.raises(RequestError) as caught:
         compiler.compile(Grammar("ebnf", text))
     assert caught.value.status == 400 and len(caught.value.message) < 2000
+
+
+@pytest.mark.parametrize(
+    "schema, what",
+    [
+        ({"minProperties": 2}, "'minProperties' at #/minProperties cannot be kept exactly"),
+        ({"required": ["a"], "minProperties": 3}, "'minProperties'"),
+        ({"properties": {"a\n": {}}}, r"'properties' at #/properties/a.n cannot be kept exactly"),
+        ({"properties": {"a": {"$id": "x", "items": {"$ref": "#/$defs/a"}}}}, r"'\$id' at #/properties/a/\$id"),
+        ({"$defs": {"a": {"$ref": "#/$defs/a"}}}, r"'\$ref': '#/\$defs/a' leads back to itself"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, r"'\$ref': .* leads back to itself"),
+        ({"items": {"allOf": [{"$ref": "#/items"}]}}, r"'\$ref': .* leads back to itself"),
+    ],
+)
+def test_what_a_text_could_get_around_is_refused_by_name(schema, what, compiler):
+    with pytest.raises(RequestError, match=what):
+        compiler.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": ["a"], "minProperties": 2},
+        {"properties": {"a\n": {}}, "additionalProperties": False},
+        {"properties": {"a": {"items": {"$ref": "#"}}}},
+        {"$defs": {"a": {"anyOf": [{"type": "null"}, {"items": {"$ref": "#/$defs/a"}}]}}, "$ref": "#/$defs/a"},
+    ],
+    ids=json.dumps,
+)
+def test_what_is_near_to_that_is_served(schema, compiler):
+    compiler.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize("word", ["$id", "id"])
+@pytest.mark.parametrize("name", ["", "#", "x", "http://example.com/"])
+def test_the_name_of_a_part_does_not_replace_the_whole(word, name, compiler, tok):
+    """The library took a part whose name is empty for the schema."""
+    schema = {"type": "object", "$id": "y", "properties": {"a": {"type": "number", word: name}}}
+    matcher = compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    assert not matcher.copy().accept(ids("3", tok[1])) and matcher.accept(ids('{"a": 3}', tok[1]))
+
+
+@pytest.mark.parametrize("multiple", [10**400, -(10**400), 10**400 + 7])
+def test_a_multiple_of_any_size_is_refused_by_name(multiple, compiler):
+    """The check of sizes took it for a float."""
+    check_schema({"multipleOf": multiple})
+    with pytest.raises(RequestError, match="'multipleOf' at # cannot be kept exactly"):
+        compiler.compile(Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": multiple})))

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from kvasir.decoding.number_ranges import MAX_DIGITS, Rounded, exact, integers, is_safe, numbers
+from kvasir.decoding.number_ranges import MAX_DIGITS, exact, integers, is_safe, numbers
+from kvasir.decoding.references import target
 from kvasir.errors import RequestError
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
@@ -23,7 +24,8 @@ _NOTES = frozenset(
     "title description default examples example deprecated readOnly writeOnly discriminator format $comment $schema "
     "$id $defs definitions".split()
 )
-_TEXT = r'"[^"\\\x00-\x1f\x7f]*"'  # a key, without escapes
+# A key, in the one form that the grammar library writes: its escapes are the short ones, where there is one.
+_TEXT = r'"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(0[0-7be-f]|1[0-9a-f]|7f))*"'
 
 
 def needs_rules(schema: Any) -> bool:
@@ -61,7 +63,7 @@ def exact_rules(name: str, schema: Mapping[str, Any], options: Mapping[str, Any]
     """Rules in which ``name`` is the schema. ``options``: the library's for whitespace. Raises RequestError."""
     try:
         return _Rules(name, schema, options, param).all()
-    except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as e:
+    except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError, RecursionError) as e:
         raise RequestError(
             f"the schema cannot be used: it is malformed ({type(e).__name__}: {str(e)[:100]})",
             param=param,
@@ -98,6 +100,8 @@ class _Rules:
         )
 
     def _value(self, node: Any, path: str) -> str:
+        if node is False:
+            raise RequestError(f"the schema at {path[:200]} allows no output at all", param=self._param)
         if not isinstance(node, Mapping):
             return self._leaf(node)
         if not needs_rules({k: v for k, v in node.items() if k not in _NOTES}) and not self._refers(node):
@@ -111,6 +115,8 @@ class _Rules:
                 if others := [k for k in node if k not in _NOTES and k != word]:
                     raise self._refuse(others[0], path, f"it stands next to '{word}' and a number of many digits")
                 return self._combined(word, node[word], path)
+        if not kinds:
+            raise self._refuse("type", path, "it names no type")
         return self._either([self._kind(kind, node, path) for kind in kinds])
 
     def _either(self, choices: list[str]) -> str:
@@ -131,17 +137,17 @@ class _Rules:
             if value not in self._references:
                 self._count += 1
                 rule = self._references[value] = f"{self._name}_{self._count}"
-                target: Any = self._root
-                for step in value.removeprefix("#").strip("/").split("/") if value != "#" else ():
-                    step = step.replace("~1", "/").replace("~0", "~")
-                    if not isinstance(target, Mapping) or step not in target:
-                        raise self._refuse(word, path, f"{value[:80]!r} is not found")
-                    target = target[step]
-                self._rules.append(f"{rule}: {self._value(target, value)}")
+                pointed = target(self._root, value)
+                if not isinstance(pointed, Mapping | bool):
+                    raise self._refuse(word, path, f"{value[:80]!r} is not found")
+                self._rules.append(f"{rule}: {self._value(pointed, value)}")
             return self._references[value]
         if word == "allOf" and len(value) != 1:
             raise self._refuse(word, path, "its parts hold a number of many digits")
-        return self._either([self._value(part, f"{path}/{word}/{i}") for i, part in enumerate(value)])
+        parts = [(i, part) for i, part in enumerate(value) if part is not False or word == "allOf"]
+        if not parts:
+            raise self._refuse(word, path, "it allows nothing")
+        return self._either([self._value(part, f"{path}/{word}/{i}") for i, part in parts])
 
     def _constants(self, node: Mapping[str, Any], kinds: list[str], path: str) -> str:
         for key in node:
@@ -161,11 +167,18 @@ class _Rules:
         elif isinstance(value, list):
             items = [self._constant(v) for v in value]
         else:
-            text = value.text if isinstance(value, Rounded) else json.dumps(value, ensure_ascii=False)
-            return json.dumps(text)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return json.dumps(self._digits(value) if is_number else json.dumps(value, ensure_ascii=False))
         ends = ('"{"', '"}"') if isinstance(value, Mapping) else ('"["', '"]"')
         inner = f" {self._comma} ".join(items)
         return f"{ends[0]} {self._space}{inner} {self._space}{ends[1]}"
+
+    def _digits(self, value: int | float) -> str:
+        """A number as the library writes it: without an exponent, and an integer without a fraction."""
+        number = exact(value)
+        if not number.is_finite() or abs(number.adjusted()) > MAX_DIGITS:
+            raise RequestError(f"a value of the schema has more than {MAX_DIGITS} digits", param=self._param)
+        return f"{number:f}" if number != number.to_integral_value() else f"{number.to_integral_value():f}"
 
     def _key(self, key: str) -> str:
         return f"{json.dumps(json.dumps(key, ensure_ascii=False))} {self._colon}"
@@ -211,11 +224,15 @@ class _Rules:
     def _array(self, node: Mapping[str, Any], path: str) -> str:
         if "prefixItems" in node or isinstance(node.get("items"), list):
             raise self._refuse("prefixItems", path, "items of their own schemas hold a number of many digits")
-        low, high = int(node.get("minItems", 0)), node.get("maxItems")
+        low, high = node.get("minItems", 0), node.get("maxItems")
+        if node.get("items") is False:
+            high = 0
+        if low != int(low) or (high is not None and high != int(high)) or low < 0 or (high is not None and high < low):
+            raise self._refuse("minItems", path, f"{low} items at least, {high} at most")
         if high == 0:
             return f'"[" {self._space}"]"'
         item = self._rule(self._value(node.get("items", {}), f"{path}/items"))
-        more = f"{{{max(low - 1, 0)},{'' if high is None else int(high) - 1}}}"
+        more = f"{{{max(int(low) - 1, 0)},{'' if high is None else int(high) - 1}}}"
         inner = self._rule(f"{item} ({self._comma} {item}){more}")
         return f'"[" {self._space}{inner}{"" if low else "?"} {self._space}"]"'
 
@@ -237,7 +254,7 @@ class _Rules:
             items.append((self._rule(f"{self._key(key)} {value}"), key in required))
         if others is not False:
             name = f"{self._name}_KEY_{self._count}".upper()
-            without = "|".join(re.sub(r"[^a-zA-Z0-9]", lambda c: f"\\x{{{ord(c[0]):x}}}", key) for key in properties)
+            without = "|".join(map(_written, properties))
             self._rules.append(f"{name}: /{_TEXT}/" + (f' & ~/"({without})"/' if without else ""))
             item = self._rule(f"{name} {self._colon} {self._value(others, f'{path}/additionalProperties')}")
             items.append((self._rule(f"{item} ({self._comma} {item})*"), False))
@@ -253,6 +270,12 @@ class _Rules:
                 self._rules.append(f"{rule}_{state}_{i}: {lead}{item} {rule}_some_{i + 1}{skip}")
         self._rules += [f'{rule}_{state}_{len(items)}: ""' for state in ("none", "some")]
         return f"{rule}_none_0"
+
+
+def _written(key: str) -> str:
+    """A regex of a key's characters as ``_TEXT`` writes them."""
+    text = json.dumps(key, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
+    return re.sub(r"[^a-zA-Z0-9]", lambda c: f"\\x{{{ord(c[0]):x}}}", text)
 
 
 _WORDS = {

@@ -187,7 +187,8 @@ def check_schema(schema: Any, param: str | None = None) -> int:
         if enums > MAX_ENUM_VALUES:
             raise RequestError(f"the schema has more than {MAX_ENUM_VALUES} enum values", param=param)
         _check_keywords(node, param)
-        if type(multiple := node.get("multipleOf")) in (int, float) and math.isfinite(multiple):
+        multiple = node.get("multipleOf")
+        if type(multiple) is int or type(multiple) is float and math.isfinite(multiple):
             multiples.append(multiple)
         combined = combined or not _COMBINING.isdisjoint(node)
         todo.extend((value, depth + 1) for value in node.values())

@@ -8,9 +8,12 @@ request asks for what can be had (``strict: false``).
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 from kvasir.decoding.one_of import exclusive
+from kvasir.decoding.references import endless
 from kvasir.errors import RequestError
 
 # Formats that constrain a string.
@@ -60,6 +63,9 @@ def served_schema(schema: Any, param: str | None, dropped: list[str] | None = No
 
     ``dropped``: collects the paths of keywords that are left out; None refuses them: RequestError (400) with the path.
     """
+    if (reference := endless(schema)) is not None:
+        message = f"'$ref': {reference[:80]!r} leads back to itself and describes nothing"
+        raise RequestError(message, param=param, code="invalid_grammar")
     return _served(schema, "#", param, dropped, 0, schema)
 
 
@@ -67,11 +73,17 @@ def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, 
     if not isinstance(node, dict) or depth > 64:  # deeper schemas are refused by ``check_schema``
         return node
     kept: dict[str, Any] = {}
+    _check_keys(node, path, param)
     if isinstance(node.get("oneOf"), list):
         node = _without_one_of(node, path, param, dropped, root)
     for key, value in node.items():
         place = f"{path}/{_escaped(key)}"
         if key == "format" and not (isinstance(value, str) and value in FORMATS):
+            continue
+        if key in ("$id", "id") and isinstance(value, str):
+            # The grammar library takes the schema with an empty name for the whole.
+            if path != "#" and _refers(node):
+                raise _inexact(key, place, f"references below it would begin at '{value[:80]}'", param)
             continue
         if key in UNSERVED:
             if _changes_nothing(key, value, node):
@@ -118,6 +130,32 @@ def _without_one_of(
     if "anyOf" in rest:
         return {**rest, "allOf": [*rest.get("allOf", []), {"anyOf": branches}]}
     return {**rest, "anyOf": branches}
+
+
+def _check_keys(node: dict[str, Any], path: str, param: str | None) -> None:
+    """Refuse what JSON texts of objects could get around: a key that stands twice, and a name in another spelling."""
+    least, required = node.get("minProperties"), node.get("required")
+    distinct = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and least > distinct + 1:
+        why = "one key could stand twice; it may be one more than the number of names in 'required'"
+        raise _inexact("minProperties", f"{path}/minProperties", why, param)
+    names = node.get("properties")
+    if isinstance(names, dict) and node.get("additionalProperties") is not False:
+        for name in names:
+            if re.search(r"[\x00-\x1f\x7f]", name):
+                why = "its control characters have several spellings; send additionalProperties: false"
+                raise _inexact("properties", f"{path}/properties/{_escaped(json.dumps(name)[1:-1])}", why, param)
+
+
+def _inexact(key: str, place: str, why: str, param: str | None) -> RequestError:
+    return RequestError(f"'{key}' at {place[:200]} cannot be kept exactly: {why}", param=param, code="invalid_grammar")
+
+
+def _refers(node: Any) -> bool:
+    """Whether a reference lies in a schema, or in anything that looks like one."""
+    if isinstance(node, dict):
+        return "$ref" in node or any(map(_refers, node.values()))
+    return isinstance(node, list) and any(map(_refers, node))
 
 
 def _changes_nothing(key: str, value: Any, node: dict[str, Any]) -> bool:

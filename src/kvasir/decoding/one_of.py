@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvasir.decoding.references import target
+
 KINDS = frozenset(("null", "boolean", "number", "string", "array", "object"))
 
 
@@ -95,10 +97,7 @@ def _merged(schema: Any, parent: Mapping[str, Any], root: Any) -> dict[str, Any]
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
             break
-        target: Any = root
-        for step in reference[1:].strip("/").split("/") if reference != "#" else ():
-            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else {}
-        schema = target
+        schema = target(root, reference)
     known = dict(schema) if isinstance(schema, Mapping) else {}
     if "type" in parent and "type" not in known:
         known["type"] = parent["type"]

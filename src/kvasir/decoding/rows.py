@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvasir.decoding.grammar_rows import add_mask, bitset, holds
 from kvasir.decoding.penalties import History, banned_by_words
 from kvasir.decoding.steering import Steering
 from kvasir.kernels.sample import GREEDY_BELOW
@@ -38,7 +39,7 @@ class SeatState:
         self.values = _values(p, tokenizer_size)
         ids = [i for i in p.logit_bias if i < tokenizer_size]
         self.bias = (np.asarray(ids, np.int64), np.asarray([p.logit_bias[i] for i in ids], np.float32)) if ids else None
-        self.allowed = None if p.allowed_token_ids is None else _bitset(p.allowed_token_ids, vocab_size)
+        self.allowed = None if p.allowed_token_ids is None else bitset(p.allowed_token_ids, vocab_size)
         self.words = request.bad_words
         self.tail = max((len(word) - 1 for word in self.words), default=0)
         ends = {*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}
@@ -65,6 +66,8 @@ class SeatState:
         self.bound |= steering is not None and steering.bound
         self.follows = self.bound or steering is not None  # wants to hear of committed tokens
         self.forces = self.matcher is not None or (steering is not None and steering.forces)
+        # Whether anything but a grammar may rule out tokens.
+        self.restricted = bool(self.words or self.min_tokens) or self.allowed is not None or steering is not None
         self.always_simple = self.simple(0)
 
     def drop_steering(self) -> None:
@@ -101,8 +104,7 @@ class SeatState:
         elif self.matcher is not None:
             run = self.matcher.forced()
             if steering is not None:
-                other = (i for i in range(len(run)) if (f := steering.force(run[:i])) is not None and f[0] != run[i])
-                run = run[: next(other, len(run))]
+                run = run[: next((i for i, token in enumerate(run) if steering.minds(run[:i], token)), len(run))]
         stop = next((i for i, token in enumerate(run) if token in self.ends or not self._allows(token)), len(run))
         return run[:stop]
 
@@ -111,7 +113,7 @@ class SeatState:
         return self.steering is not None and self.steering.near()
 
     def _allows(self, token: int) -> bool:
-        return self.allowed is None or bool(self.allowed[token // 32] >> (token % 32) & 1)
+        return self.allowed is None or holds(self.allowed, token)
 
     def accepted(self, tokens: list[int]) -> list[int]:
         """Take committed tokens. Returns the numbers of those that a processor forced."""
@@ -122,6 +124,7 @@ class SeatState:
 
     def _advance(self, tokens: list[int]) -> None:
         if self.matcher is not None and not self.matcher.accept(tokens):
+            self.matcher.failed()  # asks the library for its reason
             self.error = f"grammar_error: {self.matcher.error or 'the output left the grammar'}"
 
 
@@ -142,12 +145,6 @@ def _values(p: Any, tokenizer_size: int) -> np.ndarray:
             top_k,
         ]
     )
-
-
-def _bitset(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[list(ids)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 # ---------------------------------------------------------------------------------------------------------- one batch
@@ -239,6 +236,7 @@ class Packer:
     positions: list[int] = field(default_factory=list)
     bias: list[tuple] = field(default_factory=list)
     banned: list[tuple[int, int]] = field(default_factory=list)
+    held: list[tuple[int, int]] = field(default_factory=list)  # banned by ``min_tokens``
     steered: list[tuple] = field(default_factory=list)
     replaced: list[tuple[int, int, int]] = field(default_factory=list)
     counted: list[tuple] = field(default_factory=list)
@@ -341,7 +339,7 @@ class Packer:
         paths = _paths(span, sample)
         for m, path in zip(rows, paths):
             if num_output + len(path) < state.min_tokens:
-                self.banned.extend((m, i) for i in state.ends)
+                self.held.extend((m, i) for i in state.ends)
             if state.bias is not None:
                 self.bias.append((m, *state.bias))
             if state.steering is not None:
@@ -373,17 +371,6 @@ class Packer:
             if len(path) >= span.seq.num_forced:  # the rows before a chain's tokens have them already
                 self.forced.append((m, pushed[0]))
 
-    def _mask(self, m: int, bits: np.ndarray, state: SeatState) -> None:
-        """Add the grammar's mask of a row, unless it forbids the token that a processor forces there."""
-        token, name = self.pushed.get(m, (-1, ""))
-        if token >= 0 and not bits[token // 32] >> (token % 32) & 1:
-            self.errors[m] = f"grammar_error: the grammar forbids token {token}, which the processor '{name}' forces"
-            return
-        if self.banned and state.matcher.is_stopped():  # ``min_tokens`` cannot make a finished output go on
-            eos = set(state.matcher.eos_ids)
-            self.banned = [(row, i) for row, i in self.banned if row != m or i not in eos]
-        self.masks.append((m, bits if state.allowed is None else bits & state.allowed))
-
     def _masks_together(self) -> None:
         """Add the masks of all rows that are the only free one of their span. See ``_grammar_masks``."""
         from kvasir.decoding.matcher import fill_all  # loads the library, which most processes never need
@@ -394,7 +381,7 @@ class Packer:
         good = fill_all([state.matcher for _, _, state, _ in there], bits)
         for (m, _, state, _), mask, filled in zip(there, bits, good):
             if filled:
-                self._mask(m, mask, state)
+                add_mask(self, m, mask, state)
         for (m, seq, state, path), count in zip(self.under_grammar, steps):
             if state.matcher.failed():
                 self.errors[m] = f"grammar_error: {state.matcher.error}"
@@ -418,7 +405,7 @@ class Packer:
             at = path[: shared + matcher.try_accept(path[shared:])]
             bits = np.empty(-(-self.vocab_size // 32), np.int32)
             if len(at) == len(path) and matcher.fill(bits):
-                self._mask(m, bits, state)
+                add_mask(self, m, bits, state)
             if matcher.failed():
                 self.errors.update(dict.fromkeys(rows[n:], f"grammar_error: {matcher.error}"))
                 if path:
@@ -441,7 +428,8 @@ class Packer:
 
     def _rows(self) -> Rows:
         banned, forced = (
-            tuple(np.array(pairs, np.int64).T) if pairs else (_NONE, _NONE) for pairs in (self.banned, self.forced)
+            tuple(np.array(pairs, np.int64).T) if pairs else (_NONE, _NONE)
+            for pairs in (sorted({*self.banned, *self.held}), self.forced)
         )
         masks = (
             (np.array([m for m, _ in self.masks], np.int64), np.stack([bits for _, bits in self.masks]))

@@ -433,7 +433,8 @@ class SampleOutput:
         }
         if errors:  # rows whose allowed tokens the request itself rules out are the request's fault
             rows = batch.rows
-            forbidding = {*rows.banned[0].tolist(), *rows.forced[0].tolist(), *rows.masks[0].tolist()}
+            parts = (rows.banned, rows.steered, rows.replaced, rows.forced, rows.masks)
+            forbidding = {m for part in parts for m in part[0].tolist()}
             errors |= {m: MASKED_ERROR for m in errors if m in forbidding and NEG_INF < largest[m] < INF}
         for m, message in batch.errors.items():
             errors[m] = message

@@ -76,6 +76,12 @@ class Steering:
                 return pair
         return None
 
+    def minds(self, path: list[int], token: int) -> bool:
+        """Whether a row may draw something other than ``token`` where nothing else is left: another token is forced
+        there, or it is exchanged or ruled out."""
+        forced, pair = self.force(path), self.instead(path)
+        return forced is not None and forced[0] != token or pair is not None and pair[0] == token
+
     def run(self) -> list[int]:
         """Return the tokens that must follow the known ones."""
         run: list[int] = []

@@ -22,6 +22,7 @@ from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
+from kvasir.engine.failures import span_failure
 from kvasir.engine.forcing import Forcing, forced_places
 from kvasir.engine.gate import Gate
 from kvasir.engine.grammars import PATIENCE_SECONDS, Grammars, failure, wait_for_one, waited
@@ -45,8 +46,6 @@ from kvasir.models.digest import digest
 from kvasir.models.loader import load_again
 from kvasir.speculation.drafter import Drafter
 from kvasir.types import EngineStats, Event, FinishReason, Load, Plan, Request, Sequence, Span, SpanResult
-
-USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
 
 
 @dataclass(slots=True)
@@ -437,10 +436,9 @@ class Engine:
         return event
 
     def _fail_span(self, seq: Sequence, error: str) -> Event:
-        """Fail the request whose span has failed: the word before the colon of ``error`` is the code."""
+        """Fail the request whose span has failed."""
         log.warning("request %s failed: %s", seq.request.id, error)
-        code = error.split(":")[0]
-        return self._fail(seq.request.id, status=400 if code in USER_FAULTS else 500, code=code, message=error)
+        return self._fail(seq.request.id, **span_failure(seq.request, error))
 
     # ----------------------------------------------------------------------------------------- while nothing is running
 

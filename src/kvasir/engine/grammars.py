@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarProcess
+from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarHost, GrammarProcess
+from kvasir.engine.failures import Failure
 from kvasir.errors import ConfigError, RequestError
 from kvasir.fair_threads import FairThreads
 from kvasir.logs import log
@@ -24,15 +25,6 @@ NUM_TURNS = 3
 PATIENCE_SECONDS = 30.0  # longest wait for a turn
 MAX_KNOWN = 512  # results that are remembered
 WAIT_SECONDS = 0.005  # the longest sleep of a step loop that has nothing to do but wait for a grammar
-
-
-class Failure(TypedDict):
-    """Why a request fails, as the fields of its error event."""
-
-    status: int
-    code: str
-    message: str
-    param: str | None
 
 
 class Grammars:
@@ -55,8 +47,9 @@ class Grammars:
         self._eos_ids = eos_ids
         self._seconds, self._tried_by = seconds, compiler
         self._compiler: Any = None  # built for the first grammar: most processes never need the library
-        self._building = threading.Lock()
+        self._building, self._starting = threading.Lock(), threading.Lock()
         self._lock = threading.Lock()  # guards everything below
+        self._host: GrammarHost | None = None  # started for the first grammar
         self._idle: list[GrammarProcess] = []
         self._busy: set[GrammarProcess] = set()
         self._known: OrderedDict[bytes, RequestError | None] = OrderedDict()  # why grammars are refused, or None
@@ -136,13 +129,22 @@ class Grammars:
                 if process.alive:
                     self._busy.add(process)
                     return process
-        process = GrammarProcess(self._tokenizer_file, self._vocab_size, self._eos_ids, self._seconds, self._tried_by)
+        process = self._open()
         with self._lock:
             self._busy.add(process)
             closed = self._closed
         if closed:
             process.close()
         return process
+
+    def _open(self) -> GrammarProcess:
+        """Another process, of the host that runs or of a new one."""
+        with self._starting:
+            if self._host is None or not self._host.alive:
+                self._host = GrammarHost(
+                    self._tokenizer_file, self._vocab_size, self._eos_ids, self._seconds, self._tried_by
+                )
+            return self._host.open()
 
     def _give_back(self, process: GrammarProcess) -> None:
         with self._lock:
@@ -160,6 +162,9 @@ class Grammars:
         self._threads.close()
         for process in processes:
             process.close()
+        with self._starting:
+            if self._host is not None:
+                self._host.close()
 
 
 def failure(request_id: str, error: BaseException) -> Failure:
