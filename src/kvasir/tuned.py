@@ -377,18 +377,33 @@ GEMV_ONE_ROW = unmeasured(
 )
 F8_GEMV = Tuned(
     (
-        ({"rows": 1, "gated": True}, (8, 512, 8, 1, 1)),
-        ({"rows": 1}, (8, 1024, 4, 1, 1)),
-        ({"rows": 16}, (128, 128, 8, 3, 192)),
-        ({"rows": 64}, (64, 128, 4, 3, 192)),
-        ({}, (64, 64, 8, 3, 1)),
+        ({"coded": True, "rows": 64, "gated": True}, (128, 256, 8, 3, 100)),
+        ({"coded": True, "rows": 32}, (64, 256, 4, 5, 192)),
+        ({"coded": True, "rows": 64}, (64, 256, 4, 5, 96)),
+        ({"coded": True, "gated": True}, (128, 128, 8, 3, 100)),
+        ({"coded": True}, (128, 256, 8, 3, 96)),
+        ({"rows": 16, "gated": True}, (64, 256, 4, 3, 200)),
+        ({"rows": 16}, (64, 256, 4, 5, 256)),
+        ({"rows": 32, "gated": True}, (128, 128, 8, 5, 100)),
+        ({"rows": 32}, (64, 256, 4, 3, 192)),
+        ({}, (128, 128, 8, 5, 96)),
     ),
     "Products of a few rows with FP8 codes: outputs of a program, inputs of a block, warps, stages, and programs for "
-    "which K is split. Measured at 1, 8 and 64 rows of Llama-8B's matrices in blocks; nobody measured more rows.",
+    "which K is split. coded: whether the rows are codes as well. Measured at 1 to 64 rows of Llama-8B's matrices, and "
+    "128 where the rows are codes.",
     ("kvasir.kernels.f8_gemv.choose",),
-    "NVIDIA H100",
-    ("h100/gpu_f8-tiles-wide.json",),
+    "NVIDIA H200",
+    ("h200/gpu_f8-words.json",),
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
+)
+F8_ROWS = Tuned(
+    (16, 64),
+    "With FP8 activations: rows of a product up to which they are read as they are, and up to which the kernel for few "
+    "rows multiplies codes with codes; beyond, the library does.",
+    ("kvasir.layers.formats.f8.ROWS_AS_THEY_ARE", "kvasir.layers.formats.f8.CODED_ROWS"),
+    "NVIDIA H200",
+    ("h200/gpu_f8-words.json",),
+    "python -m tools.kernels f8 RESULT.json --skip-checks",
 )
 CODES_GEMV = Tuned(
     (

@@ -26,10 +26,12 @@ def test_against_the_reference(op, case, dtype, device):
         pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
     if op == "f8 matmul" and dtype == torch.float32 and device != "cpu":
         pytest.skip("the tensor cores' library writes 16 bits")
+    if op == "f8 gemv" and case.coded and dtype == torch.float32 and device != "cpu":
+        pytest.skip("tensor cores for codes keep fewer bits of a sum than fp32 has")
     CHECKS[op][1](case, dtype, device)
 
 
-@pytest.mark.parametrize("rows, config", [(1, Config(4, 32, 1)), (3, Config(16, 32, 1, 2))])
+@pytest.mark.parametrize("rows, config", [(1, Config(16, 32, 1, 2)), (3, Config(32, 32, 2, 3, splits=2))])
 @pytest.mark.parametrize("block", [0, 32])
 def test_every_code_is_multiplied_with_its_own_scale(block, rows, config, device):
     """All 254 codes that are numbers, each alone: a row of x with one 1 reads one weight of every output."""
@@ -44,7 +46,7 @@ def test_every_code_is_multiplied_with_its_own_scale(block, rows, config, device
         assert torch.equal(got, exact(w).float()[:, at].expand(rows, -1))
 
 
-@pytest.mark.parametrize("rows, config", [(1, Config(4, 32, 1)), (3, Config(16, 32, 1, 2))])
+@pytest.mark.parametrize("rows, config", [(1, Config(16, 32, 1, 2)), (3, Config(32, 32, 2, 3, splits=2))])
 @pytest.mark.parametrize("mutation", ["neighbour", "inverse"])
 @pytest.mark.parametrize("block", [0, 32])
 def test_a_wrong_scale_shows(block, mutation, rows, config, device):
