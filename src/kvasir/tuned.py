@@ -421,6 +421,20 @@ CODES_GEMV = Tuned(
     ("h100/gpu_codes-few.json", "h100/gpu_codes-fp6.json"),
     CODE_TILES,
 )
+NIBBLE_GEMV = Tuned(
+    (
+        ({"rows": 16, "gated": True}, (64, 256, 4, 4, 200)),
+        ({"rows": 16}, (64, 256, 4, 5, 256)),
+        ({"gated": True}, (128, 128, 8, 4, 100)),
+        ({}, (128, 128, 8, 5, 96)),
+    ),
+    "Products of a few rows with codes of four bits: outputs of a program, inputs of a block (of ``u4`` a group), warps, "
+    "stages, and programs for which K is split.",
+    ("kvasir.kernels.nibble_gemv.choose",),
+    "NVIDIA H200",
+    ("h200/gpu_codes-words.json",),
+    CODE_TILES,
+)
 FUSED_NORM_ROWS = unmeasured(
     16,
     "Most rows for which a product with codes or FP8 applies the norm itself. Every program does so for its share of "
