@@ -386,7 +386,8 @@ F8_GEMV = Tuned(
         ({"rows": 16}, (64, 256, 4, 5, 256)),
         ({"rows": 32, "gated": True}, (128, 128, 8, 5, 100)),
         ({"rows": 32}, (64, 256, 4, 3, 192)),
-        ({}, (128, 128, 8, 5, 96)),
+        ({"rows": 64}, (128, 128, 8, 5, 96)),
+        ({}, (64, 128, 8, 3, 96)),
     ),
     "Products of a few rows with FP8 codes: outputs of a program, inputs of a block, warps, stages, and programs for "
     "which K is split. coded: whether the rows are codes as well. Measured at 1 to 64 rows of Llama-8B's matrices, and "
@@ -423,13 +424,16 @@ CODES_GEMV = Tuned(
 )
 NIBBLE_GEMV = Tuned(
     (
-        ({"rows": 16, "gated": True}, (64, 256, 4, 4, 200)),
-        ({"rows": 16}, (64, 256, 4, 5, 256)),
-        ({"gated": True}, (128, 128, 8, 4, 100)),
-        ({}, (128, 128, 8, 5, 96)),
+        ({"rows": 8, "gated": True, "layout": "u4"}, (64, 128, 4, 3, 400)),
+        ({"rows": 8, "gated": True}, (64, 256, 4, 3, 200)),
+        ({"rows": 8}, (128, 256, 4, 3, 256)),
+        ({"rows": 16, "gated": True}, (128, 128, 4, 3, 200)),
+        ({"rows": 16}, (64, 128, 4, 5, 512)),
+        ({"rows": 32, "gated": True}, (64, 128, 4, 3, 200)),
+        ({}, (64, 128, 4, 3, 512)),
     ),
-    "Products of a few rows with codes of four bits: outputs of a program, inputs of a block (of ``u4`` a group), warps, "
-    "stages, and programs for which K is split.",
+    "Products of up to 32 rows with codes of four bits, of more in CODES_GEMV: outputs of a program, inputs of a block "
+    "(of ``u4`` a group), warps, stages, and programs for which K is split.",
     ("kvasir.kernels.nibble_gemv.choose",),
     "NVIDIA H200",
     ("h200/gpu_codes-words.json",),

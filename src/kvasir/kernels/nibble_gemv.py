@@ -24,10 +24,10 @@ from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl,
 from kvasir.kernels.activation import ACTIVATIONS, KINDS
 from kvasir.kernels.code_tiles import factor_of, load_bytes, load_scales, scales_of, spread
 from kvasir.kernels.codes_gemv import LAYOUTS, Case, Coded
-from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_rows
+from kvasir.kernels.gemv import UNGATED, Config, finish_rows
 from kvasir.kernels.parts import add_parts, room_for_parts, tickets_of
 
-LEAST_ROWS = 8  # that a tensor core takes
+LEAST_ROWS, MAX_ROWS = 8, 32  # that a tensor core takes; for more rows of x ``codes_gemv`` is as fast
 SHORTEST = 512  # inputs of a split at least
 
 
@@ -209,10 +209,9 @@ def _few_rows_nibbles(x_ptr, w_ptr, w_scale_ptr, more_ptr, y_ptr, part_ptr, tick
 
 
 def takes(w: Coded, block_k: int) -> bool:
-    """Whether ``nibble_gemv`` multiplies these codes ``block_k`` inputs at a time."""
-    if w.layout == "u4":
-        return w.group == block_k and not w.num_inputs % 4
-    return w.layout in ("mxfp4", "nvfp4") and not block_k % w.group and not w.num_inputs % 4
+    """Whether ``nibble_gemv`` multiplies these codes ``block_k`` inputs at a time: a tensor core takes 16 words."""
+    groups = w.group == block_k if w.layout == "u4" else w.layout in ("mxfp4", "nvfp4") and not block_k % w.group
+    return groups and block_k >= 64 and not w.num_inputs % 4
 
 
 def nibble_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, bias_N: torch.Tensor | None = None,
@@ -252,8 +251,11 @@ def nibble_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, bias_N: torch.T
 
 
 def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config | None:
-    """Config for ``num_rows`` rows of codes and ``rows`` rows of x, 1 to 64; None: ``codes_gemv`` multiplies them."""
-    block_n, block_k, warps, stages, programs = tuned.look_up(tuned.NIBBLE_GEMV.value, rows=rows, gated=gated)
+    """Config for ``num_rows`` rows of codes and ``rows`` rows of x; None: ``codes_gemv`` multiplies them."""
+    if rows > MAX_ROWS:
+        return None
+    block_n, block_k, warps, stages, programs = tuned.look_up(
+        tuned.NIBBLE_GEMV.value, rows=rows, gated=gated, layout=w.layout)
     block_k = w.group if w.layout == "u4" else block_k
     if not takes(w, block_k):
         return None
@@ -269,10 +271,9 @@ def grid() -> Iterator[Case]:
         wide = 384 if layout == "u4" else 320  # not whole blocks
         yield Case(layout, group, 1, 33, wide, few, zeros, bias=True, residual=True)
         yield Case(layout, group, 3, 48, 256, few, zeros, activation="silu")
-        yield Case(layout, group, 33, 72, wide, Config(64, 128, 4, 3), zeros, residual=True)
+        yield Case(layout, group, 31, 72, wide, Config(64, 128, 4, 3), zeros, residual=True)
         yield Case(layout, group, 17, 48, 512, Config(32, 128, 2, 3, splits=3), zeros, activation="gelu_tanh", bias=True)
         yield Case(layout, group, 8, 128, 512, Config(64, 128, 4, 3, splits=2), zeros)
     yield Case("u4", 64, 5, 40, 192, Config(16, 64, 1, 2), zeros=True)
-    yield Case("u4", 32, 2, 40, 96, Config(16, 32, 1, 2), residual=True)
-    yield Case("mxfp4", 32, 64, 136, 512, Config(128, 256, 8, 3), activation="silu")
+    yield Case("mxfp4", 32, 32, 136, 512, Config(64, 256, 4, 2), activation="silu")
     yield Case("nvfp4", 16, 0, 16, 256, few)
