@@ -41,8 +41,9 @@ def check_planes(case: f8.Case, dtype: torch.dtype, device: str) -> float:
     else:
         assert (codes.float() != want.float()).float().mean() < 1e-3, "a division may be off by one unit at a tie"
     norm = draw(case.inputs), 1e-5
-    (codes_n, scale_n), (want_n, wanted_n) = f8.quantise_rows(x, group, norm=norm), f8.quantise_rows(
-        rms_norm(x, *norm), group
+    (codes_n, scale_n), (want_n, wanted_n) = (
+        f8.quantise_rows(x, group, norm=norm),
+        f8.quantise_rows(rms_norm(x, *norm), group),
     )
     torch.testing.assert_close(scale_n, wanted_n, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=0)
     assert (codes_n.float() != want_n.float()).float().mean() < (0.1 if dtype == torch.bfloat16 else 0.01)

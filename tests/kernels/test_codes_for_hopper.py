@@ -28,7 +28,9 @@ def compiler():
 
 
 @pytest.mark.parametrize("kind", [-1, 0])
-@pytest.mark.parametrize("rows, width, coded", [(8, 4096, False), (16, 64, False), (128, 4096, False), (64, 4096, True)])
+@pytest.mark.parametrize(
+    "rows, width, coded", [(8, 4096, False), (16, 64, False), (128, 4096, False), (64, 4096, True)]
+)
 def test_few_rows_of_f8(rows, width, coded, kind, compiler):
     """Numbers are made where tensor cores read them: nothing is stored into shared memory but rows, and none spills."""
     outputs = 14336 if kind >= 0 else 4096

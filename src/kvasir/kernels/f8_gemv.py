@@ -27,7 +27,7 @@ import torch
 from kvasir import tuned
 from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS
-from kvasir.kernels.code_tiles import halves_of, multiply_add
+from kvasir.kernels.code_tiles import multiply_add
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_rows, gemv_reference
 from kvasir.kernels.parts import add_parts, room_for_parts, tickets_of

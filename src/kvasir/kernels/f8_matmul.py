@@ -86,8 +86,8 @@ def _matmul_f8(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, num_rows, N, K, 
 
 def f8_matmul(x_TK: torch.Tensor, w: F8, tile: Tile | None = None, norm: tuple[torch.Tensor, float] | None = None
               ) -> torch.Tensor:
-    """Compute ``f8_matmul_reference`` on a GPU with FP8 tensor cores, or blocks in the interpreter. ``norm``: weight [K]
-    and eps of an RMS norm of x."""
+    """Compute ``f8_matmul_reference`` on a GPU with FP8 tensor cores, or blocks in the interpreter. ``norm``: weight
+    [K] and eps of an RMS norm of x."""
     (rows, inputs), outputs = x_TK.shape, w.codes.shape[0]
     if norm is not None and not x_TK.is_cuda:  # the interpreter rounds to other codes
         x_TK, norm = rms_norm(x_TK, *norm), None

@@ -272,7 +272,8 @@ def grid() -> Iterator[Case]:
         yield Case(layout, group, 1, 33, wide, few, zeros, bias=True, residual=True)
         yield Case(layout, group, 3, 48, 256, few, zeros, activation="silu")
         yield Case(layout, group, 31, 72, wide, Config(64, 128, 4, 3), zeros, residual=True)
-        yield Case(layout, group, 17, 48, 512, Config(32, 128, 2, 3, splits=3), zeros, activation="gelu_tanh", bias=True)
+        yield Case(layout, group, 17, 48, 512, Config(32, 128, 2, 3, splits=3), zeros, activation="gelu_tanh",
+                   bias=True)
         yield Case(layout, group, 8, 128, 512, Config(64, 128, 4, 3, splits=2), zeros)
     yield Case("u4", 64, 5, 40, 192, Config(16, 64, 1, 2), zeros=True)
     yield Case("mxfp4", 32, 32, 136, 512, Config(64, 256, 4, 2), activation="silu")

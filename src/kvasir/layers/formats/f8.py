@@ -2,8 +2,8 @@
 
 A product of up to 256 rows streams the codes and computes with exactly the dequantised weights. Products of more rows
 dequantise the matrix into scratch memory. With ``--activation-dtype fp8``, products of more than 16 rows quantise these
-as well, in the pass that applies the norm, and multiply on FP8 tensor cores. On a CPU, and in exact mode, a product dequantises a tile of outputs at a
-time; no copy is kept.
+as well, in the pass that applies the norm, and multiply on FP8 tensor cores. On a CPU, and in exact mode, a product
+dequantises a tile of outputs at a time; no copy is kept.
 
 Legend: T rows, K inputs, N outputs.
 """
@@ -24,7 +24,6 @@ from kvasir.kernels.gemv import Config as Launch
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.products import finish, linear
 from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
-from kvasir.layers.weights import Placement
 
 SCALE = "scale"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
