@@ -102,11 +102,13 @@ Product = Callable[..., torch.Tensor]
 Ranks = defaultdict[tuple[str, int, bool], defaultdict[tuple[int, int, int, int], dict[str, float]]]
 
 
-def products(w: Coded, rows: int, n: int, is_gated: bool) -> list[tuple[Product, Config]]:
-    """What is timed for so many rows: what the engine takes, each kernel's own choice, and every shape of tile."""
+def products(w: Coded, rows: int, n: int, is_gated: bool, search: bool) -> list[tuple[Product, Config]]:
+    """What is timed for so many rows: what the engine takes, each kernel's own choice, and with ``search`` every shape of tile."""
     first = nibble_gemv.choose(rows, n, w, is_gated)
     found: list[tuple[Product, Config]] = [] if first is None else [(nibble_gemv.nibble_gemv, first)]
     found += [(codes_gemv.codes_gemv, codes_gemv.choose(rows, n, w, is_gated))]
+    if not search:
+        return found
     if first is not None:
         found += [(nibble_gemv.nibble_gemv, config) for config in NIBBLES if nibble_gemv.takes(w, config.block_k)]
     found += [(codes_gemv.codes_gemv, config) for config in configs(rows) if usable(w, config)]
@@ -138,14 +140,14 @@ def usable(w: Coded, config: Config) -> bool:
     return not w.group or config.block_k % w.group == 0
 
 
-def compile_few(spec: str, rows: int, k: int, is_gated: bool) -> None:
+def compile_few(spec: str, rows: int, k: int, is_gated: bool, search: bool) -> None:
     """Launch every shape of tile once: what is compiled lies in Triton's cache on disk then."""
     try:
         (w,) = coded(spec, 512, k, 0)
     except ConfigError:
         return
     x = torch.randn(rows, k, dtype=BF16, device=GPU)
-    for product, config in products(w, rows, w.codes.shape[0], is_gated):
+    for product, config in products(w, rows, w.codes.shape[0], is_gated, search):
         if product is nibble_gemv.nibble_gemv or config.splits <= 2:
             product(x, w, config, activation="silu" if is_gated else None)
 
@@ -162,7 +164,9 @@ def draw(target: torch.Tensor, bounds: tuple[float, float] | None) -> None:
         target.fill_(bounds[0])
 
 
-def time_few(report: Report, spec: str, name: str, all_rows: Iterable[int], bandwidth: float, best: Ranks) -> None:
+def time_few(
+    report: Report, spec: str, name: str, all_rows: Iterable[int], bandwidth: float, best: Ranks, search: bool
+) -> None:
     """Products of a few rows: every shape of tile, and bf16 as the engine computes it."""
     n, k, is_gated = MATRICES[name]
     activation = "silu" if is_gated else None
@@ -176,7 +180,7 @@ def time_few(report: Report, spec: str, name: str, all_rows: Iterable[int], band
     for rows in all_rows:
         x = torch.randn(rows, k, dtype=BF16, device=GPU)
         spent: dict[tuple[Product, Config], float] = {}
-        tried_out = products(matrices[0], rows, n, is_gated)
+        tried_out = products(matrices[0], rows, n, is_gated, search)
         for product, config in tried_out:
             calls: list[Callable[[], Any]] = [partial(product, x, w, config, activation=activation) for w in matrices]
             if (found := tried((spec, name, rows, config), partial(each, calls))) is not None:
@@ -322,6 +326,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--chosen", action="store_true", help="time what the engine takes, and no other shape")
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--skip-few", action="store_true")
     parser.add_argument("--skip-experts", action="store_true")
@@ -338,7 +343,9 @@ def run(options: argparse.Namespace) -> int:
     compiling: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     for spec in options.formats:
         if not options.skip_few:
-            compiling += [(compile_few, (spec, rows, *kind)) for rows in options.rows for kind in kinds]
+            compiling += [
+                (compile_few, (spec, rows, *kind, not options.chosen)) for rows in options.rows for kind in kinds
+            ]
         if not options.skip_experts:
             compiling += [(compile_experts, (spec, rows)) for rows in expert_rows]
     check_grids(report, __name__, {} if options.skip_checks else GRIDS, compiling)
@@ -350,6 +357,6 @@ def run(options: argparse.Namespace) -> int:
         best: Ranks = defaultdict(lambda: defaultdict(dict))
         for spec in options.formats:
             for name in names:
-                time_few(report, spec, name, options.rows, bandwidth, best)
+                time_few(report, spec, name, options.rows, bandwidth, best, not options.chosen)
         print_best(best)
     return report.end()

@@ -53,9 +53,10 @@ def made(n: int, k: int, block: int, cold: int = COLD_BYTES) -> list[F8]:
     return found
 
 
-def time_few(report: Report, name: str, block: int, all_rows: list[int]) -> None:
+def time_few(report: Report, name: str, block: int, all_rows: list[int], search: bool) -> None:
     """Products of a few rows with one matrix: every shape of tile, and bf16 as the engine computes it today. From 17
-    rows on also of rows that are codes, whose quantisation is timed apart."""
+    rows on also of rows that are codes, whose quantisation is timed apart. Without ``search`` only the shape that is
+    taken."""
     n, k, fused = MATRICES[name]
     weights = made(n, k, block)
     plain = [torch.randn(n, k, device="cuda", dtype=BF16) for _ in range(max(2, len(weights) // 2))]
@@ -64,7 +65,7 @@ def time_few(report: Report, name: str, block: int, all_rows: list[int]) -> None
         for coded in (False, True) if rows > 16 else (False,):
             chosen = f8_gemv.choose(rows, n, k, block, "activation" in fused, coded)
             spent = {}
-            for config in dict.fromkeys([chosen, *FEW]):
+            for config in dict.fromkeys([chosen, *(FEW if search else [])]):
                 if block and config.block_k > block:
                     continue
                 measure = partial(few_seconds, rows, weights, config, fused, coded)
@@ -164,6 +165,7 @@ def time_prompts(report: Report, name: str, block: int) -> None:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--chosen", action="store_true", help="time what the engine takes, and no other shape")
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--skip-few", action="store_true")
     parser.add_argument("--skip-prompts", action="store_true")
@@ -178,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
     for block in (128, 0):
         for name in MATRICES:
             if not options.skip_few:
-                time_few(report, name, block, options.rows)
+                time_few(report, name, block, options.rows, not options.chosen)
             if not options.skip_prompts:
                 time_prompts(report, name, block)
     return report.end()
