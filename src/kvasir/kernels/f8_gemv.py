@@ -1,6 +1,8 @@
 """y = x W^T for up to 128 rows of x and weights in FP8. The time is that of streaming the codes once.
 
-Bias, gate and residual are fused in. K is split where the tiles of outputs would leave most of the GPU idle
+Bias, gate and residual are fused in, and for one row the norm before. One row has a kernel without tensor cores: many
+small programs, which the next kernel may overlap. Its scale multiplies x, once a program and in fp32. For more rows K is
+split where the tiles of outputs would leave most of the GPU idle
 (``kernels.parts``). The next kernel may start when a program has read all its weights, and not before: one that starts
 early takes places of this one's programs, which are then spread unevenly over the multiprocessors (on an H200 that cost
 7 of 30 microseconds).
@@ -27,14 +29,17 @@ import torch
 from kvasir import tuned
 from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS
-from kvasir.kernels.code_tiles import multiply_add
+from kvasir.kernels.code_tiles import inputs_of, multiply_add, prefetch
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
-from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_rows, gemv_reference
+from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_row, finish_rows, gemv_reference
 from kvasir.kernels.parts import add_parts, room_for_parts, tickets_of
 
 LAUNCH_ROWS = 2 * MAX_ROWS  # rows of x that one launch takes
 LEAST_ROWS = 8  # that a tensor core takes
 SHORTEST = 512  # inputs of a split at least
+import os
+SECTORS = int(os.environ.get('SECT', '0'))
+EARLY = os.environ.get('EARLY') == '1'
 
 
 def f8_gemv_reference(x_TK: torch.Tensor, w: F8, **options: object) -> torch.Tensor:
@@ -148,12 +153,111 @@ def _finish(acc, acc_up, n, m, x_scale_ptr, w_scale_ptr, y_ptr, part_ptr, ticket
                     residual_row, OUT, K, False, False, BIAS, KIND, RESIDUAL)
 
 
+@jit
+def _wide_numbers(words, ASM: tl.constexpr):
+    """The numbers fp32 of two codes each: of the even and of the odd inputs."""
+    if ASM:
+        halves = tl.inline_asm_elementwise("cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [words], dtype=tl.int32, is_pure=True,
+                                           pack=1)
+        even = (halves & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        odd = (halves >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        even = from_e4m3((words & 255).to(tl.uint8), tl.float32)
+        odd = from_e4m3((words >> 8).to(tl.uint8), tl.float32)
+    return even.to(tl.float32), odd.to(tl.float32)
+
+
+@jit
+def _add_row(acc, w, even, odd, s_at, j, columns, B: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of a block of words and the inputs of one row, times the scales of these from ``s_at`` on."""
+    if B:
+        s = tl.load(s_at + 2 * j // B, mask=j < columns, other=0.0)
+        even *= s
+        odd *= s
+    w_even, w_odd = _wide_numbers(w, ASM)
+    acc += w_even * even[None, :]
+    acc += w_odd * odd[None, :]
+    return acc
+
+
+@jit
+def _row_inputs(x_ptr, scale_ptr, j, columns, squares, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
+    """The even and the odd inputs of words j of one row in fp32, times the norm's weight, and the running squares."""
+    even, odd = inputs_of(x_ptr, j, columns, 2, WHOLE_K)
+    if NORM:
+        squares += even * even + odd * odd
+        scale, scale_odd = inputs_of(scale_ptr, j, columns, 2, WHOLE_K)
+        even *= scale
+        odd *= scale_odd
+    return even, odd, squares
+
+
+@jit
+def _one_row_f8(x_ptr, w_ptr, w_scale_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, WHOLE: tl.constexpr,
+                B: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+                PDL: tl.constexpr, ASM: tl.constexpr):
+    """``BLOCK_N`` outputs of one row: running products of words of two codes, summed at the end. B 0: a scale for each
+    output; else ``BLOCK_N`` divides B."""
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    WORDS: tl.constexpr = BLOCK_K // 2
+    j = tl.arange(0, WORDS)
+    columns = K // 2
+    live = n < OUT
+    words = w_ptr.to(tl.pointer_type(tl.int16))
+    at = words + n.to(tl.int64)[:, None] * columns
+    up_at = words + (n.to(tl.int64) + OUT)[:, None] * columns
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = _codes(at, live, j, columns, WHOLE)
+    if KIND >= 0:
+        w_up = _codes(up_at, live, j, columns, WHOLE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    s_at, s_up_at = w_scale_ptr, w_scale_ptr
+    if B:
+        s_at += first // B * ((K + B - 1) // B)
+        s_up_at += (first + OUT) // B * ((K + B - 1) // B)
+    last = (columns - 1) // WORDS * WORDS
+    squares = tl.zeros([WORDS], tl.float32)
+    acc = tl.zeros([BLOCK_N, WORDS], tl.float32)
+    acc_up = acc
+    for j0 in range(0, last, WORDS):
+        ahead = _codes(at, live, j0 + WORDS + j, columns, WHOLE)  # is on its way while this block is multiplied
+        if KIND >= 0:
+            ahead_up = _codes(up_at, live, j0 + WORDS + j, columns, WHOLE)
+        even, odd, squares = _row_inputs(x_ptr, scale_ptr, j0 + j, columns, squares, WHOLE_K, NORM)
+        acc = _add_row(acc, w, even, odd, s_at, j0 + j, columns, B, ASM)
+        w = ahead
+        if KIND >= 0:
+            acc_up = _add_row(acc_up, w_up, even, odd, s_up_at, j0 + j, columns, B, ASM)
+            w_up = ahead_up
+    even, odd, squares = _row_inputs(x_ptr, scale_ptr, last + j, columns, squares, WHOLE_K, NORM)
+    acc = _add_row(acc, w, even, odd, s_at, last + j, columns, B, ASM)
+    if KIND >= 0:
+        acc_up = _add_row(acc_up, w_up, even, odd, s_up_at, last + j, columns, B, ASM)
+    y = tl.sum(acc, 1)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y *= factor
+    if not B:
+        y *= tl.load(w_scale_ptr + n, mask=live, other=0.0)
+    up = y
+    if KIND >= 0:
+        up = tl.sum(acc_up, 1) * factor
+        if not B:
+            up *= tl.load(w_scale_ptr + OUT + n, mask=live, other=0.0)
+    finish_row(y, up, n, y_ptr, bias_ptr, residual_ptr, OUT, BIAS, KIND, RESIDUAL)
+
+
 @jit(do_not_specialize=["rows"])
 def _few_rows_f8(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, tickets_ptr, bias_ptr, residual_ptr, rows,
                  x_row, y_row, residual_row, share, OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, WHOLE_K: tl.constexpr,
                  WHOLE: tl.constexpr, B: tl.constexpr, CODES: tl.constexpr, FAST: tl.constexpr, BIAS: tl.constexpr,
-                 KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+                 KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, SECTORS: tl.constexpr, EARLY: tl.constexpr):
     """``BLOCK_N`` outputs of every row, over ``share`` of K. B 0: a scale for each output; else ``BLOCK_N`` and
     ``BLOCK_K`` divide B. CODES: x is codes, with ``x_scale`` [T] or [T, G]; FAST: see ``_numbers``, and with CODES the
     tensor cores take them."""
@@ -170,6 +274,13 @@ def _few_rows_f8(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, ticket
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     acc_up = acc
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        if SECTORS:
+            inside = tl.minimum(n, OUT - 1).to(tl.int64)[:, None]
+            prefetch(w_ptr + inside * K, start, K, SECTORS)
+            if KIND >= 0:
+                prefetch(w_ptr + (inside + OUT) * K, start, K, SECTORS)
         tl.extra.cuda.gdc_wait()
     if CODES:
         at = w_ptr + n.to(tl.int64)[:, None] * K
@@ -200,17 +311,18 @@ def _few_rows_f8(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, ticket
             if KIND >= 0:
                 acc_up = _add_words(acc_up, _codes(up_at, live, j0 + j, columns, WHOLE), even, odd, s_up_at, j0, B,
                                     FAST)
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     _finish(acc, acc_up, n, m, x_scale_ptr, w_scale_ptr, y_ptr, part_ptr, tickets_ptr, bias_ptr, residual_ptr, rows,
             y_row, residual_row, OUT, K, ROWS, BLOCK_N, SPLITS, B, CODES, FAST and not CODES, BIAS, KIND, RESIDUAL)
 
 
-def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, x_scale: torch.Tensor | None = None,
-            bias_N: torch.Tensor | None = None, activation: str | None = None,
+def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
+            x_scale: torch.Tensor | None = None, bias_N: torch.Tensor | None = None, activation: str | None = None,
             residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None,
             dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Compute ``f8_gemv_reference`` in one launch. ``residual_TO`` is overwritten with the result, and returned.
+    """Compute ``f8_gemv_reference`` in one launch. ``residual_TO`` is overwritten with the result, and returned. One row
+    takes the kernel without tensor cores when ``config.block_n`` is below 16; only then may there be a ``norm``.
     ``x_scale``: x is codes of ``f8.quantise_rows``, and these are their scales [T, G], with G 1 where the weights have
     a scale an output; ``dtype`` is the result's then. ``out_TO``: memory for the result, of any dtype."""
     (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
@@ -219,7 +331,8 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, x_scale: torch.Tensor 
     outputs = num_rows if activation is None else num_rows // 2
     assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
         "the residual is as the result"
-    assert not w.block or w.block % config.block_n == 0 and w.block % config.block_k == 0, \
+    few = config.block_n >= 16
+    assert not w.block or w.block % config.block_n == 0 and (not few or w.block % config.block_k == 0), \
         "a step of a program has one scale"
     assert not w.block or activation is None or outputs % w.block == 0, "gate and up begin with a block"
     y_TO = residual_TO if residual_TO is not None else out_TO
@@ -227,25 +340,32 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, x_scale: torch.Tensor 
         y_TO = torch.empty(rows, outputs, dtype=dtype or x_TK.dtype, device=x_TK.device)
     if rows == 0:
         return y_TO
-    coded = x_scale is not None
+    coded, gated, early = x_scale is not None, activation is not None, pdl(x_TK.device)
+    whole, tiles = width % config.block_k == 0, cdiv(outputs, config.block_n)
+    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WHOLE_K": whole,
+             "WHOLE": whole and outputs % config.block_n == 0, "B": w.block, "BIAS": bias_N is not None,
+             "KIND": KINDS[ACTIVATIONS[activation]] if gated else UNGATED, "RESIDUAL": residual_TO is not None,
+             "PDL": early, "num_warps": config.warps, "launch_pdl": early}
+    bias = w.scale if bias_N is None else bias_N
+    if not few:
+        assert rows == 1 and config.splits == 1 and not coded, "blocks below 16 are for one row, unsplit"
+        assert width % 2 == 0 and x_TK.data_ptr() % 4 == 0, "two inputs are one word"
+        scale, eps = (x_TK, 0.0) if norm is None else norm
+        _one_row_f8[(tiles,)](x_TK, w.bytes, w.scale, y_TO, scale, bias, y_TO, eps, ASM=not INTERPRETED,
+                              NORM=norm is not None, **shape)
+        return y_TO
+    assert norm is None, "a norm is for one row"
     fast = not INTERPRETED and (coded or x_TK.dtype == torch.bfloat16)
     assert coded or width % 2 == 0 and (not fast or x_TK.stride(0) % 2 == 0 and x_TK.data_ptr() % 4 == 0), \
         "two inputs are one word"
     x = x_TK.view(torch.uint8) if coded else x_TK
-    whole = width % config.block_k == 0
     share = cdiv(cdiv(width, config.block_k), config.splits) * config.block_k
-    splits = cdiv(width, share)  # none of them empty
-    tiles, tile_rows = cdiv(outputs, config.block_n), max(LEAST_ROWS, next_power_of_2(rows))
-    gated = activation is not None
-    early = pdl(x_TK.device)
+    splits, tile_rows = cdiv(width, share), max(LEAST_ROWS, next_power_of_2(rows))  # no split is empty
+    part = room_for_parts(tiles, splits, config.block_n * tile_rows * (1 + gated), w.scale)
     _few_rows_f8[(tiles, splits)](
-        x, x_scale if coded else w.scale, w.bytes, w.scale, y_TO,
-        room_for_parts(tiles, splits, config.block_n * tile_rows * (1 + gated), w.scale), tickets_of(x_TK.device),
-        w.scale if bias_N is None else bias_N, y_TO, rows, x.stride(0), y_TO.stride(0), y_TO.stride(0), share, outputs,
-        width, ROWS=tile_rows, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, SPLITS=splits,
-        WHOLE_K=whole, WHOLE=whole and outputs % config.block_n == 0, B=w.block, CODES=coded, FAST=fast,
-        BIAS=bias_N is not None, KIND=KINDS[ACTIVATIONS[activation]] if gated else UNGATED,
-        RESIDUAL=residual_TO is not None, PDL=early, num_warps=config.warps, launch_pdl=early)
+        x, x_scale if coded else w.scale, w.bytes, w.scale, y_TO, part, tickets_of(x_TK.device), bias, y_TO, rows,
+        x.stride(0), y_TO.stride(0), y_TO.stride(0), share, ROWS=tile_rows, STAGES=config.stages, SPLITS=splits,
+        CODES=coded, FAST=fast, SECTORS=SECTORS, EARLY=EARLY, **shape)
     return y_TO
 
 
@@ -255,7 +375,9 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, x_scale: torch.Tensor 
 def choose(rows: int, num_rows: int, width: int, block: int, gated: bool = False, coded: bool = False) -> Config:
     """Config for codes [N, K] and ``rows`` rows of x, 1 to 128. ``coded``: x is codes as well."""
     block_n, block_k, warps, stages, programs = tuned.look_up(
-        tuned.F8_GEMV.value, rows=rows, gated=gated, coded=coded, weights=num_rows * width)
+        tuned.F8_GEMV.value, rows=max(rows, 1 + width % 2), gated=gated, coded=coded)
+    if block_n < 16:
+        return Config(block_n, min(block_k, next_power_of_2(width)), warps)
     if block:
         block_n, block_k = min(block_n, block), min(block_k, block)
     outputs, splits = num_rows // 2 if gated else num_rows, 1

@@ -172,6 +172,8 @@ class Eight(WeightFormat):
         if coded:
             codes, scale = f8.quantise_rows(x, w.block or x.shape[1], norm=parameters)
             return codes, config, {"x_scale": scale, "dtype": x_TK.dtype}
+        if config.block_n < 16:  # the kernel for one row applies the norm itself
+            return x, config, {"norm": parameters}
         return x if parameters is None else norm(x), config, {}
 
     @staticmethod
