@@ -401,8 +401,8 @@ F8_GEMV = Tuned(
 )
 F8_ROWS = Tuned(
     (16, 64),
-    "With FP8 activations: rows of a product up to which they are read as they are, and up to which the kernel for few "
-    "rows multiplies codes with codes; beyond, the library does.",
+    "With FP8 activations: rows of a product up to which they are read as they are where weights have a scale a channel, "
+    "and up to which the kernel for few rows multiplies them; beyond, the library does.",
     ("kvasir.layers.formats.f8.ROWS_AS_THEY_ARE", "kvasir.layers.formats.f8.CODED_ROWS"),
     "NVIDIA H200",
     ("h200/gpu_f8-words.json",),
@@ -434,8 +434,17 @@ NIBBLE_GEMV = Tuned(
         ({"rows": 32, "gated": True}, (64, 128, 4, 3, 200)),
         ({}, (64, 128, 4, 3, 512)),
     ),
-    "Products of up to 32 rows with codes of four bits, of more in CODES_GEMV: outputs of a program, inputs of a block "
-    "(of ``u4`` a group), warps, stages, and programs for which K is split.",
+    "Products of the rows in NIBBLE_ROWS with codes of four bits: outputs of a program, inputs of a block (of ``u4`` a "
+    "group), warps, stages, and programs for which K is split. CODES_GEMV has the others.",
+    ("kvasir.kernels.nibble_gemv.choose",),
+    "NVIDIA H200",
+    ("h200/gpu_codes-words.json",),
+    CODE_TILES,
+)
+NIBBLE_ROWS = Tuned(
+    (8, 32),
+    "Most rows of a product that the kernel for words of four bits multiplies: without and with zero points. Beyond, "
+    "the other kernel is quicker, or nobody measured both.",
     ("kvasir.kernels.nibble_gemv.choose",),
     "NVIDIA H200",
     ("h200/gpu_codes-words.json",),

@@ -62,6 +62,7 @@ def check_gemv(case: f8_gemv.Case, dtype: torch.dtype, device: str) -> float:
     x = draw(case.rows, case.width + 8)[:, : case.width]
     w = weights(draw, num_rows, case.width, block=case.block)
     extra = {
+        "norm": (draw(case.width), 1e-5) if case.norm else None,
         "bias_N": draw(num_rows) if case.bias else None,
         "residual_TO": draw(case.rows, case.outputs) if case.residual else None,
     }
@@ -73,7 +74,10 @@ def check_gemv(case: f8_gemv.Case, dtype: torch.dtype, device: str) -> float:
         read = given.double() * coded["x_scale"].double().repeat_interleave(group, 1)[:, : case.width]
 
     def run(precision: torch.dtype) -> torch.Tensor:
-        wide = {k: v if v is None else v.to(precision) for k, v in extra.items()}
+        wide = {
+            k: v if v is None else (v[0].to(precision), v[1]) if k == "norm" else v.to(precision)
+            for k, v in extra.items()
+        }
         matrix = exact(w) if precision == torch.float64 else f8.dequantise_reference(w, precision)
         return gemv_reference(read.to(precision), matrix, activation=case.activation, **wide)
 

@@ -52,6 +52,8 @@ def test_few_rows_of_four_bits(rows, kind, layout, zeros, compiler):
     group, width, outputs = WIDE[layout], 4096, 4096
     planes = (torch.empty(shape, device="meta") for shape in ((2 * outputs, width // 2), (0,)))
     w = Coded(layout, *planes, torch.empty(0) if zeros else None, group)
+    if rows > 8 and not zeros:
+        pytest.skip("codes_gemv multiplies them")
     config = nibble_gemv.choose(rows, 2 * outputs if kind >= 0 else outputs, w, kind >= 0)
     sizes = dict.fromkeys(("OUT", "y_row", "residual_row"), outputs) | {"K": width, "x_row": width, "G": width // group}
     constants = {"ROWS": max(8, rows), "BLOCK_N": config.block_n, "WORDS": config.block_k // 4, "GROUP": group,

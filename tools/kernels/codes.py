@@ -103,7 +103,8 @@ Ranks = defaultdict[tuple[str, int, bool], defaultdict[tuple[int, int, int, int]
 
 
 def products(w: Coded, rows: int, n: int, is_gated: bool, search: bool) -> list[tuple[Product, Config]]:
-    """What is timed for so many rows: what the engine takes, each kernel's own choice, and with ``search`` every shape of tile."""
+    """What is timed for so many rows: what the engine takes, what each kernel would take, and with ``search`` every
+    shape of tile."""
     first = nibble_gemv.choose(rows, n, w, is_gated)
     found: list[tuple[Product, Config]] = [] if first is None else [(nibble_gemv.nibble_gemv, first)]
     found += [(codes_gemv.codes_gemv, codes_gemv.choose(rows, n, w, is_gated))]

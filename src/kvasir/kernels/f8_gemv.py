@@ -1,11 +1,11 @@
 """y = x W^T for up to 128 rows of x and weights in FP8. The time is that of streaming the codes once.
 
 Bias, gate and residual are fused in, and for one row the norm before. One row has a kernel without tensor cores: many
-small programs, which the next kernel may overlap. Its scale multiplies x, once a program and in fp32. For more rows K is
-split where the tiles of outputs would leave most of the GPU idle
-(``kernels.parts``). The next kernel may start when a program has read all its weights, and not before: one that starts
-early takes places of this one's programs, which are then spread unevenly over the multiprocessors (on an H200 that cost
-7 of 30 microseconds).
+small programs, which the next kernel may overlap; a block's scale multiplies x there, once a program and in fp32.
+
+For more rows K is split where the tiles of outputs would leave most of the GPU idle (``kernels.parts``). The next
+kernel may start when a program has read all its weights, and not before: one that starts early takes places of this
+one's programs, which are then spread unevenly over the multiprocessors (on an H200 that cost 7 of 30 microseconds).
 
 Codes are read as *words* of two. In bf16 integer operations put the bits of an even and an odd code in a number's
 places, with an exponent 120 too low: x is multiplied by 2^60, which is exact, and so are the sums afterwards. That is a
@@ -29,7 +29,7 @@ import torch
 from kvasir import tuned
 from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS
-from kvasir.kernels.code_tiles import inputs_of, multiply_add, prefetch
+from kvasir.kernels.code_tiles import inputs_of, multiply_add
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
 from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_row, finish_rows, gemv_reference
 from kvasir.kernels.parts import add_parts, room_for_parts, tickets_of
@@ -37,9 +37,6 @@ from kvasir.kernels.parts import add_parts, room_for_parts, tickets_of
 LAUNCH_ROWS = 2 * MAX_ROWS  # rows of x that one launch takes
 LEAST_ROWS = 8  # that a tensor core takes
 SHORTEST = 512  # inputs of a split at least
-import os
-SECTORS = int(os.environ.get('SECT', '0'))
-EARLY = os.environ.get('EARLY') == '1'
 
 
 def f8_gemv_reference(x_TK: torch.Tensor, w: F8, **options: object) -> torch.Tensor:
@@ -257,7 +254,7 @@ def _few_rows_f8(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, ticket
                  x_row, y_row, residual_row, share, OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, WHOLE_K: tl.constexpr,
                  WHOLE: tl.constexpr, B: tl.constexpr, CODES: tl.constexpr, FAST: tl.constexpr, BIAS: tl.constexpr,
-                 KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, SECTORS: tl.constexpr, EARLY: tl.constexpr):
+                 KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK_N`` outputs of every row, over ``share`` of K. B 0: a scale for each output; else ``BLOCK_N`` and
     ``BLOCK_K`` divide B. CODES: x is codes, with ``x_scale`` [T] or [T, G]; FAST: see ``_numbers``, and with CODES the
     tensor cores take them."""
@@ -274,13 +271,6 @@ def _few_rows_f8(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, ticket
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     acc_up = acc
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        if SECTORS:
-            inside = tl.minimum(n, OUT - 1).to(tl.int64)[:, None]
-            prefetch(w_ptr + inside * K, start, K, SECTORS)
-            if KIND >= 0:
-                prefetch(w_ptr + (inside + OUT) * K, start, K, SECTORS)
         tl.extra.cuda.gdc_wait()
     if CODES:
         at = w_ptr + n.to(tl.int64)[:, None] * K
@@ -311,7 +301,7 @@ def _few_rows_f8(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, part_ptr, ticket
             if KIND >= 0:
                 acc_up = _add_words(acc_up, _codes(up_at, live, j0 + j, columns, WHOLE), even, odd, s_up_at, j0, B,
                                     FAST)
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     _finish(acc, acc_up, n, m, x_scale_ptr, w_scale_ptr, y_ptr, part_ptr, tickets_ptr, bias_ptr, residual_ptr, rows,
             y_row, residual_row, OUT, K, ROWS, BLOCK_N, SPLITS, B, CODES, FAST and not CODES, BIAS, KIND, RESIDUAL)
@@ -321,8 +311,8 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
             x_scale: torch.Tensor | None = None, bias_N: torch.Tensor | None = None, activation: str | None = None,
             residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None,
             dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Compute ``f8_gemv_reference`` in one launch. ``residual_TO`` is overwritten with the result, and returned. One row
-    takes the kernel without tensor cores when ``config.block_n`` is below 16; only then may there be a ``norm``.
+    """Compute ``f8_gemv_reference`` in one launch. ``residual_TO`` is overwritten with the result, and returned. One
+    row takes the kernel without tensor cores when ``config.block_n`` is below 16; only then may there be a ``norm``.
     ``x_scale``: x is codes of ``f8.quantise_rows``, and these are their scales [T, G], with G 1 where the weights have
     a scale an output; ``dtype`` is the result's then. ``out_TO``: memory for the result, of any dtype."""
     (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
@@ -365,7 +355,7 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
     _few_rows_f8[(tiles, splits)](
         x, x_scale if coded else w.scale, w.bytes, w.scale, y_TO, part, tickets_of(x_TK.device), bias, y_TO, rows,
         x.stride(0), y_TO.stride(0), y_TO.stride(0), share, ROWS=tile_rows, STAGES=config.stages, SPLITS=splits,
-        CODES=coded, FAST=fast, SECTORS=SECTORS, EARLY=EARLY, **shape)
+        CODES=coded, FAST=fast, **shape)
     return y_TO
 
 
@@ -395,6 +385,7 @@ class Case:
     width: int
     config: Config
     block: int = 0
+    norm: bool = False
     bias: bool = False
     activation: str | None = None
     residual: bool = False
@@ -402,7 +393,14 @@ class Case:
 
 
 def grid() -> Iterator[Case]:
-    few = Config(16, 32, 1, 2)
+    one, few = Config(4, 128, 4), Config(16, 32, 1, 2)
+    for block in (0, 32):
+        yield Case(1, 64, 320, one, block)
+        yield Case(1, 64, 320, one, block, norm=True, bias=True, residual=True)
+        yield Case(1, 64, 200, one, block, norm=True, activation="silu")
+    yield Case(1, 33, 200, one, norm=True, activation="gelu")  # nothing is a multiple of a block
+    yield Case(1, 70, 100, one, 32)
+    yield Case(0, 16, 64, one)
     for coded in (False, True):
         for block in (0, 32):
             yield Case(1, 64, 320, few, block, coded=coded)

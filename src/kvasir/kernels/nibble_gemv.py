@@ -27,7 +27,7 @@ from kvasir.kernels.codes_gemv import LAYOUTS, Case, Coded
 from kvasir.kernels.gemv import UNGATED, Config, finish_rows
 from kvasir.kernels.parts import add_parts, room_for_parts, tickets_of
 
-LEAST_ROWS, MAX_ROWS = 8, 32  # that a tensor core takes; for more rows of x ``codes_gemv`` is as fast
+LEAST_ROWS, MAX_ROWS = 8, 32  # that a tensor core takes, and that one launch takes
 SHORTEST = 512  # inputs of a split at least
 
 
@@ -252,7 +252,8 @@ def nibble_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, bias_N: torch.T
 
 def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config | None:
     """Config for ``num_rows`` rows of codes and ``rows`` rows of x; None: ``codes_gemv`` multiplies them."""
-    if rows > MAX_ROWS:
+    few, few_with_zeros = tuned.NIBBLE_ROWS.value
+    if rows > (few_with_zeros if w.layout == "u4" and w.more is not None else few):
         return None
     block_n, block_k, warps, stages, programs = tuned.look_up(
         tuned.NIBBLE_GEMV.value, rows=rows, gated=gated, layout=w.layout)

@@ -1,9 +1,9 @@
 """FP8 weights: codes of E4M3 with a scale for each channel, or for each block of 128 x 128. Lossy.
 
 A product of up to 256 rows streams the codes and computes with exactly the dequantised weights. Products of more rows
-dequantise the matrix into scratch memory. With ``--activation-dtype fp8``, products of more than 16 rows quantise these
-as well, in the pass that applies the norm, and multiply on FP8 tensor cores. On a CPU, and in exact mode, a product
-dequantises a tile of outputs at a time; no copy is kept.
+dequantise the matrix into scratch memory. With ``--activation-dtype fp8``, products of more than 16 rows (64 where
+scales go by blocks) quantise these as well, in the pass that applies the norm, and multiply on FP8 tensor cores. On a CPU, and
+in exact mode, a product dequantises a tile of outputs at a time; no copy is kept.
 
 Legend: T rows, K inputs, N outputs.
 """
@@ -27,8 +27,8 @@ from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
 
 SCALE = "scale"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
-# With --activation-dtype fp8: rows of a product up to which they are not quantised, and up to which the kernel for few
-# rows multiplies codes with codes.
+# With --activation-dtype fp8: rows of a product up to which they are not quantised where the weights have a scale a
+# channel, and up to which the kernel for few rows multiplies them.
 ROWS_AS_THEY_ARE, CODED_ROWS = tuned.F8_ROWS.value
 TILE_WEIGHTS = 1 << 20  # that are dequantised at a time on a CPU: 4 MiB, about a core's own cache
 
@@ -164,9 +164,10 @@ class Eight(WeightFormat):
     def _few(
         self, weight: Weight, x_TK: torch.Tensor, norm: RMSNorm | None, normed_TK: torch.Tensor | None, gated: bool
     ) -> tuple[torch.Tensor, Launch, dict[str, Any]]:
-        """The rows, config and options of a product of few rows: of those as they are, or of their codes."""
+        """The rows, config and options of a product of few rows: of those as they are, or of their codes. With a scale
+        for each block of a row, codes gain nothing."""
         w, rows = self._of(weight), x_TK.shape[0]
-        coded = rows > ROWS_AS_THEY_ARE and self._codes_rows(weight, x_TK)
+        coded = not self.block and rows > ROWS_AS_THEY_ARE and self._codes_rows(weight, x_TK)
         config = choose(rows, *w.codes.shape, w.block, gated, coded)
         x, parameters = self._normed(x_TK, norm, normed_TK)
         if coded:
