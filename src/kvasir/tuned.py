@@ -11,16 +11,10 @@ every machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from kvasir.tuned_entry import H200, Tuned, look_up, unmeasured
 
-T = TypeVar("T")
+__all__ = ["look_up"]
 
-Conditions = Mapping[str, int | str | bool]
-Rows = tuple[tuple[Conditions, tuple], ...]
-
-H200 = "NVIDIA H200"
 SIMULATED = "simulated, with step times of an NVIDIA H200"
 XEON = "Intel Xeon with AVX-512, 2 cores"
 
@@ -34,43 +28,6 @@ CODE_TILES = "python -m tools.kernels codes RESULT.json --quick"
 NATIVE = "python -m tools.kernels native RESULT.json"
 LATENTS = ("NVIDIA H100", ("h100/gpu_latents.json",), "python -m tools.kernels latents RESULT.json")
 CODED_EXPERTS = ("NVIDIA H100", ("h100/gpu_codes-experts.json",), CODE_TILES)
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned(Generic[T]):
-    """One tuned number or table of shapes.
-
-    ``readers``: the symbols that take the value from here. ``machine``: what it was measured on. ``results``: the files
-    below ``bench/results`` that hold the measurement; none: chosen while the code was written, and no result was kept.
-    ``command``: times the alternatives again; empty: no script for it is kept.
-    """
-
-    value: T
-    meaning: str
-    readers: tuple[str, ...]
-    machine: str
-    results: tuple[str, ...]
-    command: str
-
-
-def unmeasured(value: T, meaning: str, readers: tuple[str, ...], command: str, machine: str = H200) -> Tuned[T]:
-    """Return an entry of which no result is kept."""
-    return Tuned(value, meaning, readers, machine, (), command)
-
-
-def look_up(table: Rows, /, **facts: Any) -> tuple:
-    """Return the shape of the first row whose conditions hold.
-
-    A condition names a fact. A number is the largest value of the fact; a word or a flag is its exact value.
-    """
-    return next(
-        shape for conditions, shape in table if all(_holds(facts[name], conditions[name]) for name in conditions)
-    )
-
-
-def _holds(fact: Any, condition: int | str | bool) -> bool:
-    return fact == condition if isinstance(condition, str | bool) else fact <= condition
-
 
 MIXED_STEP = Tuned(
     12.5,
@@ -401,8 +358,8 @@ F8_GEMV = Tuned(
 )
 F8_ROWS = Tuned(
     (16, 64),
-    "With FP8 activations: rows of a product up to which they are read as they are where weights have a scale a channel, "
-    "and up to which the kernel for few rows multiplies them; beyond, the library does.",
+    "With FP8 activations: rows of a product up to which they are read as they are where weights have a scale a "
+    "channel, and up to which the kernel for few rows multiplies them; beyond, the library does.",
     ("kvasir.layers.formats.f8.ROWS_AS_THEY_ARE", "kvasir.layers.formats.f8.CODED_ROWS"),
     "NVIDIA H200",
     ("h200/gpu_f8-words.json",),

@@ -2,8 +2,8 @@
 
 A product of up to 256 rows streams the codes and computes with exactly the dequantised weights. Products of more rows
 dequantise the matrix into scratch memory. With ``--activation-dtype fp8``, products of more than 16 rows (64 where
-scales go by blocks) quantise these as well, in the pass that applies the norm, and multiply on FP8 tensor cores. On a CPU, and
-in exact mode, a product dequantises a tile of outputs at a time; no copy is kept.
+scales go by blocks) quantise these as well, in the pass that applies the norm, and multiply on FP8 tensor cores. On a
+CPU, and in exact mode, a product dequantises a tile of outputs at a time; no copy is kept.
 
 Legend: T rows, K inputs, N outputs.
 """
