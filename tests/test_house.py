@@ -149,6 +149,7 @@ NAMED = {
     "models/gguf_file.py": {"gguf"},  # an extra
     "layers/codes.py": {"compressed_tensors", "int8"},  # whose config.json a converter writes; a type of inputs
     "models/compressed_codes.py": {"i8", "u4", "nvfp4"},  # the formats that keep its codes
+    "kernels/nibble_gemv.py": {"u4", "mxfp4", "nvfp4"},  # layouts of codes
     "kernels/codes_gemv.py": {"i8", "u4", "mxfp4", "nvfp4", "fp6", "q4_k", "q6_k"},  # layouts of codes
     "kernels/codes_moe.py": {"i8", "u4", "mxfp4", "nvfp4"},  # likewise
     "kernels/weight_codes.py": {"i8", "u4", "fp6"},  # likewise
@@ -168,7 +169,7 @@ NAMED = {
     "convert/calibrate.py": {"plain", "torch"},  # the reference that a layer alone runs on
     "layers/spec.py": {"mla"},  # a kind of mixer
     "attention/backend.py": {"plain"},  # a layout of pages, as in ``Codec.kernel``
-    "tuned.py": {"int4"},  # a layout
+    "tuned.py": {"int4", "u4"},  # layouts
     "kernels/native/program.py": {"plain", "int4", "int8", "fp8", "add"},  # layouts, and a call
     "kernels/decode_attention.py": {"budget"},  # an argument: tiles that a program may read
     "kernels/paged_attention.py": {"budget"},  # likewise

@@ -11,16 +11,10 @@ every machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from kvasir.tuned_entry import H200, Tuned, look_up, unmeasured
 
-T = TypeVar("T")
+__all__ = ["look_up"]
 
-Conditions = Mapping[str, int | str | bool]
-Rows = tuple[tuple[Conditions, tuple], ...]
-
-H200 = "NVIDIA H200"
 SIMULATED = "simulated, with step times of an NVIDIA H200"
 XEON = "Intel Xeon with AVX-512, 2 cores"
 
@@ -34,43 +28,6 @@ CODE_TILES = "python -m tools.kernels codes RESULT.json --quick"
 NATIVE = "python -m tools.kernels native RESULT.json"
 LATENTS = ("NVIDIA H100", ("h100/gpu_latents.json",), "python -m tools.kernels latents RESULT.json")
 CODED_EXPERTS = ("NVIDIA H100", ("h100/gpu_codes-experts.json",), CODE_TILES)
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned(Generic[T]):
-    """One tuned number or table of shapes.
-
-    ``readers``: the symbols that take the value from here. ``machine``: what it was measured on. ``results``: the files
-    below ``bench/results`` that hold the measurement; none: chosen while the code was written, and no result was kept.
-    ``command``: times the alternatives again; empty: no script for it is kept.
-    """
-
-    value: T
-    meaning: str
-    readers: tuple[str, ...]
-    machine: str
-    results: tuple[str, ...]
-    command: str
-
-
-def unmeasured(value: T, meaning: str, readers: tuple[str, ...], command: str, machine: str = H200) -> Tuned[T]:
-    """Return an entry of which no result is kept."""
-    return Tuned(value, meaning, readers, machine, (), command)
-
-
-def look_up(table: Rows, /, **facts: Any) -> tuple:
-    """Return the shape of the first row whose conditions hold.
-
-    A condition names a fact. A number is the largest value of the fact; a word or a flag is its exact value.
-    """
-    return next(
-        shape for conditions, shape in table if all(_holds(facts[name], conditions[name]) for name in conditions)
-    )
-
-
-def _holds(fact: Any, condition: int | str | bool) -> bool:
-    return fact == condition if isinstance(condition, str | bool) else fact <= condition
-
 
 MIXED_STEP = Tuned(
     12.5,
@@ -377,18 +334,36 @@ GEMV_ONE_ROW = unmeasured(
 )
 F8_GEMV = Tuned(
     (
+        ({"coded": True, "rows": 64, "gated": True}, (128, 256, 8, 3, 100)),
+        ({"coded": True, "rows": 32}, (64, 256, 4, 5, 192)),
+        ({"coded": True, "rows": 64}, (64, 256, 4, 5, 96)),
+        ({"coded": True, "gated": True}, (128, 128, 8, 3, 100)),
+        ({"coded": True}, (128, 256, 8, 3, 96)),
         ({"rows": 1, "gated": True}, (8, 512, 8, 1, 1)),
         ({"rows": 1}, (8, 1024, 4, 1, 1)),
-        ({"rows": 16}, (128, 128, 8, 3, 192)),
-        ({"rows": 64}, (64, 128, 4, 3, 192)),
-        ({}, (64, 64, 8, 3, 1)),
+        ({"rows": 16, "gated": True}, (64, 256, 4, 3, 200)),
+        ({"rows": 16}, (64, 256, 4, 5, 256)),
+        ({"rows": 32, "gated": True}, (128, 128, 8, 5, 100)),
+        ({"rows": 32}, (64, 256, 4, 3, 192)),
+        ({"rows": 64}, (128, 128, 8, 5, 96)),
+        ({}, (64, 128, 8, 3, 96)),
     ),
     "Products of a few rows with FP8 codes: outputs of a program, inputs of a block, warps, stages, and programs for "
-    "which K is split. Measured at 1, 8 and 64 rows of Llama-8B's matrices in blocks; nobody measured more rows.",
+    "which K is split. coded: whether the rows are codes as well. Measured at 1 to 64 rows of Llama-8B's matrices, and "
+    "128 where the rows are codes.",
     ("kvasir.kernels.f8_gemv.choose",),
-    "NVIDIA H100",
-    ("h100/gpu_f8-tiles-wide.json",),
+    "NVIDIA H200",
+    ("h200/gpu_f8-words.json",),
     "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
+)
+F8_ROWS = Tuned(
+    (16, 64),
+    "With FP8 activations: rows of a product up to which they are read as they are where weights have a scale a "
+    "channel, and up to which the kernel for few rows multiplies them; beyond, the library does.",
+    ("kvasir.layers.formats.f8.ROWS_AS_THEY_ARE", "kvasir.layers.formats.f8.CODED_ROWS"),
+    "NVIDIA H200",
+    ("h200/gpu_f8-words.json",),
+    "python -m tools.kernels f8 RESULT.json --skip-checks",
 )
 CODES_GEMV = Tuned(
     (
@@ -404,6 +379,32 @@ CODES_GEMV = Tuned(
     ("kvasir.kernels.codes_gemv.choose",),
     "NVIDIA H100",
     ("h100/gpu_codes-few.json", "h100/gpu_codes-fp6.json"),
+    CODE_TILES,
+)
+NIBBLE_GEMV = Tuned(
+    (
+        ({"rows": 8, "gated": True, "layout": "u4"}, (64, 128, 4, 3, 400)),
+        ({"rows": 8, "gated": True}, (64, 256, 4, 3, 200)),
+        ({"rows": 8}, (128, 256, 4, 3, 256)),
+        ({"rows": 16, "gated": True}, (128, 128, 4, 3, 200)),
+        ({"rows": 16}, (64, 128, 4, 5, 512)),
+        ({"rows": 32, "gated": True}, (64, 128, 4, 3, 200)),
+        ({}, (64, 128, 4, 3, 512)),
+    ),
+    "Products of the rows in NIBBLE_ROWS with codes of four bits: outputs of a program, inputs of a block (of ``u4`` a "
+    "group), warps, stages, and programs for which K is split. CODES_GEMV has the others.",
+    ("kvasir.kernels.nibble_gemv.choose",),
+    "NVIDIA H200",
+    ("h200/gpu_codes-words.json",),
+    CODE_TILES,
+)
+NIBBLE_ROWS = Tuned(
+    (8, 32),
+    "Most rows of a product that the kernel for words of four bits multiplies: without and with zero points. Beyond, "
+    "the other kernel is quicker, or nobody measured both.",
+    ("kvasir.kernels.nibble_gemv.choose",),
+    "NVIDIA H200",
+    ("h200/gpu_codes-words.json",),
     CODE_TILES,
 )
 FUSED_NORM_ROWS = unmeasured(

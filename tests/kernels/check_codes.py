@@ -3,11 +3,12 @@ dequantised weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from kvasir.kernels import codes_gemv, codes_moe, moe
+from kvasir.kernels import codes_gemv, codes_moe, moe, nibble_gemv
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.gemv import gemv_reference
 from tests.kernels.check_fused import Draw, hold, norm64
@@ -45,7 +46,9 @@ def weights(draw: Draw, layout: str, outputs: int, inputs: int, group: int, zero
     return Coded(layout, packed, scales, more, group)
 
 
-def check_gemv(case: codes_gemv.Case, dtype: torch.dtype, device: str) -> float:
+def check_gemv(
+    case: codes_gemv.Case, dtype: torch.dtype, device: str, product: Callable = codes_gemv.codes_gemv
+) -> float:
     draw = Draw(case.rows + case.width, dtype, device)
     num_rows = case.outputs * (1 if case.activation is None else 2)
     x = draw(case.rows, case.width + 8)[:, : case.width]
@@ -64,9 +67,14 @@ def check_gemv(case: codes_gemv.Case, dtype: torch.dtype, device: str) -> float:
         return gemv_reference(x.to(precision), w.numbers().to(precision), activation=case.activation, **wide)
 
     want, plain = run(torch.float64), run(dtype)
-    got = codes_gemv.codes_gemv(x, w, case.config, activation=case.activation, **extra)
+    given = extra if case.norm else {name: value for name, value in extra.items() if name != "norm"}
+    got = product(x, w, case.config, activation=case.activation, **given)
     assert extra["residual_TO"] is None or got is extra["residual_TO"], "the result takes the residual's place"
     return hold(case, got, plain, want)
+
+
+def check_nibbles(case: codes_gemv.Case, dtype: torch.dtype, device: str) -> float:
+    return check_gemv(case, dtype, device, nibble_gemv.nibble_gemv)
 
 
 def experts(draw: Draw, case: codes_moe.Case) -> tuple[Coded, Coded]:
@@ -116,4 +124,8 @@ def check_moe(case: codes_moe.Case, dtype: torch.dtype, device: str, wrong=lambd
     return worst
 
 
-CHECKS = {"codes gemv": (codes_gemv.grid, check_gemv), "codes moe": (codes_moe.grid, check_moe)}
+CHECKS = {
+    "codes gemv": (codes_gemv.grid, check_gemv),
+    "nibble gemv": (nibble_gemv.grid, check_nibbles),
+    "codes moe": (codes_moe.grid, check_moe),
+}

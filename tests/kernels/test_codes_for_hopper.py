@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from kvasir.kernels import codes_gemv, f8_gemv
-from kvasir.kernels.codes_gemv import Coded
+from kvasir.kernels import codes_gemv, f8_gemv, nibble_gemv
+from kvasir.kernels.codes_gemv import LAYOUTS, Coded
 from kvasir.kernels.moe import CODE_TILINGS
 from tests.kernels.hopper_compiler import compile_for_hopper
 
@@ -27,20 +27,42 @@ def compiler():
         yield lambda *given: process.submit(compile_for_hopper, *given).result(timeout=300)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [-1, 0])
-@pytest.mark.parametrize("rows, width", [(16, 64), (128, 64), (128, 4096)])
-def test_few_rows_of_f8(rows, width, kind, dtype, compiler):
-    outputs = 64
-    config = f8_gemv.choose(rows, outputs * (1 if kind < 0 else 2), width, 0, kind >= 0)
+@pytest.mark.parametrize(
+    "rows, width, coded", [(8, 4096, False), (16, 64, False), (128, 4096, False), (64, 4096, True)]
+)
+def test_few_rows_of_f8(rows, width, coded, kind, compiler):
+    """Numbers are made where tensor cores read them: nothing is stored into shared memory but rows, and none spills."""
+    outputs = 14336 if kind >= 0 else 4096
+    config = f8_gemv.choose(rows, outputs * (1 if kind < 0 else 2), width, 0, kind >= 0, coded)
     sizes = dict.fromkeys(("OUT", "y_row", "residual_row"), outputs) | dict.fromkeys(("K", "x_row", "share"), width)
     constants = {"ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages,
-                 "SPLIT": False, "WHOLE_K": width % config.block_k == 0, "WHOLE": False, "B": 0, "KIND": kind,
-                 "RESIDUAL": kind < 0, **FUSED, **sizes}  # fmt: skip
-    pointers = dict.fromkeys(("x_ptr", "y_ptr", "scale_ptr", "bias_ptr", "residual_ptr"), dtype)
-    pointers |= {"w_ptr": "u8"} | dict.fromkeys(("w_scale_ptr", "part_ptr", "squares_ptr"), "fp32")
+                 "SPLITS": config.splits, "WHOLE_K": width % config.block_k == 0, "WHOLE": width > 64, "B": 0,
+                 "KIND": kind, "RESIDUAL": kind < 0, "BIAS": False, "PDL": True, "CODES": coded, "FAST": True,
+                 **sizes}  # fmt: skip
+    pointers = dict.fromkeys(("y_ptr", "bias_ptr", "residual_ptr"), "bf16") | {"w_ptr": "u8", "tickets_ptr": "i32"}
+    pointers |= dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "part_ptr"), "fp32") | {"x_ptr": "u8" if coded else "bf16"}
     found = compiler("f8_gemv", "_few_rows_f8", {"num_warps": config.warps}, constants, pointers)
-    assert found["shared"] <= SHARED
+    assert found["shared"] <= SHARED and not found["spilled"] and found["copies"] and (found["wgmma"] or found["mma"])
+
+
+@pytest.mark.parametrize("layout, zeros", [("u4", True), ("u4", False), ("mxfp4", False), ("nvfp4", False)])
+@pytest.mark.parametrize("rows, kind", [(1, -1), (8, 0), (16, -1), (32, 0)])
+def test_few_rows_of_four_bits(rows, kind, layout, zeros, compiler):
+    group, width, outputs = WIDE[layout], 4096, 4096
+    planes = (torch.empty(shape, device="meta") for shape in ((2 * outputs, width // 2), (0,)))
+    w = Coded(layout, *planes, torch.empty(0) if zeros else None, group)
+    if rows > 8 and not zeros:
+        pytest.skip("codes_gemv multiplies them")
+    config = nibble_gemv.choose(rows, 2 * outputs if kind >= 0 else outputs, w, kind >= 0)
+    sizes = dict.fromkeys(("OUT", "y_row", "residual_row"), outputs) | {"K": width, "x_row": width, "G": width // group}
+    constants = {"ROWS": max(8, rows), "BLOCK_N": config.block_n, "WORDS": config.block_k // 4, "GROUP": group,
+                 "GROUPS": config.block_k // group, "LAYOUT": LAYOUTS[layout], "ZEROS": zeros, "STAGES": config.stages,
+                 "SPLITS": config.splits, "WHOLE": True, "KIND": kind, "RESIDUAL": kind < 0, "BIAS": False, "PDL": True,
+                 "FAST": True, "share": width // 4 // config.splits, **sizes}  # fmt: skip
+    pointers = pointers_of(layout, "bf16") | {"tickets_ptr": "i32"} | ({"more_ptr": "u8"} if zeros else {})
+    found = compiler("nibble_gemv", "_few_rows_nibbles", {"num_warps": config.warps}, constants, pointers)
+    assert found["shared"] <= SHARED and not found["spilled"] and found["copies"] and (found["wgmma"] or found["mma"])
 
 
 WIDE = {"i8": 0, "u4": 128, "mxfp4": 32, "nvfp4": 16, "fp6": 0}  # layouts, and inputs of a scale

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.kernels import codes_gemv, codes_moe, gemv, moe
+from kvasir.kernels import codes_gemv, codes_moe, gemv, moe, nibble_gemv
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.gemv import Config
@@ -64,6 +64,13 @@ ONE = [Config(n, k, w) for n, k, w in ((8, 1024, 4), (4, 1024, 4), (8, 512, 4))]
     for n, k, warps, stages in ((32, 128, 2, 4), (32, 256, 2, 3), (64, 128, 4, 4))
     for splits in SPLITS
 ]
+NIBBLES = [
+    Config(n, k, warps, stages, splits)
+    for n, warps in ((64, 4), (128, 4))
+    for k in (128, 256)
+    for stages in (3, 5)
+    for splits in (1, 2, 4, 8)
+]
 FEW = {
     16: ((32, 128, 2, 4), (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 8, 3)),
     64: ((64, 128, 4, 3), (64, 64, 4, 4), (128, 128, 8, 3)),
@@ -89,13 +96,28 @@ TILES = {
     256: (Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 8, 3)),
 }
 GPU = torch.device("cuda")
+Product = Callable[..., torch.Tensor]
 # For each format, number of rows and gating, and for each tile: the time of its best split in each matrix, over the
 # time of the fastest tile there.
 Ranks = defaultdict[tuple[str, int, bool], defaultdict[tuple[int, int, int, int], dict[str, float]]]
 
 
+def products(w: Coded, rows: int, n: int, is_gated: bool, search: bool) -> list[tuple[Product, Config]]:
+    """What is timed for so many rows: what the engine takes, what each kernel would take, and with ``search`` every
+    shape of tile."""
+    first = nibble_gemv.choose(rows, n, w, is_gated)
+    found: list[tuple[Product, Config]] = [] if first is None else [(nibble_gemv.nibble_gemv, first)]
+    found += [(codes_gemv.codes_gemv, codes_gemv.choose(rows, n, w, is_gated))]
+    if not search:
+        return found
+    if first is not None:
+        found += [(nibble_gemv.nibble_gemv, config) for config in NIBBLES if nibble_gemv.takes(w, config.block_k)]
+    found += [(codes_gemv.codes_gemv, config) for config in configs(rows) if usable(w, config)]
+    return list(dict.fromkeys(found))
+
+
 def configs(rows: int) -> list[Config]:
-    """The shapes of tile that are timed for so many rows."""
+    """The shapes of tile of ``codes_gemv`` that are timed for so many rows."""
     if rows == 1:
         return ONE
     tiles = next(tiles for most, tiles in FEW.items() if rows <= most)
@@ -119,16 +141,16 @@ def usable(w: Coded, config: Config) -> bool:
     return not w.group or config.block_k % w.group == 0
 
 
-def compile_few(spec: str, rows: int, k: int, is_gated: bool) -> None:
+def compile_few(spec: str, rows: int, k: int, is_gated: bool, search: bool) -> None:
     """Launch every shape of tile once: what is compiled lies in Triton's cache on disk then."""
     try:
         (w,) = coded(spec, 512, k, 0)
     except ConfigError:
         return
     x = torch.randn(rows, k, dtype=BF16, device=GPU)
-    for config in configs(rows):
-        if usable(w, config) and config.splits <= 2:
-            codes_gemv.codes_gemv(x, w, config, activation="silu" if is_gated else None)
+    for product, config in products(w, rows, w.codes.shape[0], is_gated, search):
+        if product is nibble_gemv.nibble_gemv or config.splits <= 2:
+            product(x, w, config, activation="silu" if is_gated else None)
 
 
 def draw(target: torch.Tensor, bounds: tuple[float, float] | None) -> None:
@@ -143,7 +165,9 @@ def draw(target: torch.Tensor, bounds: tuple[float, float] | None) -> None:
         target.fill_(bounds[0])
 
 
-def time_few(report: Report, spec: str, name: str, all_rows: Iterable[int], bandwidth: float, best: Ranks) -> None:
+def time_few(
+    report: Report, spec: str, name: str, all_rows: Iterable[int], bandwidth: float, best: Ranks, search: bool
+) -> None:
     """Products of a few rows: every shape of tile, and bf16 as the engine computes it."""
     n, k, is_gated = MATRICES[name]
     activation = "silu" if is_gated else None
@@ -156,18 +180,15 @@ def time_few(report: Report, spec: str, name: str, all_rows: Iterable[int], band
     moved = sum(p.nbytes for p in (matrices[0].codes, matrices[0].scales, matrices[0].more) if p is not None)
     for rows in all_rows:
         x = torch.randn(rows, k, dtype=BF16, device=GPU)
-        chosen, spent = codes_gemv.choose(rows, n, matrices[0], is_gated), {}
-        for config in dict.fromkeys([chosen, *configs(rows)]):
-            if not usable(matrices[0], config):
-                continue
-            calls: list[Callable[[], Any]] = [
-                partial(codes_gemv.codes_gemv, x, w, config, activation=activation) for w in matrices
-            ]
+        spent: dict[tuple[Product, Config], float] = {}
+        tried_out = products(matrices[0], rows, n, is_gated, search)
+        for product, config in tried_out:
+            calls: list[Callable[[], Any]] = [partial(product, x, w, config, activation=activation) for w in matrices]
             if (found := tried((spec, name, rows, config), partial(each, calls))) is not None:
-                spent[config] = found
+                spent[product, config] = found
         bf16 = plain_seconds(x, plain, activation)
         ranked = sorted(spent, key=spent.__getitem__)
-        for config, seconds in spent.items():
+        for (_, config), seconds in spent.items():
             tile = config.block_n, config.block_k, config.warps, config.stages
             rank = best[spec, rows, is_gated][tile]
             rank[name] = min(seconds / spent[ranked[0]], rank.get(name, float("inf")))
@@ -176,14 +197,19 @@ def time_few(report: Report, spec: str, name: str, all_rows: Iterable[int], band
             {"rows": rows, "N": n, "K": k},
             {
                 "bf16_us": round(bf16 * 1e6, 2),
-                "chosen_us": round(spent.get(chosen, float("nan")) * 1e6, 2),
-                "chosen": str(chosen),
+                "chosen_us": round(spent.get(tried_out[0], float("nan")) * 1e6, 2),
+                "chosen": said(tried_out[0]),
                 "times_bf16": round(bf16 / spent[ranked[0]], 2),
                 "share_of_limit": round(moved / bandwidth / spent[ranked[0]], 3),
-                "own_us": {str(c): round(spent[c] * 1e6, 2) for c in ranked[:5]},
+                "own_us": {said(c): round(spent[c] * 1e6, 2) for c in ranked[:5]},
             },
         )
     report.save()
+
+
+def said(taken: tuple[Product, Config]) -> str:
+    """A kernel and its config, as results have them."""
+    return f"{taken[0].__name__} {taken[1]}"
 
 
 def plain_seconds(x: torch.Tensor, matrices: list[torch.Tensor], activation: str | None) -> float:
@@ -301,6 +327,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--chosen", action="store_true", help="time what the engine takes, and no other shape")
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--skip-few", action="store_true")
     parser.add_argument("--skip-experts", action="store_true")
@@ -317,7 +344,9 @@ def run(options: argparse.Namespace) -> int:
     compiling: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     for spec in options.formats:
         if not options.skip_few:
-            compiling += [(compile_few, (spec, rows, *kind)) for rows in options.rows for kind in kinds]
+            compiling += [
+                (compile_few, (spec, rows, *kind, not options.chosen)) for rows in options.rows for kind in kinds
+            ]
         if not options.skip_experts:
             compiling += [(compile_experts, (spec, rows)) for rows in expert_rows]
     check_grids(report, __name__, {} if options.skip_checks else GRIDS, compiling)
@@ -329,6 +358,6 @@ def run(options: argparse.Namespace) -> int:
         best: Ranks = defaultdict(lambda: defaultdict(dict))
         for spec in options.formats:
             for name in names:
-                time_few(report, spec, name, options.rows, bandwidth, best)
+                time_few(report, spec, name, options.rows, bandwidth, best, not options.chosen)
         print_best(best)
     return report.end()

@@ -1,7 +1,8 @@
 """FP8 products against their references, and timed: few rows by shape of tile beside bf16, and prompts.
 
 ``--rows`` chooses the numbers of rows of the first part. It prints, for every matrix of Llama-8B and number of rows,
-the shapes of ``kernels.f8_gemv`` with the fastest first, and what ``choose`` takes today.
+the shapes of ``kernels.f8_gemv`` with the fastest first, and what ``choose`` takes today. The norm before a product
+is a kernel of its own and not in these times; bf16's includes it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.f8 import F8
 from kvasir.kernels.gemv import Config
 from kvasir.kernels.norm import rms_norm
-from kvasir.layers.products import FUSED_NORM_ROWS
 from tests.kernels.check_f8 import CHECKS
 from tools.kernels.frame import BF16, COLD_BYTES, Grid, Report, check_grids, each, measure_limits, tried
 
@@ -32,10 +32,10 @@ MATRICES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "gate_up": (28672, 4096, {"norm": True, "activation": "silu"}),
     "down": (4096, 14336, {"residual": True}),
 }
-ONE = [Config(n, k, w) for n in (1, 2, 4, 8) for k in (512, 1024, 2048, 4096) for w in (4, 8) if 2048 <= n * k <= 8192]
 FEW = [
-    Config(n, 128, warps, stages, splits)
-    for n, warps in ((16, 2), (32, 4), (64, 4), (128, 8))
+    Config(n, k, warps, stages, splits)
+    for n, warps in ((64, 4), (128, 8))
+    for k in (128, 256)
     for stages in (3, 5)
     for splits in (1, 2, 4, 8)
 ]
@@ -53,38 +53,47 @@ def made(n: int, k: int, block: int, cold: int = COLD_BYTES) -> list[F8]:
     return found
 
 
-def time_few(report: Report, name: str, block: int, all_rows: list[int]) -> None:
-    """Products of a few rows with one matrix: every shape of tile, and bf16 as the engine computes it today."""
+def time_few(report: Report, name: str, block: int, all_rows: list[int], search: bool) -> None:
+    """Products of a few rows with one matrix: every shape of tile, and bf16 as the engine computes it today. From 17
+    rows on also of rows that are codes, whose quantisation is timed apart. Without ``search`` only the shape that is
+    taken."""
     n, k, fused = MATRICES[name]
     weights = made(n, k, block)
     plain = [torch.randn(n, k, device="cuda", dtype=BF16) for _ in range(max(2, len(weights) // 2))]
     for rows in all_rows:
-        chosen = f8_gemv.choose(rows, n, k, block, "activation" in fused)
-        spent = {}
-        for config in dict.fromkeys([chosen, *(ONE if rows == 1 else []), *FEW]):
-            if (found := tried((name, rows, config), partial(few_seconds, rows, weights, config, fused))) is not None:
-                spent[config] = found
         bf16 = few_seconds(rows, plain, gemv.choose(rows, n, k), fused)
-        ranked = sorted(spent, key=spent.__getitem__)
-        few = [config for config in ranked if config.block_n >= 16] if rows > 1 else []
-        report.add(
-            f"f8 gemv {name}",
-            {"rows": rows, "N": n, "K": k, "block": block},
-            {
-                "bf16_us": round(bf16 * 1e6, 2),
-                "chosen_us": round(spent.get(chosen, float("nan")) * 1e6, 2),
-                "chosen": str(chosen),
-                "TB_per_s": round(n * k / spent[ranked[0]] / 1e12, 2),
-                "times_bf16": round(bf16 / spent[ranked[0]], 2),
-                "own_us": {str(c): round(spent[c] * 1e6, 2) for c in ranked[:6]},
-                **(norm_times(rows, weights, few[0]) if "norm" in fused and few else {}),
-            },
-        )
+        for coded in (False, True) if rows > 16 else (False,):
+            chosen = f8_gemv.choose(rows, n, k, block, "activation" in fused, coded)
+            spent = {}
+            for config in dict.fromkeys([chosen, *(FEW if search else [])]):
+                if block and config.block_k > block:
+                    continue
+                measure = partial(few_seconds, rows, weights, config, fused, coded)
+                if (found := tried((name, rows, config), measure)) is not None:
+                    spent[config] = found
+            ranked = sorted(spent, key=spent.__getitem__)
+            report.add(
+                f"f8 gemv {name}",
+                {"rows": rows, "N": n, "K": k, "block": block, "coded": coded},
+                {
+                    "bf16_us": round(bf16 * 1e6, 2),
+                    "chosen_us": round(spent.get(chosen, float("nan")) * 1e6, 2),
+                    "chosen": str(chosen),
+                    "TB_per_s": round(n * k / spent[ranked[0]] / 1e12, 2),
+                    "times_bf16": round(bf16 / spent[ranked[0]], 2),
+                    "own_us": {str(c): round(spent[c] * 1e6, 2) for c in ranked[:6]},
+                    **(row_times(rows, k, block) if coded else {}),
+                },
+            )
     report.save()
 
 
 def few_seconds(
-    rows: int, weights: list[F8] | list[torch.Tensor], config: Config | None, fused: dict[str, Any]
+    rows: int,
+    weights: list[F8] | list[torch.Tensor],
+    config: Config | None,
+    fused: dict[str, Any],
+    coded: bool = False,
 ) -> float:
     """Seconds of one product with what the engine fuses; ``config`` None: by the BLAS, and then what follows."""
     first = weights[0]
@@ -100,19 +109,26 @@ def few_seconds(
             return each([lambda w=w: gated(torch.mm(x, w.t()), act) for w in weights])
         return each([partial(torch.mm, x, w.t()) for w in weights])
     options = {"activation": activation, "residual_TO": residual}
-    if "norm" in fused and rows <= FUSED_NORM_ROWS:
-        options["norm"] = torch.ones(k, dtype=BF16, device="cuda"), 1e-5
-    product = f8_gemv.f8_gemv if isinstance(first, F8) else gemv.gemv
-    return each([partial(product, x, w, config, **options) for w in weights])
+    if not isinstance(first, F8):
+        if "norm" in fused:
+            options["norm"] = torch.ones(k, dtype=BF16, device="cuda"), 1e-5
+        return each([partial(gemv.gemv, x, w, config, **options) for w in weights])
+    if coded:
+        x, options["x_scale"] = f8.quantise_rows(x, first.block or k)
+        options["dtype"] = BF16
+    return each([partial(f8_gemv.f8_gemv, x, w, config, **options) for w in weights])
 
 
-def norm_times(rows: int, weights: list[F8], config: Config) -> dict[str, float]:
-    """Microseconds of a product that applies the norm itself, and of one after a norm of its own."""
-    k = weights[0].codes.shape[1]
+def row_times(rows: int, k: int, block: int) -> dict[str, float]:
+    """Microseconds of quantising rows, of doing so with their norm, and of the norm alone."""
     x, scale = torch.randn(rows, k, dtype=BF16, device="cuda"), torch.ones(k, dtype=BF16, device="cuda")
-    fused = each([partial(f8_gemv.f8_gemv, x, w, config, norm=(scale, 1e-5)) for w in weights])
-    apart = each([lambda w=w: f8_gemv.f8_gemv(rms_norm(x, scale, 1e-5), w, config) for w in weights])
-    return {"norm_within_us": round(fused * 1e6, 2), "norm_apart_us": round(apart * 1e6, 2)}
+    group, norm = block or k, (scale, 1e-5)
+    runs = {
+        "rows_us": partial(f8.quantise_rows, x, group),
+        "normed_rows_us": partial(f8.quantise_rows, x, group, norm=norm),
+        "norm_us": partial(rms_norm, x, *norm),
+    }
+    return {name: round(each([run] * 8) * 1e6, 2) for name, run in runs.items()}
 
 
 def time_prompts(report: Report, name: str, block: int) -> None:
@@ -149,6 +165,7 @@ def time_prompts(report: Report, name: str, block: int) -> None:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--chosen", action="store_true", help="time what the engine takes, and no other shape")
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--skip-few", action="store_true")
     parser.add_argument("--skip-prompts", action="store_true")
@@ -163,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
     for block in (128, 0):
         for name in MATRICES:
             if not options.skip_few:
-                time_few(report, name, block, options.rows)
+                time_few(report, name, block, options.rows, not options.chosen)
             if not options.skip_prompts:
                 time_prompts(report, name, block)
     return report.end()

@@ -50,7 +50,7 @@ def load_codes(at, high_at, live, first, B, LAYOUT: tl.constexpr, N: tl.constexp
 
 
 @jit
-def _spread(x, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
+def spread(x, N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
     """A number a group as a number a byte: [N, BYTES] of [N, GROUPS]; or [., 1]."""
     if GROUPS > 1:
         x = tl.reshape(tl.broadcast_to(x[:, :, None], [N, GROUPS, BYTES // GROUPS]), [N, BYTES])
@@ -152,7 +152,7 @@ def _pairs(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
     wide = w.to(tl.int32)
     if LAYOUT == 1:  # 128 + code has the code in its last places
         if ZEROS:
-            terms = _spread(_twice(-128.0 - z), N, GROUPS, BYTES)
+            terms = spread(_twice(-128.0 - z), N, GROUPS, BYTES)
         else:
             terms = tl.full([1, 1], -1022835960, tl.int32)  # -136
         pairs = multiply_add((wide * 0x1001) & 0x000F000F | 0x43004300, tl.full([1, 1], 0x3F803F80, tl.int32), terms,
@@ -162,7 +162,7 @@ def _pairs(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
         pairs = multiply_add(bits, tl.full([1, 1], 0x7D807D80, tl.int32), tl.full([1, 1], -2147450880, tl.int32), ASM)
     else:
         bits = (wide * 0x40040) & 0x01C001C0 | (wide * 0x01001000) & -2147450880
-        factors = _spread(_twice(s * 1.9807040628566084e28), N, GROUPS, BYTES)  # 2^(126 - 32)
+        factors = spread(_twice(s * 1.9807040628566084e28), N, GROUPS, BYTES)  # 2^(126 - 32)
         pairs = multiply_add(bits, factors, tl.full([1, 1], -2147450880, tl.int32), ASM)
     return pairs
 
@@ -182,17 +182,17 @@ def weights_of(w, s, z, LAYOUT: tl.constexpr, N: tl.constexpr, GROUPS: tl.conste
         even = ((w.to(tl.int32) & 255) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
         odd = even
     elif LAYOUT == 6:
-        s, z = _spread(s, N, GROUPS, BYTES), _spread(z, N, GROUPS, BYTES)
+        s, z = spread(s, N, GROUPS, BYTES), spread(z, N, GROUPS, BYTES)
         even = _whole(w & 15) * s - z
         odd = _whole(w >> 4) * s - z
     elif LAYOUT == 5:
-        s = _spread(s, N, GROUPS, BYTES)
+        s = spread(s, N, GROUPS, BYTES)
         even = (_whole(w & 15 | w >> 4 & 48) - 32) * s
         odd = (_whole(w >> 4 & 15 | w >> 6 & 48) - 32) * s
     else:
         even, odd = halves_of(_pairs(w, s, z, LAYOUT, N, GROUPS, BYTES, ZEROS, ASM))
     if LAYOUT <= 1 and SCALED:
-        s = _spread(s, N, GROUPS, BYTES)
+        s = spread(s, N, GROUPS, BYTES)
         even *= s
         odd *= s
     return even, odd

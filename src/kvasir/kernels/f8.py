@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl, use_triton
+from kvasir.kernels.norm import fits as norm_fits
+from kvasir.kernels.norm import rms_norm
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -104,9 +106,11 @@ def _dequantise(w_ptr, scale_ptr, y_ptr, N, K, B: tl.constexpr, BLOCK_N: tl.cons
 
 
 @jit(do_not_specialize=["rows"])
-def _quantise_rows(x_ptr, codes_ptr, scale_ptr, rows, x_row, scale_row, scale_group, K, GROUPS, GROUP: tl.constexpr,
-                   WIDTH: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """CHUNK groups of one row: their codes and scales. Rows from ``rows`` on are zeros."""
+def _quantise_rows(x_ptr, norm_ptr, codes_ptr, scale_ptr, eps, rows, x_row, scale_row, scale_group, K, GROUPS,
+                   GROUP: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr,
+                   PDL: tl.constexpr):
+    """CHUNK groups of one row: their codes and scales. Rows from ``rows`` on are zeros. NORM: of the row's RMS norm,
+    where the chunk is the whole row."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     within = tl.arange(0, WIDTH)
@@ -116,6 +120,10 @@ def _quantise_rows(x_ptr, codes_ptr, scale_ptr, rows, x_row, scale_row, scale_gr
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_row + k, mask=live & (row < rows), other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / K + eps)
+        x = (x * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1.1754943508222875e-38)
     codes = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(codes_ptr + row * K + k, codes, mask=live)
@@ -137,12 +145,15 @@ def dequantise(w: F8, dtype: torch.dtype) -> torch.Tensor:
     return y
 
 
-def quantise_rows(x_TK: torch.Tensor, group: int, pad: int = 1, by_group: bool = False
-                  ) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(x_TK: torch.Tensor, group: int, pad: int = 1, by_group: bool = False,
+                  norm: tuple[torch.Tensor, float] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``quantise_rows_reference``; on a GPU in one launch. ``pad``: append zeros up to a multiple of so many
-    rows. ``by_group``: the scales of a group, and not those of a row, lie side by side in memory."""
+    rows. ``by_group``: the scales of a group, and not those of a row, lie side by side in memory. ``norm``: weight [K]
+    and eps of an RMS norm whose rows are quantised."""
     (rows, inputs), groups = x_TK.shape, cdiv(x_TK.shape[1], group)
     padded = cdiv(rows, pad) * pad
+    if norm is not None and not (norm_fits(x_TK, norm[0]) and groups * group == inputs):
+        x_TK, norm = rms_norm(x_TK, *norm), None
     if not use_triton(x_TK):
         codes, scale_TG = quantise_rows_reference(torch.nn.functional.pad(x_TK, (0, 0, 0, padded - rows)), group)
         return codes, scale_TG.t().contiguous().t() if by_group else scale_TG
@@ -152,13 +163,15 @@ def quantise_rows(x_TK: torch.Tensor, group: int, pad: int = 1, by_group: bool =
     scale = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
     scale_TG = scale.t() if by_group else scale
     early = pdl(x_TK.device)
+    weight, eps = (x_TK, 0.0) if norm is None else norm
     if padded:
         width = next_power_of_2(group)
         chunk = max(1, min(QUANTISE_K // width, next_power_of_2(groups)))
+        chunk = chunk if norm is None else next_power_of_2(groups)
         _quantise_rows[(padded, cdiv(groups, chunk))](
-            x_TK, codes.view(torch.uint8), scale_TG, rows, x_TK.stride(0), *scale_TG.stride(), inputs, groups,
-            GROUP=group, WIDTH=width, CHUNK=chunk, PDL=early, num_warps=4 if width <= QUANTISE_K else 8,
-            launch_pdl=early)
+            x_TK, weight, codes.view(torch.uint8), scale_TG, eps, rows, x_TK.stride(0), *scale_TG.stride(), inputs,
+            groups, GROUP=group, WIDTH=width, CHUNK=chunk, NORM=norm is not None, PDL=early,
+            num_warps=4 if width * chunk <= QUANTISE_K else 8, launch_pdl=early)
     return codes, scale_TG
 
 

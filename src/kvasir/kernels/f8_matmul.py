@@ -19,6 +19,7 @@ import torch
 
 from kvasir.kernels._triton import cdiv, jit, tl, use_triton
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3, quantise_rows, quantise_rows_reference
+from kvasir.kernels.norm import rms_norm
 
 GROUP_M = 8  # tiles of rows that share a tile of weights in the L2 cache
 LIBRARY_ROWS = 16  # the library gets whole multiples of so many rows
@@ -83,15 +84,20 @@ def _matmul_f8(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, num_rows, N, K, 
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live_m[:, None] & live_n[None, :])
 
 
-def f8_matmul(x_TK: torch.Tensor, w: F8, tile: Tile | None = None) -> torch.Tensor:
-    """Compute ``f8_matmul_reference`` on a GPU with FP8 tensor cores, or blocks in the interpreter."""
+def f8_matmul(x_TK: torch.Tensor, w: F8, tile: Tile | None = None, norm: tuple[torch.Tensor, float] | None = None
+              ) -> torch.Tensor:
+    """Compute ``f8_matmul_reference`` on a GPU with FP8 tensor cores, or blocks in the interpreter. ``norm``: weight
+    [K] and eps of an RMS norm of x."""
     (rows, inputs), outputs = x_TK.shape, w.codes.shape[0]
+    if norm is not None and not x_TK.is_cuda:  # the interpreter rounds to other codes
+        x_TK, norm = rms_norm(x_TK, *norm), None
     if not use_triton(x_TK) or not w.block and not x_TK.is_cuda:
         return f8_matmul_reference(x_TK, w)
     if tile is None and _library_takes(x_TK, w):
-        return _by_library(x_TK, w)
-    rows_of = quantise_rows if x_TK.is_cuda else quantise_rows_reference  # the interpreter rounds to other codes
-    codes_TK, scale_TG = rows_of(x_TK, w.block or inputs)
+        return _by_library(x_TK, w, norm)
+    group = w.block or inputs
+    codes_TK, scale_TG = (quantise_rows(x_TK, group, norm=norm) if x_TK.is_cuda
+                          else quantise_rows_reference(x_TK, group))
     if not w.block:
         return torch._scaled_mm(codes_TK, w.codes.t(), scale_a=scale_TG, scale_b=w.scale[None], out_dtype=x_TK.dtype)
     out_TN = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
@@ -121,11 +127,11 @@ def _library_has_blocks(device: torch.device) -> bool:
             and torch.cuda.get_device_capability(device) == (9, 0))
 
 
-def _by_library(x_TK: torch.Tensor, w: F8) -> torch.Tensor:
+def _by_library(x_TK: torch.Tensor, w: F8, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor:
     """The product by cuBLAS: a scale for each row and 128 inputs, and one for each block of the weights."""
     from torch.nn.functional import ScalingType, scaled_mm
 
-    codes, scale = quantise_rows(x_TK, w.block, pad=LIBRARY_ROWS, by_group=True)
+    codes, scale = quantise_rows(x_TK, w.block, pad=LIBRARY_ROWS, by_group=True, norm=norm)
     made = scaled_mm(codes, w.codes.t(), scale, ScalingType.BlockWise1x128, w.scale.t(), ScalingType.BlockWise128x128,
                      output_dtype=x_TK.dtype)
     return made[: x_TK.shape[0]]

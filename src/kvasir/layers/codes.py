@@ -9,12 +9,15 @@ Legend: T rows, N outputs, K inputs, O outputs after a gated activation, G group
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvasir import tuned
 from kvasir.errors import ConfigError
+from kvasir.kernels import nibble_gemv
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.codes_gemv import Coded, choose, codes_gemv, matrix_of
 from kvasir.kernels.codes_moe import SERVED
@@ -82,17 +85,8 @@ class CodeFormat(WeightFormat):
     ) -> torch.Tensor:
         rows = x_TK.shape[0]
         if weight.streams and rows <= MAX_ROWS:
-            w = self.coded(weight)
-            x_TK, parameters = with_norm(x_TK, norm, normed_TK)
-            return codes_gemv(
-                x_TK,
-                w,
-                choose(rows, weight.num_outputs, w, activation is not None),
-                norm=parameters,
-                bias_N=bias_N,
-                activation=activation,
-                residual_TO=residual_TO,
-            )
+            product, x_TK = self._few(weight, x_TK, norm, normed_TK, activation is not None)
+            return product(x_TK, bias_N=bias_N, activation=activation, residual_TO=residual_TO)
         if norm is not None:
             x_TK = norm(x_TK) if normed_TK is None else normed_TK
         if self.rounded:
@@ -109,10 +103,23 @@ class CodeFormat(WeightFormat):
         rows = x_TK.shape[0]
         if not weight.streams or rows > MAX_ROWS:
             return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
-        w, y_TN = self.coded(weight), x_TK.new_empty((rows, weight.num_outputs), dtype=torch.float32)
+        # The config is that of the gated product: other splits would have other bits.
+        product, x_TK = self._few(weight, x_TK, norm, normed_TK, True)
+        y_TN = x_TK.new_empty((rows, weight.num_outputs), dtype=torch.float32)
+        return product(x_TK, bias_N=bias_N, out_TO=y_TN)
+
+    def _few(
+        self, weight: Weight, x_TK: torch.Tensor, norm: RMSNorm | None, normed_TK: torch.Tensor | None, gated: bool
+    ) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+        """The kernel for few rows that takes these codes, and the rows that it reads."""
+        w, rows = self.coded(weight), x_TK.shape[0]
+        config = nibble_gemv.choose(rows, weight.num_outputs, w, gated)
+        if config is not None:
+            x_TK = x_TK if norm is None else norm(x_TK) if normed_TK is None else normed_TK
+            return partial(nibble_gemv.nibble_gemv, w=w, config=config), x_TK
         x_TK, parameters = with_norm(x_TK, norm, normed_TK)
-        config = choose(rows, weight.num_outputs, w, True)  # that of the product: other splits would have other bits
-        return codes_gemv(x_TK, w, config, norm=parameters, bias_N=bias_N, out_TO=y_TN)
+        config = choose(rows, weight.num_outputs, w, gated)
+        return partial(codes_gemv, w=w, config=config, norm=parameters), x_TK
 
     def grouped(self, weight: Weight, pairs: float) -> Experts:
         w = self.coded(weight)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvasir.kernels import code_tiles
+from kvasir.kernels import code_tiles, nibble_gemv
 from kvasir.kernels._triton import jit, tl
 from kvasir.kernels.codes_gemv import choose, codes_gemv, grid, matrix_of
 from kvasir.kernels.gemv import Config
-from tests.kernels.check_codes import check_gemv, weights
+from tests.kernels.check_codes import check_gemv, check_nibbles, weights
 from tests.kernels.check_fused import Draw
 
 SHAPES = [(1, Config(4, 128, 1)), (3, Config(16, 128, 1, 2))]
@@ -26,6 +26,60 @@ def test_against_the_reference(case, dtype, device):
     if case.config.block_n >= 16 and dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
     check_gemv(case, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", list(nibble_gemv.grid()), ids=str)
+def test_words_of_four_codes(case, dtype, device):
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
+    check_nibbles(case, dtype, device)
+
+
+NIBBLES = [("u4", 128, False), ("u4", 128, True), ("mxfp4", 32, False), ("nvfp4", 16, False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout, group, zeros", NIBBLES)
+def test_every_code_of_a_word_is_multiplied_with_its_own_scale(layout, group, zeros, dtype, device):
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
+    w = weights(Draw(0, torch.float32, device), layout, 256, 256, group, zeros)
+    w.codes[:, 5] = torch.arange(256, dtype=torch.uint8, device=device)
+    numbers = w.numbers()
+    for at in (8, 9, 10, 11, 131, 255):
+        x = torch.zeros(3, 256, device=device, dtype=dtype)
+        x[:, at] = 1
+        got = nibble_gemv.nibble_gemv(x, w, Config(16, 128, 1, 2), out_TO=torch.empty(3, 256, device=device))
+        torch.testing.assert_close(got, numbers[:, at].expand(3, -1), rtol=2e-7, atol=0)
+
+
+def test_few_rows_take_the_kernel_for_words(device):
+    """With zero points more rows do, since the other kernel moves numbers through shared memory then."""
+    draw = Draw(0, torch.float32, device)
+    for layout, group, zeros in [("mxfp4", 32, False), ("nvfp4", 16, False), ("u4", 128, True), ("u4", 64, False)]:
+        w, most = weights(draw, layout, 64, 512, group, zeros), 32 if zeros else 8
+        configs = [nibble_gemv.choose(rows, 4096, w, gated) for rows in (1, 8, most) for gated in (False, True)]
+        assert all(config is not None and nibble_gemv.takes(w, config.block_k) for config in configs)
+        assert nibble_gemv.choose(most + 1, 4096, w) is None
+    for layout, group in (("u4", 32), ("i8", 0), ("fp6", 0)):
+        assert nibble_gemv.choose(1, 4096, weights(draw, layout, 64, 512, group, False)) is None
+
+
+@pytest.mark.parametrize("mutation", ["nibbles swapped", "a neighbour's scale", "a zero point off by one", "tail"])
+def test_a_wrong_word_shows(mutation, device):
+    draw = Draw(0, torch.float32, device)
+    w, x = weights(draw, "u4", 64, 384, 128, True), draw(3, 384)
+    want, config = x.double() @ w.numbers().double().t(), Config(16, 128, 1, 2)
+    right = nibble_gemv.nibble_gemv(x, w, config)
+    torch.testing.assert_close(right.double(), want, rtol=1e-5, atol=1e-5)
+    if mutation == "tail":
+        wrong = nibble_gemv.nibble_gemv(x[:, :256].contiguous(), replace(
+            w, codes=w.codes[:, :128].contiguous(), scales=w.scales[:, :2].contiguous(),
+            more=w.more[:, :2].contiguous()), config)  # fmt: skip
+    else:
+        wrong = nibble_gemv.nibble_gemv(x, WRONG[mutation](w), config)
+    assert (wrong.double() - want).abs().max() > 0.05 * want.abs().max()
 
 
 @pytest.mark.parametrize("rows, config", SHAPES)

@@ -1,9 +1,9 @@
 """FP8 weights: codes of E4M3 with a scale for each channel, or for each block of 128 x 128. Lossy.
 
 A product of up to 256 rows streams the codes and computes with exactly the dequantised weights. Products of more rows
-dequantise the matrix into scratch memory. With ``--activation-dtype fp8``, products of more than 64 rows quantise these
-as well and multiply on FP8 tensor cores. On a CPU, and in exact mode, a product dequantises a tile of outputs at a
-time; no copy is kept.
+dequantise the matrix into scratch memory. With ``--activation-dtype fp8``, products of more than 16 rows (64 where
+scales go by blocks) quantise these as well, in the pass that applies the norm, and multiply on FP8 tensor cores. On a
+CPU, and in exact mode, a product dequantises a tile of outputs at a time; no copy is kept.
 
 Legend: T rows, K inputs, N outputs.
 """
@@ -15,17 +15,21 @@ from typing import Any, Literal
 
 import torch
 
+from kvasir import tuned
 from kvasir.errors import ConfigError
 from kvasir.kernels import f8, f8_matmul
 from kvasir.kernels.f8 import E4M3, F8, LARGEST
 from kvasir.kernels.f8_gemv import LAUNCH_ROWS, choose, f8_gemv
+from kvasir.kernels.gemv import Config as Launch
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.products import finish, linear, with_norm
+from kvasir.layers.products import finish, linear
 from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
-from kvasir.layers.weights import Placement
 
 SCALE = "scale"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+# With --activation-dtype fp8: rows of a product up to which they are not quantised where the weights have a scale a
+# channel, and up to which the kernel for few rows multiplies them.
+ROWS_AS_THEY_ARE, CODED_ROWS = tuned.F8_ROWS.value
 TILE_WEIGHTS = 1 << 20  # that are dequantised at a time on a CPU: 4 MiB, about a core's own cache
 
 
@@ -115,28 +119,22 @@ class Eight(WeightFormat):
         normed_TK: torch.Tensor | None = None,
     ) -> torch.Tensor:
         place, w, rows = weight.place, self._of(weight), x_TK.shape[0]
-        if weight.streams and LAUNCH_ROWS < rows <= self._most(place):  # twice, which is less than dequantising takes
+        if weight.streams and LAUNCH_ROWS < rows <= self._most(weight, x_TK):  # twice: less than dequantising takes
             first, last = self._halves(x_TK, residual_TO)
             how = {"norm": norm, "bias_N": bias_N, "activation": activation}
             parts = [self.product(weight, x, residual_TO=residual, **how) for x, residual in (first, last)]
             return torch.cat(parts) if residual_TO is None else residual_TO
-        if weight.streams and rows <= self._most(place):
-            x_TK, parameters = with_norm(x_TK, norm, normed_TK)
-            return f8_gemv(
-                x_TK,
-                w,
-                choose(rows, *w.codes.shape, w.block, activation is not None),
-                norm=parameters,
-                bias_N=bias_N,
-                activation=activation,
-                residual_TO=residual_TO,
-            )
+        if weight.streams and rows <= self._most(weight, x_TK):
+            x, config, how = self._few(weight, x_TK, norm, normed_TK, activation is not None)
+            return f8_gemv(x, w, config, bias_N=bias_N, activation=activation, residual_TO=residual_TO, **how)
+        if self._codes_rows(weight, x_TK):
+            x, parameters = self._normed(x_TK, norm, normed_TK)
+            y_TN = f8_matmul.f8_matmul(x, w, norm=parameters)
+            y_TN = y_TN if bias_N is None else y_TN.add_(bias_N)
+            return finish(y_TN, activation, residual_TO, place)
         if norm is not None:
             x_TK = norm(x_TK) if normed_TK is None else normed_TK
-        if weight.streams and place.activations == "fp8" and f8_matmul.fits(x_TK.dtype, x_TK.device, w):
-            y_TN = f8_matmul.f8_matmul(x_TK, w)
-            y_TN = y_TN if bias_N is None else y_TN.add_(bias_N)
-        elif x_TK.is_cuda:
+        if x_TK.is_cuda:
             w_NK = f8.dequantise(w, x_TK.dtype)
             if residual_TO is not None and bias_N is None and activation is None and not place.exact:
                 return residual_TO.addmm_(x_TK, w_NK.t())  # the BLAS adds as it stores
@@ -151,13 +149,11 @@ class Eight(WeightFormat):
         normed_TK: torch.Tensor, activation: str,
     ) -> torch.Tensor:  # fmt: skip
         w, rows = self._of(weight), x_TK.shape[0]
-        if not weight.streams or rows > min(LAUNCH_ROWS, self._most(weight.place)):
+        if not weight.streams or rows > min(LAUNCH_ROWS, self._most(weight, x_TK)):
             return self.product(weight, x_TK, norm=norm, bias_N=bias_N, normed_TK=normed_TK)
         y_TN = x_TK.new_empty((rows, w.codes.shape[0]), dtype=torch.float32)
-        x_TK, parameters = with_norm(x_TK, norm, normed_TK)
-        return f8_gemv(
-            x_TK, w, choose(rows, *w.codes.shape, w.block, True), norm=parameters, bias_N=bias_N, out_TO=y_TN
-        )
+        x, config, how = self._few(weight, x_TK, norm, normed_TK, True)
+        return f8_gemv(x, w, config, bias_N=bias_N, out_TO=y_TN, **how)
 
     def grouped(self, weight: Weight, pairs: float) -> torch.Tensor | F8:
         # The kernels of experts take whole blocks, and steps of up to 128 inputs within one.
@@ -165,11 +161,40 @@ class Eight(WeightFormat):
         whole = not self.block or self.block >= 128 and not any(size % self.block for size in sizes)
         return self._of(weight) if weight.streams and whole else self.dequantise(weight)
 
+    def _few(
+        self, weight: Weight, x_TK: torch.Tensor, norm: RMSNorm | None, normed_TK: torch.Tensor | None, gated: bool
+    ) -> tuple[torch.Tensor, Launch, dict[str, Any]]:
+        """The rows, config and options of a product of few rows: of those as they are, or of their codes. With a scale
+        for each block of a row, codes gain nothing."""
+        w, rows = self._of(weight), x_TK.shape[0]
+        coded = not self.block and rows > ROWS_AS_THEY_ARE and self._codes_rows(weight, x_TK)
+        config = choose(rows, *w.codes.shape, w.block, gated, coded)
+        x, parameters = self._normed(x_TK, norm, normed_TK)
+        if coded:
+            codes, scale = f8.quantise_rows(x, w.block or x.shape[1], norm=parameters)
+            return codes, config, {"x_scale": scale, "dtype": x_TK.dtype}
+        if config.block_n < 16:  # the kernel for one row applies the norm itself
+            return x, config, {"norm": parameters}
+        return x if parameters is None else norm(x), config, {}
+
     @staticmethod
-    def _most(place: Placement) -> int:
-        """Most rows of a product that streams the codes: beyond, quantised rows are for the tensor cores, and others
-        repay a dequantised matrix."""
-        return LAUNCH_ROWS // 2 if place.activations == "fp8" else 2 * LAUNCH_ROWS
+    def _normed(
+        x_TK: torch.Tensor, norm: RMSNorm | None, normed_TK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, float] | None]:
+        """Rows, and the norm that is left to what reads them."""
+        if norm is None or normed_TK is not None:
+            return x_TK if norm is None else normed_TK, None
+        return x_TK, norm.parameters
+
+    def _codes_rows(self, weight: Weight, x_TK: torch.Tensor) -> bool:
+        """Whether products of more rows than ``ROWS_AS_THEY_ARE`` quantise them for FP8 tensor cores."""
+        fits = f8_matmul.fits(x_TK.dtype, x_TK.device, self._of(weight))
+        return weight.streams and weight.place.activations == "fp8" and fits
+
+    def _most(self, weight: Weight, x_TK: torch.Tensor) -> int:
+        """Most rows of a product that streams the codes: beyond, the libraries for quantised rows are quicker, and
+        others repay a dequantised matrix."""
+        return CODED_ROWS if self._codes_rows(weight, x_TK) else 2 * LAUNCH_ROWS
 
     @staticmethod
     def _halves(x_TK: torch.Tensor, residual_TO: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
