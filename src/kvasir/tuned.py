@@ -395,7 +395,7 @@ NIBBLE_GEMV = Tuned(
     "group), warps, stages, and programs for which K is split. CODES_GEMV has the others.",
     ("kvasir.kernels.nibble_gemv.choose",),
     "NVIDIA H200",
-    ("h200/gpu_codes-words.json",),
+    ("h200/profile-llama-8b-u4-8.json", "h200/profile-llama-8b-u4-1.json"),
     CODE_TILES,
 )
 NIBBLE_ROWS = Tuned(
@@ -404,7 +404,7 @@ NIBBLE_ROWS = Tuned(
     "the other kernel is quicker, or nobody measured both.",
     ("kvasir.kernels.nibble_gemv.choose",),
     "NVIDIA H200",
-    ("h200/gpu_codes-words.json",),
+    ("h200/profile-llama-8b-u4-8.json", "h200/profile-llama-8b-u4-1.json"),
     CODE_TILES,
 )
 FUSED_NORM_ROWS = unmeasured(
