@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
