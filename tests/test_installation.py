@@ -131,7 +131,7 @@ def test_development_and_this_environment_keep_to_the_bounds():
 
 
 def test_versions_that_are_known_to_fail_are_refused():
-    """What each lacks stands beside it. All were tried but jinja2 (its advisory says so) and fla-core (a wheel)."""
+    """What each lacks stands beside it. All were tried except jinja2 (CVE-2025-27516) and fla-core (its wheel)."""
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     every = [*needs["dependencies"], *(n for extra in needs["optional-dependencies"].values() for n in extra)]
     allowed = {r.name: r.specifier for r in map(Requirement, every) if r.specifier}
