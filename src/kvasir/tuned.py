@@ -349,8 +349,8 @@ F8_GEMV = Tuned(
         ({}, (64, 128, 8, 3, 96)),
     ),
     "Products of a few rows with FP8 codes: outputs of a program, inputs of a block, warps, stages, and programs for "
-    "which K is split. coded: whether the rows are codes as well. Measured at 1 to 64 rows of Llama-8B's matrices, and "
-    "128 where the rows are codes.",
+    "which K is split. coded: whether the rows are codes as well. Measured at 1 to 64 rows of Llama-8B's matrices; of "
+    "more no result is kept.",
     ("kvasir.kernels.f8_gemv.choose",),
     "NVIDIA H200",
     ("h200/gpu_f8-words.json",),
@@ -409,10 +409,10 @@ NIBBLE_ROWS = Tuned(
 )
 FUSED_NORM_ROWS = unmeasured(
     16,
-    "Most rows for which a product with codes or FP8 applies the norm itself. Every program does so for its share of "
+    "Most rows for which a product with codes of bytes applies the norm itself. Every program does so for its share of "
     "the inputs; with more rows that takes longer than a kernel of its own. Nobody measured it alone.",
     ("kvasir.layers.products.FUSED_NORM_ROWS",),
-    "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
+    CODE_TILES,
     "NVIDIA H100",
 )
 CODES_MOE = Tuned(
