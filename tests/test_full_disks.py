@@ -4,6 +4,7 @@ was written before stays, what is lost is told once, and the next reader starts 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvasir import records
 from kvasir.api.responses_journal import ResponseJournal
 from kvasir.api.scaling_store import RunStore
 from kvasir.bench import result
-from kvasir.cli import batch
+from kvasir.cli import batch, generate
 from kvasir.cli import main as cli
+from kvasir.cli.chat import Conversation
 from kvasir.cli.options import check_output
 from kvasir.client import journal
 from kvasir.errors import ConfigError
@@ -147,6 +150,25 @@ def test_the_first_record_torn_at_any_byte_keeps_no_server_from_starting(kind, t
         assert kind.read(path) == [], cut
         kind.write(path, 3)
         assert kind.read(path) == [3], cut
+
+
+def test_a_full_disk_leaves_whole_rows_of_generate_and_no_torn_conversation(tmp_path, monkeypatch):
+    """Every row that `kvasir generate -o` wrote can be read, and `/save` leaves no file."""
+    path, talk = tmp_path / "out.jsonl", Conversation(Console(file=io.StringIO()), None, [])
+    for room in range(60):
+        path.unlink(missing_ok=True)
+        with monkeypatch.context() as patch, records.RecordFile(path) as file:
+            full_after(patch, room)
+            with pytest.raises(OSError, match="No space left"):
+                answers = generate.Answers(file.append, 9)
+                for n in range(9):
+                    answers.put(n, text="ß\ud800")
+            talk.save(str(tmp_path / "talk.jsonl"))
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        assert [row["index"] for row in rows] == list(range(len(rows)))
+        assert [f.name for f in tmp_path.iterdir()] == ["out.jsonl"]
+    talk.save(str(tmp_path / "talk.jsonl"))
+    assert json.loads((tmp_path / "talk.jsonl").read_text()) == {"messages": []}
 
 
 def test_a_device_that_is_full_fails_each_write():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
+import os
 import re
 import sys
 import time
@@ -19,6 +21,7 @@ from kvasir.cli.starting import packaged
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.progress import loading
+from kvasir.records import replace
 
 # Seconds of silence after which a server counts as gone.
 SECONDS = 600.0
@@ -138,8 +141,10 @@ class Conversation:
         """Write the conversation as one JSON line. An existing file is left as it is."""
         file = Path(name or time.strftime("kvasir-chat-%Y%m%d-%H%M%S.jsonl")).expanduser()
         try:
-            with file.open("x", encoding="utf-8") as out:
-                out.write(json.dumps({"messages": self.messages, **self.sampling}, ensure_ascii=False) + "\n")
+            if file.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            line = json.dumps({"messages": self.messages, **self.sampling}, ensure_ascii=False)
+            replace(file, line.encode(errors="backslashreplace") + b"\n")
             self.say(f"saved {len(self.messages)} messages to {file}", "dim")
         except OSError as e:
             self.say(f"cannot write {file}: {e.strerror}. Name another file: /save FILE.jsonl", "red")

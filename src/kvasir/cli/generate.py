@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from kvasir.cli import batch
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.progress import loading
+from kvasir.records import RecordFile
 from kvasir.types import SamplingParams
 
 NAMES = {f.name for f in dataclasses.fields(SamplingParams)} - {"grammar"}
@@ -77,23 +80,25 @@ def run(
         with loading(config.model.model):
             llm = stack.enter_context(LLM(config=config, replicas=replicas))
         entries = [_single(llm, text, chat)] if lines is None else lines
-        file = sys.stdout if jsonl else None
+        write = _print if jsonl else None
         if output is not None:
-            file = stack.enter_context(output.open("w", encoding="utf-8"))
-        answers = Answers(file, len(entries))
+            if output.is_file():
+                os.truncate(output, 0)
+            write = stack.enter_context(RecordFile(output)).append
+        answers = Answers(write, len(entries))
         # Lines that are written to a terminal show the progress already.
-        shown = len(entries) > 1 and sys.stderr.isatty() and not (file is not None and file.isatty())
+        shown = len(entries) > 1 and sys.stderr.isatty() and not (write is _print and sys.stdout.isatty())
         try:
             complete(llm, entries, shared, answers, progress=shown)
         except KeyboardInterrupt:
-            if file is not None:
+            if write is not None:
                 done = sum(map(bool, answers.rows))
                 print(
                     f"interrupted: {done} of {len(entries)} lines were written to {output or 'stdout'}", file=sys.stderr
                 )
             raise
     rows = answers.rows
-    if file is None and "outputs" in rows[0]:
+    if write is None and "outputs" in rows[0]:
         print("\n".join(o["text"] for o in rows[0]["outputs"]))
     refused = [row for row in rows if "error" in row]
     if refused:
@@ -149,12 +154,16 @@ def parse_lines(text: str) -> list[dict[str, Any]]:
     return entries
 
 
-class Answers:
-    """The rows of all requests. If there is a file, a row is written as soon as all rows before it are."""
+def _print(line: bytes) -> None:
+    print(line.decode(), flush=True)
 
-    def __init__(self, file: TextIO | None, count: int) -> None:
+
+class Answers:
+    """The rows of all requests. ``write``: takes a row as soon as all rows before it are written; None: nobody does."""
+
+    def __init__(self, write: Callable[[bytes], None] | None, count: int) -> None:
         self.rows: list[dict[str, Any]] = [{} for _ in range(count)]
-        self._file, self._next = file, 0
+        self._line, self._next = write, 0
 
     def put(self, index: int, **row: Any) -> None:
         self.rows[index] = {"index": index, **row}
@@ -169,10 +178,9 @@ class Answers:
             self._write(row)
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self._file is not None:
-            text = json.dumps(row, ensure_ascii=False) + "\n"
-            self._file.write(text.encode(errors="backslashreplace").decode())  # UTF-8 cannot hold lone surrogates
-            self._file.flush()
+        if self._line is not None:
+            text = json.dumps(row, ensure_ascii=False)
+            self._line(text.encode(errors="backslashreplace"))  # UTF-8 cannot hold lone surrogates
 
 
 def complete(
