@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +177,32 @@ def test_a_device_that_is_full_fails_each_write():
         for _ in range(2):
             with pytest.raises(OSError, match="No space left"):
                 file.append(b"[1]")
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody(tmp_path):
+    """Opening it for writing would wait for ever: it runs in a thread, which a reader then frees."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (records.RecordFile, check_output):
+        found: list[BaseException] = []
+        thread = threading.Thread(target=lambda write=write, found=found: _raised(write, pipe, found), daemon=True)
+        thread.start()
+        thread.join(10)
+        waits = thread.is_alive()
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        thread.join()
+        assert not waits and "Nobody reads this pipe" in str(found[0])
+        with records.RecordFile(pipe) as file:  # the reader is there
+            file.append(b"[1]")
+        assert os.read(reader, 9) == b"[1]\n"
+        os.close(reader)
+
+
+def _raised(write: Callable[[Path], object], path: Path, found: list[BaseException]) -> None:
+    try:
+        write(path)
+    except (OSError, ConfigError) as e:
+        found.append(e)
 
 
 # ------------------------------------------------------------------------------------------- files that are replaced

@@ -37,7 +37,8 @@ class RecordFile:
     """A file that records are appended to; it is created if it is missing. Raises OSError.
 
     ``private``: only the owner may read it (mode 0600, even when it existed with another), and a symbolic link is not
-    followed. ``sync``: a record is on the disk when ``append`` returns. A device or pipe is written as it is.
+    followed. ``sync``: a record is on the disk when ``append`` returns. A device or pipe is written as it is; a pipe
+    that nobody reads is an OSError.
     """
 
     def __init__(self, path: str | Path, *, private: bool = False, sync: bool = False) -> None:
@@ -45,9 +46,15 @@ class RecordFile:
         flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if private else 0)
         # The last byte is read before a record is written. A pipe opened for reading, too, would never block or break.
         self._regular = not os.path.exists(path) or os.path.isfile(path)
-        mode = os.O_RDWR if self._regular else os.O_WRONLY
-        self._handle = os.open(path, flags | mode, 0o600 if private else 0o666)
+        mode = os.O_RDWR if self._regular else os.O_WRONLY | os.O_NONBLOCK
         try:
+            self._handle = os.open(path, flags | mode, 0o600 if private else 0o666)
+        except OSError as e:
+            if e.errno == errno.ENXIO:  # without O_NONBLOCK, opening would wait for a reader
+                raise OSError(e.errno, "Nobody reads this pipe", str(path)) from e
+            raise
+        try:
+            os.set_blocking(self._handle, True)
             self._regular = stat.S_ISREG(os.fstat(self._handle).st_mode)
             if private:
                 os.fchmod(self._handle, 0o600)

@@ -7,6 +7,7 @@ from tests.api.test_tool_formats import parsed, parser, whole
 
 NOW = {
     "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": '{"name": "now", "parameters": {}}',
     "mistral": "[TOOL_CALLS]now[ARGS]{}",
     "glm45": "<tool_call>now\n</tool_call>",
     "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
@@ -32,6 +33,17 @@ VALUE = "<arg_value>Paris</arg_value>\n"
         ("openai", '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Paris}<|call|>', "", PARIS),
         ("pythonic", "```tool_code\nget_weather(days=3, city='Paris)\n```\n", " city='Paris)\n```",
          ("get_weather", {"days": 3})),
+        # A backslash that escapes nothing.
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "C:\\new\\q\\d+"}}</tool_call>', "",
+         ("get_weather", {"city": "C:\new\\q\\d+"})),
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"c\\ty\\.": ["\\u12", "\\u00g"]}}</tool_call>', "",
+         ("get_weather", {"c\ty\\.": ["\\u12", "\\u00g"]})),
+        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "\\w"}}', "", ("get_weather", {"city": "\\w"})),
+        ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "\\w"}', "", ("get_weather", {"city": "\\w"})),
+        ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "\\w"}}]', "",
+         ("get_weather", {"city": "\\w"})),
+        ("openai", '<|channel|>commentary to=functions.get_weather<|message|>{"city": "\\w"}<|call|>', "",
+         ("get_weather", {"city": "\\w"})),
         # The brackets or marks that close the call are missing.
         ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"\n</tool_call>', "", PARIS),
         ("gemma4", "<|tool_call>call:get_weather{days:3<tool_call|>", "", ("get_weather", {"days": 3})),

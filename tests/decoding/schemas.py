@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from decimal import Context, Decimal, localcontext
 from typing import Any
 
@@ -251,4 +252,8 @@ def _readable(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     kept = {k: v for k, v in schema.items() if k not in ("$schema", "$id", "$anchor") or isinstance(v, str)}
+    if isinstance(
+        kept.get("pattern"), str
+    ):  # Python's $ also matches before a line break at the end, JSON Schema's not
+        kept["pattern"] = re.sub(r"(?<!\\)\$", r"\\Z", kept["pattern"])
     return {k: v if k in ("enum", "const", "default") else _readable(v) for k, v in kept.items()}

@@ -22,6 +22,8 @@ SCHEMAS = [
     {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
     {"type": "integer", "minimum": 2**63 - 2, "exclusiveMaximum": 2**63 + 2},
     {"type": "number", "minimum": 10**30, "maximum": 10**30},
+    {"type": "number", "minimum": -0.5, "maximum": 2**60},
+    {"type": "array", "items": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 0.5}},
     {**OBJECT, "properties": {"id": {"enum": [BIG]}, "n": {"type": "null"}}, "required": ["id"]},
     {
         **OBJECT,
@@ -54,7 +56,10 @@ def test_in_a_lark_grammar(compiler, tok):
     "schema, word",
     [
         ({"type": "integer", "minimum": 2**60, "multipleOf": 3}, "multipleOf"),
-        ({"type": "number", "minimum": 0.5, "maximum": 2**60}, "minimum"),
+        ({"type": "number", "minimum": 1e-120, "maximum": 2**60}, "minimum"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5, "multipleOf": 0.1}, "multipleOf"),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}], "type": "number"}, "type"),
+        ({"$ref": "#/$defs/n", "maximum": 0.5, "$defs": {"n": {"exclusiveMinimum": 0}}}, "maximum"),
         ({"type": "object", "properties": {"a": {"const": BIG}}, "minProperties": 1}, "minProperties"),
         ({"allOf": [{"minimum": 2**60}, {"maximum": 2**61}]}, "allOf"),
         ({"type": "integer", "minimum": 2**60, "maximum": 2**59}, "minimum"),

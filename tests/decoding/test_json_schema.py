@@ -12,6 +12,7 @@ from kvasir.decoding.json_schema import FORMATS, UNSERVED, served_schema
 from kvasir.errors import RequestError
 from kvasir.types import Grammar
 from tests.decoding.grammars import ids
+from tests.decoding.test_schema_meaning import pieces
 
 # A value of each keyword that constrains something, with what has to stand next to it.
 UNSERVED_CASES = {
@@ -114,6 +115,40 @@ def test_whitespace(text, whitespace, compiler, tok):
 
 
 EBNF = 'root ::= "SELECT " column " FROM " [a-z]+ (" LIMIT " [0-9]{1,3})? # a comment\ncolumn ::= "*" | [a-z_]+'
+
+
+@pytest.mark.parametrize(
+    "text, right, wrong",
+    [
+        (r'root ::= "\u0041bcd"', "Abcd", "\u41bcd"),
+        (r'root ::= "\U00000041b"', "Ab", "\u041b"),
+        (r"root ::= [\u00e9-\u00ff]", "\u00e9", "u"),
+        (r'root ::= "\u0022\u005c\u000a"', '"\\\n', "n"),
+        (r'root ::= "\\u0041"', r"\u0041", "A"),
+    ],
+)
+def test_escapes_in_ebnf(text, right, wrong, compiler, tok):
+    for answer, valid in ((right, True), (wrong, False)):
+        matcher = compiler.compile(Grammar("ebnf", text))
+        assert (matcher.accept(pieces(answer, tok[1])) and matcher.is_accepting()) == valid, answer
+
+
+@pytest.mark.parametrize("text", ["\\ud800", "\\UFFFFFFFF"])
+def test_escapes_that_name_no_character(text, compiler):
+    with pytest.raises(RequestError, match="is no character"):
+        compiler.compile(Grammar("ebnf", f'root ::= "{text}"'))
+
+
+@pytest.mark.parametrize("text", ["start: a\na: a", "start: T\nT: /a/ & /b/"])
+def test_a_grammar_without_output_says_so(text, compiler):
+    with pytest.raises(RequestError, match="it allows no output at all"):
+        compiler.compile(Grammar("lark", text))
+
+
+def test_an_empty_pattern_matches_every_string(compiler, tok):
+    for schema, text in (({"type": "string", "pattern": ""}, '"ab"'), ({"patternProperties": {"": {}}}, '{"a": 1}')):
+        matcher = compiler.compile(Grammar("json_schema", json.dumps(schema)))
+        assert matcher.accept(ids(text, tok[1])) and matcher.is_accepting()
 
 
 def test_ebnf(compiler, tok):

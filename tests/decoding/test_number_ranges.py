@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -49,15 +50,20 @@ def test_integers_of_large_ranges(low, high, n, near):
         )
 
 
+def _decimal(value):
+    return None if value is None else Decimal(value)
+
+
 def test_numbers_against_tenths():
-    for low in (None, -12, -1, 0, 1, 9, 10):
-        for high in (None, -11, -1, 0, 1, 2, 12, 101):
+    for low in map(_decimal, (None, -12, "-1.5", -1, "-0.3", 0, "0.25", 1, 9, 10)):
+        for high in map(_decimal, (None, -11, "-1.05", -1, 0, "0.3", 1, "1.11", 2, 12, 101)):
             for above in (False, True):
                 for below in (False, True):
                     try:
                         pattern = re.compile(numbers(low, high, above, below))
                     except ValueError:
-                        assert low is not None and high is not None and low + (above or below) > high
+                        assert low is not None and high is not None
+                        assert low > high or low == high and (above or below)
                         continue
                     for tenths in range(-150, 150):
                         value = Decimal(tenths) / 10
@@ -66,6 +72,51 @@ def test_numbers_against_tenths():
                         for text in {str(value), str(value.quantize(Decimal("0.01")))}:
                             found = bool(pattern.fullmatch(text))
                             assert found == right or (not value and text.startswith("-")), (low, high, text)
+
+
+places = st.decimals(-20, 20, places=2) | st.decimals(-2, 2, places=5) | st.integers(-12, 12).map(Decimal)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.none() | places, st.none() | places, places, st.booleans(), st.booleans())
+def test_numbers_of_decimal_ranges(low, high, n, above, below):
+    if low is not None and high is not None:
+        low, high = sorted((low, high))
+    try:
+        pattern = re.compile(numbers(low, high, above, below))
+    except ValueError:
+        assert low == high and (above or below)
+        return
+    near = [end + Decimal(step) for end in (low, high) if end is not None for step in ("-0.000001", "0", "0.000001")]
+    for value in (n, Decimal(0), *near):
+        right = low is None or (value > low if above else value >= low)
+        right &= high is None or (value < high if below else value <= high)
+        text = f"{value:f}".rstrip("0").rstrip(".") if "." in f"{value:f}" else f"{value:f}"
+        for form in {text, f"{text}00" if "." in text else f"{text}.00"}:
+            assert bool(pattern.fullmatch(form)) == right or form.startswith("-0") and not value, (low, high, form)
+
+
+FAR = ("-10.5", "-1.5", "-1.01", "-1", "-0.5", "-0.001", "0", "0.001", "0.5", "1", "1.01", "1.5", "10", "10.5")
+
+
+def test_no_number_outside_a_range_gets_through(compiler, tok):
+    """The grammar library lets 0 through where ``{"exclusiveMinimum": 0, "maximum": 0.5}``."""
+    for low, high in itertools.combinations(map(Decimal, FAR), 2):
+        for above, below in itertools.product((False, True), repeat=2):
+            names = ("exclusiveMinimum" if above else "minimum", "exclusiveMaximum" if below else "maximum")
+            text = f'{{"type": "number", "{names[0]}": {low}, "{names[1]}": {high}}}'
+            pristine = compiler.compile(Grammar("json_schema", text))
+            for value in (low, high, (low + high) / 2, Decimal(0)):
+                right = (value > low if above else value >= low) and (value < high if below else value <= high)
+                forms = f"{value:f}", f"{value:f}0" if "." in f"{value:f}" else f"{value:f}.0"
+                found = [_accepts(pristine.copy(), form, tok) for form in forms]
+                assert any(found) if right else not any(found), (text, forms)
+            zero = low < 0 < high or not low and not above or not high and not below
+            assert zero or not _accepts(pristine.copy(), "-0", tok), text
+
+
+def _accepts(matcher, text, tok):
+    return matcher.accept(ids(text, tok[1])) and matcher.is_accepting()
 
 
 def test_rounded_numbers_keep_their_text():

@@ -5,12 +5,14 @@ import os
 import resource
 
 import pytest
+import torch
 
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models.chat_template import ChatTemplate
 from kvasir.models.checkpoint import embedded, read_config, read_json
 from kvasir.models.fields import Fields
 from kvasir.models.growth import check_growth
+from kvasir.models.loader import load_model
 from kvasir.models.patterns import ModuleList, Patterns, safe_pattern
 from kvasir.models.quantisation import reader_of
 from kvasir.plain_files import refuse_special
@@ -174,6 +176,12 @@ def test_all_matching_of_a_field_is_bounded(monkeypatch):
     monkeypatch.setattr(usual, "_left", 1.0)
     for i in range(20_000):
         assert usual.first(f"model.layers.{i}.mlp.experts.7.gate_up") is None
+
+
+def test_a_context_beyond_the_model_is_refused_before_its_tables_are_made():
+    folder = embedded()
+    with pytest.raises(ConfigError, match="max_model_len=100000000 is more than the [0-9]+ positions of this model"):
+        load_model(folder, read_config(folder), device="cpu", dtype=torch.float32, num_positions=10**8)
 
 
 def test_counts_of_layers_are_bounded():

@@ -42,7 +42,8 @@ class ValueScan:
 
     def __init__(self, lenient: bool = False) -> None:
         self.done = False
-        self._lenient = lenient  # allow control characters in strings; ``ObjectRepair`` escapes them
+        # Allow control characters and backslashes that escape nothing in strings; ``ObjectRepair`` escapes them.
+        self._lenient = lenient
         self._stack: list[str] = []  # open brackets, innermost last
         # value, string, escape, u1-u4, literal, number, after, key, colon, first_key or first_value
         self._state = "value"
@@ -130,15 +131,34 @@ class ValueScan:
         elif char == '"':
             self._ended()
 
+    def escapes(self, char: str) -> bool:
+        """Whether an escape that is being read can go on with this character."""
+        return char in ('"\\/bfnrtu' if self._state == "escape" else "0123456789abcdefABCDEF")
+
+    def end_escape(self) -> None:
+        """Take what was read of an escape as text."""
+        self._state = "string"
+
+    @property
+    def escape_length(self) -> int:
+        """Number of characters read of an escape that is not complete; 0 outside of one."""
+        return {"escape": 1, "u1": 2, "u2": 3, "u3": 4, "u4": 5}.get(self._state, 0)
+
     def _in_escape(self, char: str) -> None:
-        if self._state == "escape":
-            if char not in '"\\/bfnrtu':
-                raise Malformed
-            self._state = "u1" if char == "u" else "string"
-        elif char not in "0123456789abcdefABCDEF":
-            raise Malformed
+        if self.escapes(char):
+            following = {
+                "escape": "u1" if char == "u" else "string",
+                "u1": "u2",
+                "u2": "u3",
+                "u3": "u4",
+                "u4": "string",
+            }
+            self._state = following[self._state]
+        elif self._lenient:
+            self.end_escape()
+            self._in_string(char)
         else:
-            self._state = {"u1": "u2", "u2": "u3", "u3": "u4", "u4": "string"}[self._state]
+            raise Malformed
 
     def _in_literal(self, char: str) -> None:
         if not self._rest.startswith(char):
@@ -251,8 +271,8 @@ class ObjectScan:
 class ObjectRepair:
     """A writer of one JSON object that can end at any point: what it gives out plus ``close()`` is valid JSON.
 
-    Control characters in strings are escaped. A comma, a key, and a value that is neither a string nor a bracket are
-    held back until the value is complete. ``held``: that text as it came.
+    Control characters in strings and backslashes that escape nothing are escaped. A comma, a key, and a value that is
+    neither a string nor a bracket are held back until the value is complete. ``held``: that text as it came.
     """
 
     def __init__(self) -> None:
@@ -264,6 +284,9 @@ class ObjectRepair:
         """Take one character; return the text that became certain. Raises Malformed."""
         scan = self._scan
         was_number = scan._state == "number"
+        if (length := scan.escape_length) and not scan.escapes(char):
+            self._ready = f"{self._ready[:-length]}\\{self._ready[-length:]}"
+            scan.end_escape()
         if scan._state == "string" and char < " ":
             self._ready += json.dumps(char)[1:-1]
         else:
@@ -285,7 +308,7 @@ class ObjectRepair:
         scan, out = self._scan, ""
         if scan.done:
             return ""
-        escape = scan._state in ("escape", "u1", "u2", "u3", "u4") and not scan._string_is_key
+        escape = scan.escape_length > 0 and not scan._string_is_key
         if escape or scan._state == "after" or (scan._state == "number" and scan._number in NUMBER_ENDS):
             out = "\\" * escape + self._give()  # the backslash of half an escape is text
         if escape or (scan._state == "string" and not scan._string_is_key):

@@ -18,6 +18,7 @@ from kvasir.api.vllm_flags import ONLY_AT, ONLY_AT_OFFLINE, SATISFIED, SATISFIED
 from kvasir.compose import compose
 from kvasir.config import EngineConfig, ServerConfig, Settings, read_toml
 from kvasir.errors import ConfigError, nearest
+from kvasir.records import RecordFile
 
 # Newer releases of typer carry their own copy of click; its exceptions live in the module of ``typer.BadParameter``.
 NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
@@ -209,8 +210,7 @@ def check_output(file: Path | None, *, make: bool = False) -> None:
         if make:
             file.parent.mkdir(parents=True, exist_ok=True)
         new = not file.exists()
-        with file.open("a"):
-            pass
+        RecordFile(file).close()
         if new:
             file.unlink()
     except OSError as e:

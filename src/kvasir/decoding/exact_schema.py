@@ -1,4 +1,4 @@
-"""Lark rules for schemas with numbers that the grammar library would round.
+"""Lark rules for schemas with numbers that the grammar library would round, or ranges that it misreads.
 
 Only what lies between the root and such a number becomes rules of ours; the rest stays a schema of the library's. A
 keyword that these rules do not know is refused by name.
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from kvasir.decoding.number_ranges import MAX_DIGITS, exact, integers, is_safe, numbers
+from kvasir.decoding.number_ranges import MAX_DIGITS, MAX_PLACES, exact, integers, is_misread, is_safe, numbers
 from kvasir.decoding.references import target
 from kvasir.errors import RequestError
 
@@ -28,13 +28,17 @@ _NOTES = frozenset(
 _TEXT = r'"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(0[0-7be-f]|1[0-9a-f]|7f))*"'
 
 
-def needs_rules(schema: Any) -> bool:
-    """Whether the library would change a number of this schema."""
-    return any(True for _ in _unsafe(schema))
+def needs_rules(schema: Any, root: Any = None) -> bool:
+    """Whether the library would change a number of this schema, or misread its range. ``root``: where its references
+    lead; None: into itself."""
+    return any(True for _ in _unsafe(schema, schema if root is None else root))
 
 
-def _unsafe(schema: Any) -> Iterator[str]:
+def _unsafe(schema: Any, root: Any) -> Iterator[str]:
     if isinstance(schema, Mapping):
+        own = any(key in schema for key in (*BOUNDS, "allOf"))
+        if own and is_misread(list(_bounds(schema, root))):
+            yield "minimum"
         for key, value in schema.items():
             if key in (*BOUNDS, "multipleOf") and isinstance(value, int | float) and not is_safe(value):
                 yield key
@@ -43,12 +47,29 @@ def _unsafe(schema: Any) -> Iterator[str]:
                     yield key
             elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
                 for part in value.values():
-                    yield from _unsafe(part)
+                    yield from _unsafe(part, root)
             elif key not in _NOTES and key != "required":
-                yield from _unsafe(value)
+                yield from _unsafe(value, root)
     elif isinstance(schema, list):
         for part in schema:
-            yield from _unsafe(part)
+            yield from _unsafe(part, root)
+
+
+def _bounds(schema: Any, root: Any) -> Iterator[tuple[str, int | float]]:
+    """All bounds that may hold together for the value that ``schema`` describes."""
+    todo, seen = [schema], set()
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, Mapping) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        for key in BOUNDS:
+            if isinstance(node.get(key), int | float):
+                yield key, node[key]
+        for word in ("allOf", "anyOf", "oneOf"):
+            todo += node[word] if isinstance(node.get(word), list) else []
+        if "$ref" in node:
+            todo.append(target(root, node["$ref"]))
 
 
 def _safe_value(value: Any) -> bool:
@@ -104,7 +125,8 @@ class _Rules:
             raise RequestError(f"the schema at {path[:200]} allows no output at all", param=self._param)
         if not isinstance(node, Mapping):
             return self._leaf(node)
-        if not needs_rules({k: v for k, v in node.items() if k not in _NOTES}) and not self._refers(node):
+        rest = {k: v for k, v in node.items() if k not in _NOTES}
+        if not needs_rules(rest, self._root) and not self._refers(node):
             return self._leaf(node)
         kinds = node.get("type", list(_KINDS))
         kinds = [kinds] if isinstance(kinds, str) else [k for k in kinds if k != "integer" or "number" not in kinds]
@@ -184,7 +206,7 @@ class _Rules:
         return f"{json.dumps(json.dumps(key, ensure_ascii=False))} {self._colon}"
 
     def _kind(self, kind: str, node: Mapping[str, Any], path: str) -> str:
-        if kind in ("integer", "number") and any(_unsafe({k: node[k] for k in (*BOUNDS, "multipleOf") if k in node})):
+        if kind in ("integer", "number") and needs_rules({k: node[k] for k in (*BOUNDS, "multipleOf") if k in node}):
             return self._number(kind, node, path)
         if kind == "object":
             return self._object(node, path)
@@ -206,8 +228,8 @@ class _Rules:
                     number = exact(value)
                     if not number.is_finite() or number.adjusted() >= MAX_DIGITS:
                         raise self._refuse(word, path, f"it has more than {MAX_DIGITS} digits")
-                    if kind == "number" and number != number.to_integral_value():
-                        raise self._refuse(word, path, f"{number} stands next to a number of many digits, or is one")
+                    if kind == "number" and -int(number.as_tuple().exponent) > MAX_PLACES:
+                        raise self._refuse(word, path, f"it has more than {MAX_PLACES} decimal places")
                     found.append((number, word.startswith("e")))
             bounds[side] = max(found, key=lambda b, s=sign: (b[0] * s, b[1])) if found else None
         low, high = bounds["inimum"], bounds["aximum"]
@@ -216,7 +238,7 @@ class _Rules:
                 least = None if low is None else math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
                 most = None if high is None else math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
                 return f"/{integers(least, most)}/"
-            ends = (low and int(low[0]), high and int(high[0]), bool(low and low[1]), bool(high and high[1]))
+            ends = (low and low[0], high and high[0], bool(low and low[1]), bool(high and high[1]))
             return f"/{numbers(*ends)}/"
         except ValueError as e:
             raise self._refuse("minimum", path, str(e)) from e

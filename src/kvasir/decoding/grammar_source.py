@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import llguidance
@@ -102,11 +104,22 @@ def _from_ebnf(text: str, param: str) -> str:
             param=param,
         )
     try:
-        lark = gbnf_to_lark(text)
+        lark = gbnf_to_lark(re.sub(_EBNF_ESCAPE, partial(_unescaped, param), text))
     except Exception as e:  # the converter raises all kinds
         what = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)[:300]
         raise RequestError(f"the EBNF grammar cannot be used: {what}", param=param) from e
     return lark
+
+
+def _unescaped(param: str, found: re.Match[str]) -> str:
+    """The character of an escape like ``\\u0041``, whose leading zeros the library's converter drops: it then reads the
+    text behind as digits. An escape of another kind is kept."""
+    if not (digits := found[1] or found[2]):
+        return found[0]
+    code = int(digits, 16)
+    if code > sys.maxunicode or 0xD800 <= code < 0xE000:
+        raise RequestError(f"the EBNF grammar cannot be used: {found[0]} is no character", param=param)
+    return chr(code) if code > 0x7F or chr(code).isalnum() else f"\\x{code:02x}"
 
 
 def _without_schemas(text: str, param: str, added: Mapping[str, int], whitespace: str) -> tuple[str, str]:
@@ -206,10 +219,10 @@ def _check_keywords(node: dict[str, Any], param: str | None) -> None:
     for name in _BOUNDS:
         if isinstance(node.get(name), (int, float)):
             _check_bound(node[name], param, name)
-    if isinstance(node.get("pattern"), str):
+    if isinstance(node.get("pattern"), str) and node["pattern"]:  # an empty one matches all
         check_regex(node["pattern"], param)
     if isinstance(node.get("patternProperties"), dict):
-        for pattern in node["patternProperties"]:
+        for pattern in filter(None, node["patternProperties"]):
             check_regex(pattern, param)
 
 
@@ -270,6 +283,7 @@ def check_regex(pattern: str, param: str | None = None) -> None:
 # character would take a minute in 64 KiB of text, and block every other request.
 _LARK_REGEX = r"/(?:((?:[^/\\\n]|\\.)++)/|(?:[^/\\\n]|\\.)*+)"
 _LARK_BOUND = r"(\{[^}\n]*+\}|~[^\n]*)|\{[^}~\n]*+"
+_EBNF_ESCAPE = r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)"
 _REGEX_ITEM = (
     r"(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z))|(?P<open>\()|(?P<close>\))"
     r"|(?P<repeat>\{\d+(?:,\d*)?\})|(?P<other>.)"

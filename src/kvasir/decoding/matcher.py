@@ -200,5 +200,7 @@ def reason(text: str) -> str:
     later line."""
     text = text.partition("; following special tokens are available")[0]
     lines = text.strip().splitlines() or [""]
+    if lines[0] == "NoExtensionBias":  # the library's name for a start without a next byte
+        return "it allows no output at all"
     reason = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
     return f"{re.sub(_SHOWN_REGEX, '', lines[0])} {reason}" if reason else lines[0]

@@ -13,6 +13,8 @@ EXACT = 1 << 53
 PLACES = 22
 # Bounds have at most this many digits: the regex grows with them.
 MAX_DIGITS = 300
+# Decimal places of a bound: each nests the regex one level deeper, and the regex library allows 250.
+MAX_PLACES = 100
 
 
 class Rounded(float):
@@ -49,6 +51,23 @@ def is_safe(value: int | float) -> bool:
     return abs(int(power or 0) - len(places)) <= PLACES and abs(value) < EXACT and int(whole + places) < EXACT
 
 
+def is_misread(bounds: list[tuple[str, int | float]]) -> bool:
+    """Whether the grammar library may let through a bound that these bounds exclude.
+
+    It does so (1.9.1) with an integer whose other bound lies between it and the next integer away from zero: 0 for
+    ``{"exclusiveMinimum": 0, "maximum": 0.5}``. ``bounds``: keywords and numbers that may hold together."""
+    read = [(word, exact(value)) for word, value in bounds]
+    read = [(word, value) for word, value in read if value.is_finite() and value.adjusted() < MAX_DIGITS]
+    for word, value in read:
+        side = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}.get(word, 0)
+        if not side or value != int(value) or value * side < 0:
+            continue
+        beyond = [n for w, n in read if w.endswith("aximum" if side > 0 else "inimum")]
+        if any(n != int(n) and int(n) == int(value) and n * side > value * side for n in beyond):
+            return True
+    return False
+
+
 def integers(low: int | None, high: int | None) -> str:
     """A regex of the integers from ``low`` to ``high``, without leading zeros and without -0. None: no bound.
 
@@ -63,36 +82,80 @@ def integers(low: int | None, high: int | None) -> str:
     return _either(parts)
 
 
-def numbers(low: int | None, high: int | None, above: bool = False, below: bool = False) -> str:
-    """A regex of the numbers, without exponents, between two integers. ``above``, ``below``: without the bound itself.
+def numbers(low: Decimal | None, high: Decimal | None, above: bool = False, below: bool = False) -> str:
+    """A regex of the numbers, without exponents, between two numbers. ``above``, ``below``: without the bound itself.
 
     Raises ValueError when there are none."""
     if low is not None and high is not None and (low > high or low == high and (above or below)):
         raise ValueError(f"no number lies between {low} and {high}")
+    zero = Decimal(0)
     parts = []
     if low is None or low < 0:
         # Magnitudes: the bounds change places. Zero itself is not written with a sign.
-        nearest, without = (-high, below) if high is not None and high < 0 else (0, True)
-        if (magnitudes := _magnitudes(nearest, without, None if low is None else -low, above)) is not None:
+        nearest, without = (high.copy_negate(), below) if high is not None and high < 0 else (zero, True)
+        if (magnitudes := _magnitudes(nearest, without, None if low is None else low.copy_negate(), above)) is not None:
             parts.append(f"-{magnitudes}")
     if high is None or high >= 0:
-        nearest, without = (low, above) if low is not None and low >= 0 else (0, False)
+        nearest, without = (low, above) if low is not None and low >= 0 else (zero, False)
         if (magnitudes := _magnitudes(nearest, without, high, below)) is not None:
             parts.append(magnitudes)
     return _either(parts)
 
 
-def _magnitudes(low: int, above: bool, high: int | None, below: bool) -> str | None:
+def _magnitudes(low: Decimal, above: bool, high: Decimal | None, below: bool) -> str | None:
     """Numbers from ``low`` (0 or more) to ``high``; None: there are none."""
-    parts = []
-    if low == high:
-        return None if above or below else rf"{low}(\.0+)?"
-    parts.append(rf"{low}\.[0-9]*[1-9][0-9]*" if above else rf"{low}(\.[0-9]+)?")
-    if high is None or high - low > 1:
-        parts.append(rf"{_naturals(low + 1, None if high is None else high - 1)}(\.[0-9]+)?")
-    if high is not None and not below:
-        parts.append(rf"{high}(\.0+)?")
-    return _either(parts)
+    first, last = int(low), None if high is None else int(high)
+    start, end = _places(low), None if high is None else _places(high)
+    if first == last:
+        parts = [_with_places(first, start, above, end, below)]
+    else:
+        parts = [_with_places(first, start, above, None, False)]
+        if last is None or last - first > 1:
+            parts.append(rf"{_naturals(first + 1, None if last is None else last - 1)}(\.[0-9]+)?")
+        if last is not None:
+            parts.append(_with_places(last, "", False, end, below))
+    found = [part for part in parts if part is not None]
+    return _either(found) if found else None
+
+
+def _places(value: Decimal) -> str:
+    """The digits behind the point, without zeros at the end."""
+    return f"{value:f}".partition(".")[2].rstrip("0")
+
+
+def _with_places(whole: int, low: str, above: bool, high: str | None, below: bool) -> str | None:
+    """The numbers with this integer part and digits behind the point from ``low`` to ``high``; None: there are none."""
+    choices, bare = _digits(low, above, high, below)
+    if not choices:
+        return str(whole) if bare else None
+    return rf"{whole}(\.{_either(choices)})?" if bare else rf"{whole}\.{_either(choices)}"
+
+
+def _digits(low: str | None, above: bool, high: str | None, below: bool) -> tuple[list[str], bool]:
+    """Regexes of one digit or more behind a point, from ``low`` to ``high`` (None: no bound), and whether no digit at
+    all lies there too."""
+    if low == "" and not above:
+        low = None
+    if low is None and high is None:
+        return ["[0-9]+"], True
+    if low is None and high == "":
+        return ([], False) if below else (["0+"], True)
+    if low == "" and high is None:
+        return ["[0-9]*[1-9][0-9]*"], False
+    if low == "" and high == "":
+        return [], False
+    least = -1 if low is None else int(low[:1] or 0)
+    most = 10 if high is None else int(high[:1] or 0)
+    choices = [f"[{least + 1}-{most - 1}][0-9]*"] if most - least > 1 else []
+    for digit in sorted({least, most} - {-1, 10}):
+        after_low = low[1:] if low is not None and digit == least else None
+        after_high = high[1:] if high is not None and digit == most else None
+        rest, bare = _digits(after_low, above, after_high, below)
+        if rest:
+            choices.append(f"{digit}({'|'.join(rest)}){'?' if bare else ''}")
+        elif bare:
+            choices.append(str(digit))
+    return choices, low is None
 
 
 def _naturals(low: int, high: int | None) -> str:

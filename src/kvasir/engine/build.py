@@ -360,16 +360,9 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
         # answer, too.
         size, own = _tokenizer_facts(tokenizer_file)
         eos_ids = [*eos_ids, *own]
-    longest = model.spec.max_position
-    wanted = config.model.max_model_len or longest
-    if wanted > longest:
-        raise ConfigError(
-            f"max_model_len={wanted} is more than the {longest} positions of this model (max_position_embeddings in "
-            "config.json, or what linear or yarn scaling of RoPE makes of it)."
-        )
     return ModelInfo(
         name=config.model.served_model_name or config.model.model or "embedded",
-        max_model_len=wanted,
+        max_model_len=config.model.max_model_len or model.spec.max_position,
         vocab_size=vocab,
         tokenizer_size=min(vocab, size),
         eos_ids=tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < vocab),

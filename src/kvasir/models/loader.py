@@ -82,6 +82,11 @@ def start_loading(
     spec = build_spec(config)
     if pooling is not None and pooling.tokens is None:  # no token's logit is wanted
         spec = replace(spec, labels=pooling.labels)
+    if num_positions and num_positions > spec.max_position:  # before tables of that size are made
+        raise ConfigError(
+            f"max_model_len={num_positions} is more than the {spec.max_position} positions of this model "
+            "(max_position_embeddings in config.json, or what linear or yarn scaling of RoPE makes of it)."
+        )
     reader = reader_of(config)
     rounding = choose_rounding(token_rounding, spec, exact)
     place = Placement(torch.device(device), dtype, exact, fused, rounding=rounding)
