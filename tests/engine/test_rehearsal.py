@@ -141,7 +141,9 @@ def rehearsed(codec, tmp_path, *helping, **extra):
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("codec", "attention"), [("plain", PLAIN), pytest.param("int8", CODES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("codec", "attention"), [("plain", PLAIN), pytest.param("int8", CODES, marks=pytest.mark.slow)]
+)
 def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_path):
     """The driver here cannot launch: a kernel that ran would raise, and the log would warn of it."""
     found = rehearsed(codec, tmp_path)
