@@ -38,6 +38,8 @@ def rest(connection: socket.socket) -> bytes:
     while piece := connection.recv(1 << 16):
         got += piece
     connection.close()
+    while got.startswith(b"HTTP/1.1 100 "):  # whether a client is there is asked after a second
+        got = got.partition(b"\r\n\r\n")[2]
     return got
 
 
