@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 demo: .venv/.ready
 	$(BIN)/python tools/demo.py
 
-# The suite of every commit: under 25 minutes on two cores.
+# The suite of every commit, on two cores.
 test: .venv/.ready
 	$(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
@@ -29,8 +29,8 @@ clients: .venv/clients/.ready
 	touch $@
 
 lint: .venv/.ready
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src packages tests tools
+	$(BIN)/ruff format --check src packages tests tools
 	$(BIN)/mypy
 
 # Files of GPU tests that changed since a GPU last ran them. It fails nothing: CI has no GPU.
@@ -41,10 +41,10 @@ gpu-due: .venv/.ready
 oldest: .venv/.ready
 	$(BIN)/python -m tools.oldest
 
-.venv/.ready: pyproject.toml constraints.txt tools/install.sh
+.venv/.ready: pyproject.toml packages/lab/pyproject.toml constraints.txt tools/install.sh
 	$(PYTHON) -m venv .venv
 	tools/install.sh $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv .venv-oldest build dist src/*.egg-info packages/lab/src/*.egg-info packages/lab/build .pytest_cache .hypothesis .ruff_cache .mypy_cache

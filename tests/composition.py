@@ -11,19 +11,22 @@ import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import torch
 
-from kvasir.api.processing import Processing
+from kvasir.api.text.processing import Processing
 from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, LatentHeads, Site
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig, SpeculationConfig
-from kvasir.engine.attention_choice import choose_backend
-from kvasir.engine.policy import POLICIES
+from kvasir.engine.schedule.policy import POLICIES
+from kvasir.engine.start.attention_choice import choose_backend
 from kvasir.errors import ConfigError, RequestError
 from kvasir.kv.codec import CODECS, Codec, planes_of
+from kvasir.kv.policy import load as load_policies
+from kvasir.kv.tier import TIERS, Tier
 from kvasir.layers.product_backend import BACKENDS as PRODUCT_BACKENDS
 from kvasir.layers.product_backend import OWN, ProductBackend
 from kvasir.layers.weights import Placement
@@ -76,6 +79,7 @@ NEEDS_FOLDER = {
     "draft_model": "a smaller model",
     "medusa": "heads",
     "eagle": "a head",
+    "dflash": "a published drafter",
     "ppd": "prompt tokens",
     "idlm": "an adapter, or a model trained as a whole",
 }
@@ -106,6 +110,31 @@ WEIGHTS: dict[str, list[Any]] = {
     "hooks": [True, False],
     "prefix cache": [True, False],
     "preemption": [True, False],
+}
+# KV policies, with the numbers of very short requests, and what they are composed with: an array of its own, too, since
+# each policy has tokens of its own.
+FORGETTING: dict[str, list[Any]] = {
+    "kv policy": [
+        "sink_window:sinks=2,window=8,slack=4",
+        "snapkv:budget=12,window=4,pool=3",
+        "h2o:heavy=0.2,recent=0.2,slack=4,least=4",
+        "h2o:heavy=0.2,recent=0.2,slack=4,least=4,noise=true",
+        "lazy_eviction:budget=14,window=2,alpha=0.02",
+        "r_kv:budget=12,buffer=4,rows=2",
+        "pyramidkv:budget=12,window=4",
+        "cake:budget=12,window=4",
+        "snapkv:budget=12,window=4+r_kv:budget=13,buffer=2,rows=2",
+    ],
+    "drafter": ["none", "suffix", "layer_skip", "token_recycling", "replay"],
+    "codec": ["plain", "int8"],
+    "model": list(MODELS),
+    "chunked prefill": [True, False],
+    "prefix cache": [True, False],
+    "preemption": [True, False],
+    "overlap": [True, False],
+    "decode over static buffers": [True, False],
+    "few rows": [True, False],
+    "hooks": [True, False],
 }
 # The requests of every run, all of them at once.
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -242,6 +271,23 @@ def engine(**options: Any) -> Callable[[], Any]:
     ).close()
 
 
+def disk_on_a_gpu() -> None:
+    place = SimpleNamespace(device=torch.device("cuda"), above=None)
+    load(TIERS, "disk:path=pages,bytes=1", Tier).open(place)  # type: ignore[arg-type]
+
+
+def disk_in_a_cluster() -> None:
+    from kvasir.engine.engine import Engine
+
+    with TemporaryDirectory() as folder:
+        settings = dict(model="nano", device="cpu", num_pages=16, max_model_len=128)
+        engine = Engine(EngineConfig.of(**settings, kv_disk=f"{folder},bytes={1 << 22}"))
+        try:
+            engine.join(b"secret")
+        finally:
+            engine.close()
+
+
 # Combinations that must not start or not be admitted: (what, with what) -> the attempt that is refused. The page quotes
 # the message of the code.
 REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
@@ -256,6 +302,17 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
         drafter="draft_model:model=nano,max_accept=true+suffix"
     ),
     ("`--kv-codec bfloat16`", "a model in float32"): engine(kv_codec="bfloat16"),
+    ("`--kv-host-bytes`", "`--no-enable-prefix-caching`"): engine(kv_host_bytes=1 << 20, enable_prefix_caching=False),
+    ("`--kv-disk`", "a GPU with `--kv-host-bytes 0`"): disk_on_a_gpu,
+    ("`--kv-disk`", "`--replicas`, `--cluster` or `--kv-events-config`"): disk_in_a_cluster,
+    ("`--kv-disk-key`", "no `--kv-disk`"): engine(kv_disk_key="secret"),
+    ("`--kv-policy snapkv+h2o`", "itself"): lambda: load_policies("snapkv+h2o"),
+    ("`--kv-policy snapkv`", "`--kv-codec int4_bdr`"): engine(kv_policy="snapkv", kv_codec="int4_bdr"),
+    ("`--kv-policy snapkv`", "`--max-num-batched-tokens 32`"): engine(kv_policy="snapkv", max_num_batched_tokens=32),
+    ("`--kv-policy snapkv`", "`--drafter mtp`"): lambda: check_conflicts(
+        [load_drafter("mtp"), load_policies("snapkv").policies[0]]
+    ),
+    ("`--kv-policy pyramidkv`", "a policy of the answer"): engine(kv_policy="pyramidkv+r_kv"),
     ("`--weights u4:group=48`", "any model"): engine(weights="u4:group=48"),
     ("`--weights mxfp4:scale=block`", "any model"): engine(weights="mxfp4:scale=block"),
     ("`--product-backend humming`", "`--batch-invariant`"): products_with(exact=True),

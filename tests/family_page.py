@@ -16,8 +16,8 @@ HEAD = """# Model families
 
 Families are chosen by the `model_type` of config.json. Each one is compared with `transformers` in fp32, on small
 random configs with its fields on and off (`tests/models/test_parity.py`), but those that start with `kvasir_`, which
-are our own. A field that would change the result and is not served is refused by name at start-up, and so is a stored
-tensor that nobody reads.
+are our own, and `mimo`, whose layers are compared as those of Qwen 2. A field that would change the result and is not
+served is refused by name at start-up, and so is a stored tensor that nobody reads.
 
 Of a multimodal checkpoint the text model is served: the tensors under "left out" are not read, and start-up logs their
 bytes. A request with an image gets status 400. Most layers of a hybrid (Qwen 3.5 and later, Qwen3-Next,

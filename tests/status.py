@@ -9,8 +9,11 @@ from typing import Any
 
 from kvasir.attention.backend import BACKENDS
 from kvasir.convert.converter import PACKAGE as CONVERTERS
-from kvasir.engine.policy import POLICIES
+from kvasir.engine.pages.eviction import EVICTIONS
+from kvasir.engine.schedule.policy import POLICIES
 from kvasir.kv.codec import CODECS
+from kvasir.kv.policy import POLICIES as KV_POLICIES
+from kvasir.kv.tier import TIERS
 from kvasir.layers.product_backend import BACKENDS as PRODUCT_BACKENDS
 from kvasir.layers.recurrence_backend import RECURRENCES
 from kvasir.layers.weight_format import PACKAGE as FORMATS
@@ -26,9 +29,12 @@ FIELDS = {"method", "paper", "published", "differs", "exact", "result", "when"}
 GROUPS: dict[str, tuple[str, str | None]] = {
     "drafters": ("Drafters", DRAFTERS),
     "codecs": ("KV codecs", CODECS),
+    "policies": ("KV policies", KV_POLICIES),
+    "tiers": ("KV tiers", TIERS),
     "formats": ("Weight formats", FORMATS),
     "strategies": ("Test-time scaling", STRATEGIES),
     "schedulers": ("Scheduling policies", POLICIES),
+    "evictions": ("Eviction of cached prefixes", EVICTIONS),
     "backends": ("Attention backends", BACKENDS),
     "product_backends": ("Product backends", PRODUCT_BACKENDS),
     "recurrences": ("Recurrence backends", RECURRENCES),

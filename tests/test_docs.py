@@ -25,7 +25,7 @@ def test_links_and_paths_in_docs_exist(file):
     text = file.read_text()
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
         assert (file.parent / target).exists(), f"{file.name} links to {target}"
-    for path in re.findall(r"`((?:src|tests|tools|docs|bench)/[\w./-]+\.\w+)`", text):
+    for path in re.findall(r"`((?:src|packages|tests|tools|docs|bench)/[\w./-]+\.\w+)`", text):
         assert (ROOT / path).exists(), f"{file.name} names {path}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.api.protocol import ChatBody
+from kvasir.api.protocols.openai import ChatBody
 from kvasir.errors import nearest
 
 NAMES = [*ChatBody.model_fields, "max_num_seqs", "--max-num-seqs", "--json"]

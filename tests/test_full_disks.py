@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from kvasir import records
-from kvasir.api.responses_journal import ResponseJournal
-from kvasir.api.scaling_store import RunStore
+from kvasir.api.protocols.responses_journal import ResponseJournal
+from kvasir.api.scaling.scaling_store import RunStore
 from kvasir.bench import result
 from kvasir.cli import batch, generate
 from kvasir.cli import main as cli
@@ -29,8 +29,8 @@ from kvasir.client import journal
 from kvasir.errors import ConfigError
 from kvasir.scaling.journal import Journal
 from kvasir.types import Request, SamplingParams
+from kvasir_lab.cells import keep_cell, read_cells
 from tests.test_records import full_after
-from tools.cells import keep_cell, read_cells
 
 FAILED = (OSError, ConfigError)
 
@@ -287,6 +287,36 @@ def test_a_place_that_cannot_be_written_is_refused_by_name_with_a_fix(what, tmp_
     assert str(place) in told and ("Not a directory" in told or "File exists" in told)
     assert what == "batch" or (what in told and "Name a" in told), told
     assert place.read_bytes() == b"" and [f.name for f in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("what", ["--journal", "--crash-dumps", "--learn-out", "cannot write"])
+def test_a_full_disk_is_told_at_the_start(what, tmp_path, monkeypatch):
+    """A full disk still opens files, so each place is tried with a block that is cut off again."""
+    with monkeypatch.context() as patch:
+        full_after(patch, 100)
+        with pytest.raises(ConfigError) as refused:
+            REFUSED[what](tmp_path)
+    told = str(refused.value)
+    assert what in told and str(tmp_path) in told and "No space left on device" in told and "has room" in told
+    assert not [file for file in tmp_path.iterdir() if file.is_file()]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"", b'\n{"record":"beg'])
+def test_trying_a_journal_for_room_leaves_it_as_it_was(end, tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+    write_response(path, 1)
+    held = path.read_bytes().rstrip(b"\n") + end
+    path.write_bytes(held)
+    for room in (0, 100, records.TRIED_BYTES):
+        with monkeypatch.context() as patch:
+            full_after(patch, room)
+            if room < records.TRIED_BYTES:
+                with pytest.raises(ConfigError, match="No space left"):
+                    ResponseJournal(str(path))
+        assert path.read_bytes() == held
+    for work in (lambda: ResponseJournal(str(path)).close(), lambda: check_output(path)):
+        work()
+        assert path.read_bytes() == held, "the next server can lock it"
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no namespaces")

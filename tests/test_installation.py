@@ -18,7 +18,7 @@ from tools import oldest
 
 ROOT = Path(__file__).parent.parent
 TEXT = {".md", ".py", ".toml", ".txt", ".sh", ".yaml", ".yml", ".html", ".js", ".json", ".cff", ""}
-ROOMS = [f for room in ("docs", "deploy", "src", "tools") for f in sorted((ROOT / room).rglob("*"))]
+ROOMS = [f for room in ("docs", "deploy", "packages", "src", "tools") for f in sorted((ROOT / room).rglob("*"))]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
 FILES = [
     f for f in [*PAGES, *ROOMS] if f.is_file() and f.suffix in TEXT and ".egg-info" not in f.parent.name

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 import yaml
 
-from kvasir.api.auth import OPEN_PATHS
-from kvasir.api.metric_definitions import BY_NAME
+from kvasir.api.http.auth import OPEN_PATHS
+from kvasir.api.http.metric_definitions import BY_NAME
 from kvasir.api.server import CLOSE_SECONDS
 from kvasir.client.replica import STOP_SECONDS
 from kvasir.config import ServiceConfig

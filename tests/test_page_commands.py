@@ -5,6 +5,7 @@ The rest stand in a list with the reason, and all that are ours are read by the 
 from __future__ import annotations
 
 import collections
+import importlib
 import importlib.util
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 import typer.main
 
 from kvasir.cli.main import app
+from kvasir_lab.study import Study
 from tests.cli.conftest import kvasir  # noqa: F401  the fixture
 from tests.integration.serving import Served
 from tests.page_commands import ROOT, blocks, commands, of_pages
@@ -85,21 +87,37 @@ def test_the_command_line_knows_every_option(command, kvasir, monkeypatch, tmp_p
 
 def hold(command, patch, read: list) -> None:
     """Keep a command and those below it from doing anything."""
-    for below in getattr(command, "commands", {}).values():
-        hold(below, patch, read)
-    if not getattr(command, "commands", None):
+    below = command.list_commands(None) if hasattr(command, "list_commands") else ()
+    for name in below:
+        hold(command.get_command(None, name), patch, read)
+    if not below:
         patch.setattr(command, "callback", lambda **options: read.append(options))
 
 
-@pytest.mark.parametrize("command", [c for c in SHOWN if c.startswith("python ") and "tools" in c])
+@pytest.mark.parametrize("command", [c for c in SHOWN if c.startswith("python ") and ("tools" in c or "studies" in c)])
 def test_tools_have_the_options_that_pages_give_them(command):
     """What takes minutes or a GPU is not run, but its file exists and names every option."""
     _, *words = shlex.split(command)
+    if words[1] == "kvasir_lab.studies":
+        read_by(words[2], words[3:])
+        return
     name = words[1] if words[0] == "-m" else words[0].removesuffix(".py").replace("/", ".")
     spec = importlib.util.find_spec(name)
     assert spec is not None, name
     text = Path(spec.origin).read_text()
     for option in re.findall(r"(?<= )--?[a-z][\w-]*", command.partition(name)[2]):
+        assert f'"{option}"' in text, f"{name} has no {option}"
+
+
+def read_by(name: str, words: list[str]) -> None:
+    """Have a study read its options. What is no option of it fails the test."""
+    main = importlib.import_module(f"kvasir_lab.studies.{name}").main
+    words = [word.removesuffix("...") for word in words if word not in ("[", "]")]
+    if isinstance(main, Study):
+        main.parser().parse_args(words)
+        return
+    text = Path(importlib.util.find_spec(main.__module__).origin).read_text()
+    for option in (word for word in words if word.startswith("-")):
         assert f'"{option}"' in text, f"{name} has no {option}"
 
 

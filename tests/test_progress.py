@@ -1,10 +1,14 @@
 """Lines and bars of long work: silent while it is quick, never on stdout beside a result."""
 
+import importlib
 import io
 import sys
+import threading
+import types
 
 import pytest
 
+from kvasir import progress
 from kvasir.progress import Progress, loading
 
 
@@ -49,3 +53,29 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys, still):
     assert "bytes" in shown and "3/8" in shown and "a-model" in shown
     assert ("2/7" in shown) or not still, "a still bar is drawn at every change"
     assert capsys.readouterr().out == ""
+
+
+def test_a_slow_import_is_told_of(tmp_path, monkeypatch, capsys):
+    """The import ends when the line was printed, so the test needs no clock."""
+    (tmp_path / "slow_library.py").write_text("import progress_gate\nprogress_gate.wait()\n")
+    told = threading.Event()
+    gate = types.ModuleType("progress_gate")
+    gate.wait = lambda: told.wait(60)
+    monkeypatch.setitem(sys.modules, "progress_gate", gate)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(progress, "IMPORT_SECONDS", 0.01)
+    real = print
+    monkeypatch.setattr(progress, "print", lambda *a, **k: (real(*a, **k), told.set()), raising=False)
+    with progress.imports_told("slow_library", "a library"):
+        importlib.import_module("slow_library")
+    assert told.is_set() and "loading a library: " in capsys.readouterr().err
+    del sys.modules["slow_library"]
+
+
+def test_a_library_that_is_there_is_not_told_of(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "IMPORT_SECONDS", 0.001)
+    with progress.imports_told("json", "JSON"):
+        for thread in threading.enumerate():
+            if thread.name == "imports":
+                thread.join(60)
+    assert capsys.readouterr().err == ""

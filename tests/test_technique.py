@@ -12,18 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from kvasir import technique
-from kvasir.api import tools
+from kvasir.api.calls import tools
 from kvasir.attention.backend import BACKENDS, AttentionBackend
 from kvasir.cli.main import app
-from kvasir.engine.policy import POLICIES, SchedulerPolicy
+from kvasir.engine.schedule.policy import POLICIES, SchedulerPolicy
 from kvasir.errors import ConfigError
 from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.quantized import QuantizedCodec
-from kvasir.lab.lookup import load_task
-from kvasir.lab.task import Task
 from kvasir.models.families import FAMILIES, find_family
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.speculation.router import load_drafter
+from kvasir_lab.lookup import load_task
+from kvasir_lab.task import Task
 from tests.engine.driver import Driver
 from tests.models.small_tokenizers import make
 
@@ -32,7 +32,7 @@ POLICY = '''"""Last come, first served. Exact."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
-from kvasir.engine.policy import SchedulerPolicy
+from kvasir.engine.schedule.policy import SchedulerPolicy
 
 @dataclass(frozen=True)
 class Config:
@@ -87,7 +87,11 @@ def test_a_file_is_configured_like_any_other(tmp_path, monkeypatch):
     [
         ("gone.py", None, "there is no file .*gone.py"),
         ("fcfs.py", POLICY, "kvasir's own schedulers have a 'fcfs' already.*Rename the file"),
-        ("empty.py", "x = 1\n", "exactly one subclass of kvasir.engine.policy.SchedulerPolicy, and defines none"),
+        (
+            "empty.py",
+            "x = 1\n",
+            "exactly one subclass of kvasir.engine.schedule.policy.SchedulerPolicy, and defines none",
+        ),
         ("two.py", POLICY + "class Other(Lifo): ...\n", "defines Lifo, Other"),
         ("thawed.py", POLICY.replace("frozen=True", ""), "must be a frozen dataclass"),
         ("bare.py", POLICY.replace("weight: float = 1.0", "weight: float"), "weight has no default"),
@@ -112,7 +116,7 @@ def test_a_file_that_is_no_technique_is_told_why(tmp_path, name, text, why):
         (POLICIES, SchedulerPolicy, "order_waiting"),
         (BACKENDS, AttentionBackend, "run"),
         (tools.PACKAGE, tools.ToolParser, "feed, finish, grammar"),
-        ("kvasir.lab.tasks", Task, "draw"),
+        ("kvasir_lab.tasks", Task, "draw"),
     ],
 )
 def test_what_it_does_not_define_is_named(tmp_path, package, base, lacks):
@@ -140,7 +144,7 @@ def test_a_task_in_a_file(tmp_path):
     file = written(
         tmp_path / "tasks",
         "echo.py",
-        '"""Say it again."""\nfrom kvasir.lab.task import Task\n'
+        '"""Say it again."""\nfrom kvasir_lab.task import Task\n'
         "class Echo(Task):\n    def draw(self, rng, split): ...\n",
     )
     assert load_task(file).name == "echo"
@@ -179,7 +183,7 @@ def test_an_installed_package_brings_names(tmp_path, monkeypatch):
 
 def test_a_package_that_cannot_be_imported_stops_nobody_else(tmp_path, monkeypatch, caplog):
     monkeypatch.syspath_prepend(str(tmp_path))
-    groups = (BACKENDS, CODECS, "kvasir.lab.tasks", "kvasir.api.tool_parsers", DRAFTERS)
+    groups = (BACKENDS, CODECS, "kvasir_lab.tasks", "kvasir.api.calls.tool_parsers", DRAFTERS)
     install(tmp_path, "their_lab", *(f"[{group}]\ngone = their_lab.gone" for group in groups))
     assert outputs()[0]
     for command in ("doctor", "show nano", "lab tasks"):

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kvasir.kernels.native.library import native
+from tools.checkout import python_path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvasir"
@@ -52,8 +53,8 @@ CPU, GPU = (stops(part) for part in (ROOT / "docs" / "tour.md").read_text().spli
 
 def environment(folder: Path) -> dict[str, str]:
     """Settings under which every process writes to ``folder`` which functions it enters (see tests/recorder)."""
-    paths = [ROOT / "tests" / "recorder", ROOT / "src", ROOT]
-    return os.environ | {"RECORD_ENTERED": str(folder), "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    paths = python_path(str(ROOT / "tests" / "recorder"))
+    return os.environ | {"RECORD_ENTERED": str(folder), "PYTHONPATH": paths}
 
 
 def recorded(folder: Path) -> set[tuple[str, str]]:
@@ -133,7 +134,7 @@ def test_few_stops_are_left_to_a_gpu():
 @needs_native
 def test_a_stop_that_no_request_enters_is_found(request_on_cpu):
     """Functions that exist and do not run, and files that do not exist."""
-    wrong = "1. `models/decoder.py`, `forward()`: the plain path.\n2. `engine/runner.py`, `launch()`: runs."
+    wrong = "1. `models/decoder.py`, `forward()`: the plain path.\n2. `engine/ways/runner.py`, `launch()`: runs."
     assert missed(stops(wrong), request_on_cpu) == ["models/decoder.py forward"]
     with pytest.raises(AssertionError, match="a stop is not"):
         stops("1. `models/decoder.py`: names no function.")

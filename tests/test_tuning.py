@@ -35,8 +35,8 @@ def test_sources_and_commands_exist(name):
     if entry.command:
         program, script, *rest = shlex.split(entry.command)
         if script == "-m":  # an experiment of the one list
-            assert rest[0] == "tools.kernels"
-            script = f"tools/kernels/{rest[1]}.py"
+            assert rest[0] in ("kvasir_lab.kernels", "kvasir_lab.studies")
+            script = f"packages/lab/src/{rest[0].replace('.', '/')}/{rest[1]}.py"
         assert program == "python" and (ROOT / script).is_file(), entry.command
 
 

@@ -1,1 +1,1 @@
-"""Scripts for developers: demo, installation, studies; `tools.kernels` checks and times kernels."""
+"""Scripts for developers: demo, installation, studies; `kvasir_lab.kernels` checks and times kernels."""

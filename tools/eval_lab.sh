@@ -16,7 +16,8 @@ case $out in /*) ;; *) out=$PWD/$out ;; esac
 for model in nano base; do eval "folder=\$$model"; if [ -d "$folder" ]; then eval "$model=\$(cd \"\$folder\" && pwd)"; fi; done
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
-export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="src:packages/lab/src${PYTHONPATH:+:$PYTHONPATH}"
+python3 -m tools.checkout
 
 measure() { # NAME MODEL [options of kvasir eval]
     case_name=$1 measured=$2

@@ -11,7 +11,7 @@
 #   ttft      one prompt of 8k and 32k                                                              2 minutes
 #   load      64 requests of 16k that do not fit: how many run at once, throughput                  4 minutes
 #   quality   answers and perplexity of the lab's model and its outlier twins                       8 minutes
-#             (QUALITY: options of tools/kv_quality.py)
+#             (QUALITY: options of kvasir_lab/studies/kv_quality.py)
 #
 # Steps share LIMIT seconds (default 570); one that is cut off keeps the result of earlier rounds. REPEATS overrides a
 # case's. KVASIR_COMMIT names the commit where there is no repository.
@@ -19,7 +19,8 @@ set -uo pipefail
 out=$1 site=$2
 shift 2
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/src:$PWD/packages/lab/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+python3 -m tools.checkout
 limit=${LIMIT:-570}
 peer=(--peer-python-path "$site")
 [[ $site ]] || peer=()
@@ -48,7 +49,7 @@ for step in "$@"; do
     short) run llama-8b-kv ;;
     ttft) run llama-8b-kv-ttft ;;
     load) run llama-8b-kv-load ;;
-    quality) within python3 tools/kv_quality.py "$out/kv-codecs-base.json" --device cuda --seconds $((limit - SECONDS - 20)) ${QUALITY:-} ;;
+    quality) within python3 -m kvasir_lab.studies kv_quality "$out/kv-codecs-base.json" --device cuda --seconds $((limit - SECONDS - 20)) ${QUALITY:-} ;;
     *) echo "no step named $step" >&2; exit 2 ;;
   esac
 done

@@ -17,7 +17,8 @@
 set -uo pipefail
 out=$1 step=$2 site=${3:-}
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/src:$PWD/packages/lab/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+python3 -m tools.checkout
 data=${DATA:-bench/traces}
 peer=(${site:+--peer-python-path "$site"})
 beside=(--peer vllm "${peer[@]}")

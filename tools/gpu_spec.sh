@@ -17,7 +17,8 @@ shift
 case $out in /*) ;; *) out=$PWD/$out ;; esac
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/src:$PWD/packages/lab/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+python3 -m tools.checkout
 more=()
 for drafter in "$@"; do more+=(--drafter "$drafter"); done
 
@@ -29,7 +30,7 @@ for drafter in "$@"; do more+=(--drafter "$drafter"); done
   --json "$out/speculation-base.json" >"$out/speculation-base.txt" 2>&1
 if [ "${CHECKPOINTS:-}" = make ] && [ "${ONLY:-rollouts}" = rollouts ]; then
   made=$(mktemp -d)
-  timeout 150 python3 tools/successive_checkpoints.py "$made" ${COMMIT:+--commit "$COMMIT"} ${TRAIN:-} >"$out/checkpoints.txt" 2>&1
+  timeout 150 python3 -m kvasir_lab.studies successive_checkpoints "$made" ${COMMIT:+--commit "$COMMIT"} ${TRAIN:-} >"$out/checkpoints.txt" 2>&1
   cp "$made/report.json" "$out/checkpoints.json"
   CHECKPOINTS=$(echo "$made"/[0-9])
 fi

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 STORED = ROOT / "bench" / "gpu_tests.json"
 MARK = "mark.gpu"  # how a file says that it has tests for a GPU
 # The packages that are read, and the folders that they lie in.
-HOMES = {"kvasir": "src", "tests": ".", "tools": "."}
+HOMES = {"kvasir": "src", "kvasir_lab": "packages/lab/src", "tests": ".", "tools": "."}
 
 
 def gpu_test_files(root: Path = ROOT) -> list[str]:

@@ -81,7 +81,7 @@ def work(options: argparse.Namespace) -> None:
         llm = stack.enter_context(LLM(config=EngineConfig().replace(**settings)))
         engine = llm.engine
         launch = engine.runner.launch
-        engine.runner.launch = lambda plan: Handle(launch(plan), watch)
+        engine.runner.launch = lambda *plan: Handle(launch(*plan), watch)
         longest = llm.info.max_model_len - 16
         params = SamplingParams(temperature=0.0, max_tokens=longest, ignore_eos=True, detokenize=False)
         draw = random.Random(0)
@@ -121,7 +121,7 @@ class Worker:
         command += ["--shape", options.shape] if options.shape else []
         self.process = subprocess.Popen(
             command,
-            env=os.environ | {"PYTHONPATH": str(src)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(src), os.environ.get("PYTHONPATH"))))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Install kvasir into the environment of PYTHON ($1), with what development and the demo need. On a machine without an
-# NVIDIA GPU it never installs the gigabytes of CUDA packages by accident. It takes the CPU build of torch from the
-# configured package index, else from PyTorch's own, else it stops and says so.
+# Install kvasir and kvasir-lab into the environment of PYTHON ($1), with what development and the demo need. On a
+# machine without an NVIDIA GPU it never installs the gigabytes of CUDA packages by accident. It takes the CPU build of
+# torch from the configured package index, else from PyTorch's own, else it stops and says so.
 set -euo pipefail
 python=$1
 cd "$(dirname "$0")/.."
@@ -28,5 +28,5 @@ for line in open("constraints.txt"):
         print(line, end="")
 print("torch==" + importlib.metadata.version("torch"))
 PY
-say "Installing kvasir and what it needs, about another minute"
-pip install -q -c .venv/constraints.txt -e ".[dev]"
+say "Installing kvasir, kvasir-lab and what they need, about another minute"
+pip install -q -c .venv/constraints.txt -e ".[dev]" -e packages/lab

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import yaml
 
-from kvasir.api.metric_definitions import BY_NAME, DEFINITIONS, Alert, Definition, Section
+from kvasir.api.http.metric_definitions import BY_NAME, DEFINITIONS, Alert, Definition, Section
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvasir.json"

@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kvasir import records
+from tools import checkout
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tools" / "oldest.json"
@@ -128,7 +129,7 @@ def main(given: list[str] | None = None) -> int:
     oldest = {name: version for name, version in bounds().items() if name not in UNTESTED}
     python = make(options.folder, oldest)
     names = [options.only] if options.only else list(TESTS)
-    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    path = os.pathsep.join(checkout.PATHS)
     # The tests start commands of their own, which have to find the same interpreter.
     environment = {**os.environ, "PYTHONPATH": path, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
     command, status = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m"], 0

@@ -34,6 +34,7 @@ from pathlib import Path
 import psutil
 
 from kvasir.errors import ConfigError
+from tools import checkout
 
 ROOT = Path(__file__).parent.parent
 AT_ONCE = "together"  # The part whose commands all start at once.
@@ -62,7 +63,6 @@ class Running:
         self.study, self.began = study, time.monotonic()
         self.end, self.asked, self.took = self.began + min(study.seconds, seconds), 0.0, 0.0
         self.family: set[psutil.Process] = set()  # what it has started, once it was asked to end
-        path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
         # Commands that say python get the interpreter that runs this.
         tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
         with (out / f"{study.name}.log").open("w") as log:
@@ -70,7 +70,13 @@ class Running:
                 KVASIR + study.command.replace("OUT", str(out)),
                 shell=True,
                 cwd=ROOT,
-                env={"OMP_NUM_THREADS": "2", **os.environ, "PATH": tools, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+                env={
+                    "OMP_NUM_THREADS": "2",
+                    **os.environ,
+                    "PATH": tools,
+                    "PYTHONPATH": checkout.python_path(),
+                    "PYTHONUNBUFFERED": "1",
+                }
                 | ({"CUDA_VISIBLE_DEVICES": study.gpu} if study.gpu else {}),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -218,6 +224,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="names, with commas")
     parser.add_argument("--seconds", type=float, default=570.0, help="of the whole run")
     options = parser.parse_args(given)
+    checkout.write()
     studies, end = read(options.list, options.part, options.only), time.monotonic() + options.seconds
     check_variables(studies)
     studies = placed(studies, gpus())

@@ -17,7 +17,8 @@ set -u
 OUT=${1:?tools/solve_study.sh OUT MINUTES} MINUTES=${2:?minutes}
 N=${N:-1000} POOL=${POOL:-64} SEEDS=${SEEDS:-7 8 9} DEVICE=${DEVICE:-auto} PYTHON=${PYTHON:-python3} AT_ONCE=${AT_ONCE:-64} STEPS=${STEPS:-} OPTIONS=${OPTIONS:-}
 case $OUT in /*) ;; *) OUT=$PWD/$OUT ;; esac
-cd "$(dirname "$0")/.." && export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+cd "$(dirname "$0")/.." && export PYTHONPATH="$PWD/src:$PWD/packages/lab/src${PYTHONPATH:+:$PYTHONPATH}"
+"$PYTHON" -m tools.checkout
 mkdir -p "$OUT"
 END=$(( $(date +%s) + ${MINUTES%.*} * 60 ))
 left() { echo $(( END - $(date +%s) )); }

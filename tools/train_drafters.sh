@@ -13,8 +13,9 @@ case $out in /*) ;; *) out=$PWD/$out ;; esac
 if [ -d "$model" ]; then model=$(cd "$model" && pwd); fi
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
-PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+PYTHONPATH="$PWD/src:$PWD/packages/lab/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export PYTHONPATH PYTHONUNBUFFERED
+python3 -m tools.checkout
 for kind in ${KINDS:-eagle medusa ppd idlm}; do
     begin=$(date +%s)
     if [ -f "$out/$kind/training.json" ]; then continue; fi # finished before a run that was cut off

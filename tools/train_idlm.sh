@@ -15,8 +15,9 @@ case $out in /*) ;; *) out=$PWD/$out ;; esac
 if [ -d "$model" ]; then model=$(cd "$model" && pwd); fi
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
-PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+PYTHONPATH="$PWD/src:$PWD/packages/lab/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export PYTHONPATH PYTHONUNBUFFERED
+python3 -m tools.checkout
 
 train() { # NAME MINUTES kind and options of kvasir train
     name=$1 minutes=$2
@@ -50,5 +51,5 @@ for part in ${PARTS:-kl converted ce tv scores}; do
 done
 if [ -n "$done" ]; then
     # shellcheck disable=SC2086 (folders, none of which holds a space that was not given)
-    python3 tools/training_result.py "$out/idlm.json" train-idlm $done
+    python3 -m kvasir_lab.studies training_result "$out/idlm.json" train-idlm $done
 fi

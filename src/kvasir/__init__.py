@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvasir.api.llm import LLM as LLM
-    from kvasir.api.lora import LoRARequest as LoRARequest
+    from kvasir.api.offline.llm import LLM as LLM
+    from kvasir.api.offline.lora import LoRARequest as LoRARequest
     from kvasir.client.engine_client import AsyncEngine as AsyncEngine
     from kvasir.config import EngineConfig as EngineConfig
     from kvasir.types import PoolingParams as PoolingParams
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
-    "LLM": "kvasir.api.llm",
-    "LoRARequest": "kvasir.api.lora",
+    "LLM": "kvasir.api.offline.llm",
+    "LoRARequest": "kvasir.api.offline.lora",
     "SamplingParams": "kvasir.types",
     "PoolingParams": "kvasir.types",
     "EngineConfig": "kvasir.config",

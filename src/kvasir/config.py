@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from kvasir.compose import compose
 from kvasir.errors import ConfigError, nearest
+from kvasir.plain_files import refuse_special
 
 # An origin as browsers send it: "*", "null", or a scheme and a host.
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -86,16 +87,40 @@ class CacheConfig:
         "Storage format of keys and values: a name that `kvasir doctor` lists, or a file; then :key=value,key=value.",
         "kv-cache-dtype",
     )
+    kv_policy: str = opt(
+        "off",
+        "Which tokens the cache forgets: one policy that `kvasir doctor` lists, or two as PROMPT+ANSWER, each with "
+        ":key=value,key=value. Answers then differ from those of the whole cache.",
+    )
     page_slots: int | None = opt(None, "Tokens per page; default: the codec's choice, 16 to 64.", "block-size", low=1)
     num_pages: int | None = opt(
         None, "Pages in the pool; default: as many as fit the memory.", "num-gpu-blocks-override", low=1
     )
     enable_prefix_caching: bool = opt(True, "Share the KV of prompts that begin alike.")
+    prefix_eviction: str = opt(
+        "expected_loss",
+        "Which cached page goes first when pages run out: by an order that `kvasir doctor` lists, or one in a file.",
+    )
     state_interval: int = opt(2048, "Tokens between two snapshots of a recurrent model's state in the cache.", low=1)
     state_dtype: Literal["float32", "bfloat16"] = opt(
         "float32",
         "Type of a recurrent model's states; bfloat16 takes half the memory and rounds them every step.",
         "mamba-ssm-cache-dtype",
+    )
+    kv_host_bytes: int | None = opt(
+        None,
+        "Bytes of host memory for pages that leave the device; default: off, but with --kv-disk on a GPU a quarter of "
+        "free host memory; 0: off.",
+        low=0,
+    )
+    kv_disk: str | None = opt(
+        None, "Folder for pages that leave the device and host memory, found again after a restart: PATH,bytes=N."
+    )
+    kv_disk_key: str | None = opt(
+        None, "Secret under which pages lie in --kv-disk; default: one that is kept in the folder."
+    )
+    kv_tier: tuple[str, ...] = opt(
+        (), "Further tier below those, by name or file; then :key=value,key=value (repeatable)."
     )
     fit: bool = opt(False, "Shorten the context to the length that fits instead of refusing to start.")
 
@@ -168,7 +193,7 @@ class SpeculationConfig:
     drafter: str = opt(
         "",
         "Method that drafts tokens: a name that `kvasir doctor` lists, or a file; then :key=value,key=value; several "
-        "joined by +. Default: none.",
+        "joined by +; auto: what the checkpoint brings for it. Default: none.",
     )
     max_draft_tokens: int = opt(8, "Most tokens drafted per sequence and step.", low=1, high=256)
     draft_control: Literal["goodput", "length", "optimal", "fixed"] = opt(
@@ -434,12 +459,13 @@ class Settings(EngineConfig):
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read flat options from a TOML file, whose names may stand at the top or under their section.
     Raises ConfigError."""
+    refuse_special(Path(path), "--config")
     try:
-        table = tomllib.loads(Path(path).read_text())
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as e:
-        raise ConfigError(f"cannot read the settings file {path}: {e.strerror}") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path} is not valid TOML: {e}") from e
+        raise ConfigError(f"--config: cannot read the settings file {path}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise ConfigError(f"--config: {path} is not valid TOML: {e}") from e
     sections = {
         s.name: {f.name for f in dataclasses.fields(s.default_factory)}  # type: ignore[arg-type, misc]
         for s in dataclasses.fields(Settings)

@@ -79,6 +79,7 @@ class FairThreads:
         except BaseException as e:  # a panic of a library is no Exception
             future.set_exception(e)
         finally:
+            del future, work  # the error refers to this frame
             with self._lock:
                 self._running -= Counter([key])
             self._dispatch()

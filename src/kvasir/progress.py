@@ -7,8 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Iterator
+
+# Seconds between two lines that a library is still being imported. The largest takes ten on a busy machine.
+IMPORT_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def imports_told(module: str, name: str) -> Iterator[None]:
+    """Say on stderr every ``IMPORT_SECONDS`` that a ``module``, called ``name``, is still being imported, for as long
+    as that takes inside the block."""
+    done = threading.Event()
+
+    def watch() -> None:
+        said = 0.0
+        while not done.wait(IMPORT_SECONDS):
+            found = sys.modules.get(module)
+            if found is None:
+                continue
+            if not getattr(found.__spec__, "_initializing", False):
+                return
+            said += IMPORT_SECONDS
+            print(f"loading {name}: {said:.0f} s so far", file=sys.stderr, flush=True)
+
+    threading.Thread(target=watch, name="imports", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 @contextlib.contextmanager

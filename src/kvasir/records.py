@@ -29,6 +29,8 @@ T = TypeVar("T")
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgspec.MsgspecError)
 # Most byte ranges that the line about lost records names.
 MAX_TOLD = 8
+# Bytes that a disk must have room for when a file is tried: a block of most file systems.
+TRIED_BYTES = 4096
 # Errors of a folder that takes no new file, although a file in it may be written: rights, and a mounted file.
 NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
@@ -81,6 +83,15 @@ class RecordFile:
                     self._cut(start, done)
             raise
 
+    def try_room(self) -> None:
+        """Write one block of blanks, and cut it off again: a file that cannot grow is found before the work. Blank
+        lines are no records, so a kill in between harms nobody. Raises OSError. A device or pipe is not tried."""
+        if not self._regular:
+            return
+        start = os.lseek(self._handle, 0, os.SEEK_END)
+        self.append(b" " * (TRIED_BYTES - 1))
+        self._cut(start, TRIED_BYTES + 1)
+
     def _cut(self, start: int, done: int) -> None:
         """Take a failed write back, unless somebody else has written behind it."""
         if os.fstat(self._handle).st_size <= start + done:
@@ -106,15 +117,15 @@ def append(path: str | Path, lines: list[bytes]) -> None:
 
 
 def check_folder(folder: str | Path, option: str) -> None:
-    """Make a folder if it is missing. Raises ConfigError, which names the option, when it takes no file."""
+    """Make a folder if it is missing. Raises ConfigError, which names the option, when it takes no file or is full."""
     folder = Path(folder).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.NamedTemporaryFile(dir=folder) as file, RecordFile(file.name, sync=True) as record:
+            record.try_room()
     except OSError as e:
         raise ConfigError(
-            f"{option}: no file can be made in {folder}: {e.strerror}. Name a folder that can be written"
+            f"{option}: no file can be made in {folder}: {e.strerror}. Name a folder that can be written and has room"
         ) from e
 
 

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from kvasir.errors import ConfigError, nearest
 from kvasir.logs import log
+from kvasir.plain_files import refuse_special
 
 
 class Technique:
@@ -128,6 +129,7 @@ def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
     kind = package.rsplit(".", 1)[-1]
     if is_file(name):
         path = Path(name).expanduser()
+        refuse_special(path)
         name = path.stem.replace("-", "_")
         if name in own(package):
             raise ConfigError(

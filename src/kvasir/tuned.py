@@ -18,21 +18,21 @@ __all__ = ["look_up"]
 SIMULATED = "simulated, with step times of an NVIDIA H200"
 XEON = "Intel Xeon with AVX-512, 2 cores"
 
-ATTENTION = "python -m tools.kernels attention RESULT.json"
-DECODE = "python -m tools.kernels decode RESULT.json"
-FUSED = "python -m tools.kernels fused RESULT.json"
-CODES = "python -m tools.kernels kv RESULT.json"
-EXPERTS = "python -m tools.kernels moe RESULT.json --sweep"
-SERVING = "python tools/simulate_serving.py RESULT.json"
-CODE_TILES = "python -m tools.kernels codes RESULT.json --quick"
-NATIVE = "python -m tools.kernels native RESULT.json"
-LATENTS = ("NVIDIA H100", ("h100/gpu_latents.json",), "python -m tools.kernels latents RESULT.json")
+ATTENTION = "python -m kvasir_lab.kernels attention RESULT.json"
+DECODE = "python -m kvasir_lab.kernels decode RESULT.json"
+FUSED = "python -m kvasir_lab.kernels fused RESULT.json"
+CODES = "python -m kvasir_lab.kernels kv RESULT.json"
+EXPERTS = "python -m kvasir_lab.kernels moe RESULT.json --sweep"
+SERVING = "python -m kvasir_lab.studies simulate_serving RESULT.json"
+CODE_TILES = "python -m kvasir_lab.kernels codes RESULT.json --quick"
+NATIVE = "python -m kvasir_lab.kernels native RESULT.json"
+LATENTS = ("NVIDIA H100", ("h100/gpu_latents.json",), "python -m kvasir_lab.kernels latents RESULT.json")
 CODED_EXPERTS = ("NVIDIA H100", ("h100/gpu_codes-experts.json",), CODE_TILES)
 
 MIXED_STEP = Tuned(
     12.5,
     "Longest step in which prompts may join decodes, in times of reading all weights, where no target is set.",
-    ("kvasir.engine.pace.MIXED_STEP",),
+    ("kvasir.engine.schedule.pace.MIXED_STEP",),
     SIMULATED,
     ("cpu/simulate-serving-first.json", "h200/trace-conversation-18.json"),
     SERVING,
@@ -40,7 +40,7 @@ MIXED_STEP = Tuned(
 SHORT_STEP = Tuned(
     7.0,
     "Length of a short step, in times of reading all weights.",
-    ("kvasir.engine.pace.SHORT_STEP",),
+    ("kvasir.engine.schedule.pace.SHORT_STEP",),
     SIMULATED,
     ("cpu/simulate-serving.json", "cpu/simulate-bounds.json", "h200/traces-full.json"),
     SERVING,
@@ -48,7 +48,7 @@ SHORT_STEP = Tuned(
 SHORT_STEPS = Tuned(
     3,
     "Most short steps that may be spent on the queued prompts; where it takes more, steps are of full length.",
-    ("kvasir.engine.pace.SHORT_STEPS",),
+    ("kvasir.engine.schedule.pace.SHORT_STEPS",),
     SIMULATED,
     ("cpu/simulate-serving.json", "h200/traces-full.json"),
     SERVING,
@@ -57,7 +57,7 @@ SEVERAL_DECODES = Tuned(
     range(12, 40),
     "Decodes in a step for which short steps pay. With fewer, the prompts matter more; with more, too "
     "many steps are long for short ones to lower the p99.",
-    ("kvasir.engine.pace.SEVERAL_DECODES",),
+    ("kvasir.engine.schedule.pace.SEVERAL_DECODES",),
     SIMULATED,
     ("cpu/simulate-serving.json", "h200/traces-full.json"),
     SERVING,
@@ -162,7 +162,7 @@ LOWRANK_ATTENTION = Tuned(
     ("kvasir.kernels.lowrank_decode.Shape",),
     "NVIDIA H100",
     ("h100/gpu_lowrank.json",),
-    "python -m tools.kernels lowrank RESULT.json",
+    "python -m kvasir_lab.kernels lowrank RESULT.json",
 )
 LATENT_PROMPT = Tuned(
     (({"dim": 192}, (128, 64, 8, 3)), ({"dim": 320}, (128, 64, 8, 2)), ({}, (64, 32, 4, 2))),
@@ -193,7 +193,7 @@ DRAFT_TILES = Tuned(
     ("kvasir.kernels.paged_attention.TogetherShape",),
     H200,
     ("h200/gpu_kv.json", "h200/gpu_verify.json"),
-    "python -m tools.kernels kv_drafts RESULT.json",
+    "python -m kvasir_lab.kernels kv_drafts RESULT.json",
 )
 QUANTIZED_ROWS = Tuned(
     (
@@ -240,7 +240,7 @@ HOPPER_ATTENTION = Tuned(
     ("kvasir.kernels.hopper_attention.HopperShape",),
     H200,
     ("h200/gpu_prefill.json", "h200/gpu_prefill-variants.json", "h200/gpu_prefill-persistent.json"),
-    "python -m tools.kernels prefill RESULT.json",
+    "python -m kvasir_lab.kernels prefill RESULT.json",
 )
 
 # ------------------------------------------------------------------------------------------------- writes of the cache
@@ -251,7 +251,7 @@ QUANTIZED_WRITE_ROWS = Tuned(
     ("kvasir.kernels.quantized_qkv.FEW",),
     H200,
     ("h200/gpu_kv-write.json",),
-    "python -m tools.kernels kv_write RESULT.json",
+    "python -m kvasir_lab.kernels kv_write RESULT.json",
 )
 QUANTIZED_WRITE = Tuned(
     (
@@ -265,7 +265,7 @@ QUANTIZED_WRITE = Tuned(
     ("kvasir.kernels.quantized_qkv.Shape",),
     H200,
     ("h200/gpu_kv-write.json",),
-    "python -m tools.kernels kv_write RESULT.json",
+    "python -m kvasir_lab.kernels kv_write RESULT.json",
 )
 
 # ------------------------------------------------------------------------------------------------------------ products
@@ -354,7 +354,7 @@ F8_GEMV = Tuned(
     ("kvasir.kernels.f8_gemv.choose",),
     "NVIDIA H200",
     ("h200/gpu_f8-words.json",),
-    "python -m tools.kernels f8 RESULT.json --skip-checks --skip-prompts",
+    "python -m kvasir_lab.kernels f8 RESULT.json --skip-checks --skip-prompts",
 )
 F8_ROWS = Tuned(
     (16, 64),
@@ -363,7 +363,7 @@ F8_ROWS = Tuned(
     ("kvasir.layers.formats.f8.ROWS_AS_THEY_ARE", "kvasir.layers.formats.f8.CODED_ROWS"),
     "NVIDIA H200",
     ("h200/gpu_f8-words.json",),
-    "python -m tools.kernels f8 RESULT.json --skip-checks",
+    "python -m kvasir_lab.kernels f8 RESULT.json --skip-checks",
 )
 CODES_GEMV = Tuned(
     (
@@ -384,8 +384,9 @@ CODES_GEMV = Tuned(
 NIBBLE_GEMV = Tuned(
     (
         ({"rows": 8, "gated": True, "layout": "u4"}, (64, 128, 4, 3, 400)),
-        ({"rows": 8, "gated": True}, (64, 256, 4, 3, 200)),
-        ({"rows": 8}, (128, 256, 4, 3, 256)),
+        ({"rows": 8, "gated": True, "layout": "nvfp4"}, (64, 256, 4, 3, 512)),
+        ({"rows": 8, "gated": True}, (64, 128, 4, 3, 512)),
+        ({"rows": 8}, (64, 128, 4, 3, 512)),
         ({"rows": 16, "gated": True}, (128, 128, 4, 3, 200)),
         ({"rows": 16}, (64, 128, 4, 5, 512)),
         ({"rows": 32, "gated": True}, (64, 128, 4, 3, 200)),
@@ -395,7 +396,7 @@ NIBBLE_GEMV = Tuned(
     "group), warps, stages, and programs for which K is split. CODES_GEMV has the others.",
     ("kvasir.kernels.nibble_gemv.choose",),
     "NVIDIA H200",
-    ("h200/profile-llama-8b-u4-8.json", "h200/profile-llama-8b-u4-1.json"),
+    ("h200/gpu_codes-words.json",),
     CODE_TILES,
 )
 NIBBLE_ROWS = Tuned(
@@ -404,7 +405,7 @@ NIBBLE_ROWS = Tuned(
     "the other kernel is quicker, or nobody measured both.",
     ("kvasir.kernels.nibble_gemv.choose",),
     "NVIDIA H200",
-    ("h200/profile-llama-8b-u4-8.json", "h200/profile-llama-8b-u4-1.json"),
+    ("h200/gpu_codes-words.json",),
     CODE_TILES,
 )
 FUSED_NORM_ROWS = unmeasured(
@@ -438,7 +439,7 @@ STREAMED_PAIRS = Tuned(
     ("kvasir.layers.codes.STREAMED_PAIRS",),
     "NVIDIA H100",
     ("h100/gpu_codes-mxfp4.json",),
-    "python -m tools.kernels codes RESULT.json --skip-checks --skip-few",
+    "python -m kvasir_lab.kernels codes RESULT.json --skip-checks --skip-few",
 )
 HOPPER_GEMV_ROWS = Tuned(
     17,

@@ -39,6 +39,31 @@ def hermes(name, arguments):
     return f"<tool_call>\n{dumped({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def hermes_fence(name, arguments):
+    return f"<tool_call>\n```json\n{dumped({'name': name, 'arguments': arguments})}\n```\n</tool_call>"
+
+
+def hermes_list(name, arguments):
+    return f"<tool_call>\n[{dumped({'name': name, 'arguments': arguments})}]\n</tool_call>"
+
+
+def hermes_function(name, arguments):
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return f"<tool_call>\n{dumped(call)}\n</tool_call>"
+
+
+def llama3_list(name, arguments):
+    return f"[{llama3_json(name, arguments)}]"
+
+
+def llama3_function(name, arguments):
+    return dumped({"type": "function", "function": name, "parameters": arguments})
+
+
+def llama3_nested(name, arguments):
+    return dumped({"type": "function", "function": {"name": name, "parameters": arguments}})
+
+
 def llama3_json(name, arguments):
     return dumped({"name": name, "parameters": arguments})
 
@@ -63,6 +88,11 @@ def glm45(name, arguments):
 def qwen3_coder(name, arguments):
     parts = (f"<parameter={k}>\n{bare(v)}\n</parameter>\n" for k, v in arguments.items())
     return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+def qwen3_quoted(name, arguments):
+    parts = (f'<parameter="{k}">\n{bare(v)}\n</parameter>\n' for k, v in arguments.items())
+    return f'<tool_call>\n<function="{name}">\n{"".join(parts)}</function>\n</tool_call>'
 
 
 def gemma_value(value):
@@ -91,10 +121,20 @@ def llama_list(name, arguments):
 
 FORMATS = {
     "hermes": Format("hermes", hermes, marks=("<tool_call>", "</tool_call>", "<tool_call>{", '}}"')),
+    "hermes fence": Format("hermes", hermes_fence, marks=("```", "<tool_call>", "```\n</tool_call>", "}}\n```")),
+    "hermes list": Format("hermes", hermes_list, marks=("<tool_call>[", "</tool_call>", '}}, {"name": "now"}', "}}]")),
+    "hermes function": Format("hermes", hermes_function, marks=("<tool_call>", "</tool_call>", '"function": {')),
     "llama3_json": Format("llama3_json", llama3_json, marks=("{", '}}, {"name": "now"}', "<|python_tag|>", "}};")),
+    "llama3 list": Format("llama3_json", llama3_list, marks=("[{", '}}, {"name": "now"}]', "<|python_tag|>", "}}]")),
+    "llama3 function": Format("llama3_json", llama3_function, marks=("{", '"function": "now"', "}};")),
+    "llama3 nested": Format("llama3_json", llama3_nested, marks=("{", '"function": {', "}}};")),
     "mistral": Format("mistral", mistral, "", ("[TOOL_CALLS]", "[ARGS]{", "[TOOL_CALLS]x[ARGS]")),
     "mistral list": Format("mistral", mistral_list, "", ("[TOOL_CALLS]", '[TOOL_CALLS][{"', "}}]")),
     "glm45": Format("glm45", glm45, marks=("</arg_value>", "<arg_key>", "<tool_call>", "</tool_call>", "</arg_key>")),
+    "glm45 json": Format("glm45", hermes, marks=("</arg_value>", "<tool_call>{", "</tool_call>", "<tool_call>now")),
+    "glm45 list": Format("glm45", hermes_list, marks=("<arg_key>", "<tool_call>[", "</tool_call>", "}}]")),
+    "glm45 fence": Format("glm45", hermes_fence, marks=("<arg_key>", "<tool_call>[", "</tool_call>", "```")),
+    "qwen3 quotes": Format("qwen3_coder", qwen3_quoted, "\n", ("</parameter>", '<parameter="', "<tool_call>")),
     "qwen3_coder": Format("qwen3_coder", qwen3_coder, "\n", ("</parameter>", "<parameter=", "<tool_call>")),
     "gemma4": Format("gemma4", gemma4, "", ("<|tool_call>", "<tool_call|>", "}<tool_call|>", "call:")),
     "openai": Format("openai", openai, "<|start|>assistant", ("<|call|>", "<|message|>", "<|end|>", "<|start|>")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 
 import httpx
@@ -18,7 +19,13 @@ def server() -> Iterator[Running]:
         it.idle()
 
 
+@pytest.fixture(scope="session")
+def certificates() -> ssl.SSLContext:
+    """Reading them takes longer than most tests, which speak plain HTTP."""
+    return httpx.create_ssl_context()
+
+
 @pytest.fixture
-def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+def http(server: Running, certificates: ssl.SSLContext) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120, verify=certificates) as client:
         yield client

@@ -18,9 +18,9 @@ class Running:
     def __init__(self, client: FakeClient, journal: str | None = None, **settings) -> None:
         import uvicorn
 
-        from kvasir.api.connections import Protocol, Server
+        from kvasir.api.http.connections import Protocol, Server
         from kvasir.api.server import create_app
-        from kvasir.api.text import Text
+        from kvasir.api.text.text import Text
         from kvasir.config import ServerConfig
 
         self.engine = client

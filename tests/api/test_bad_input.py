@@ -57,7 +57,7 @@ RAW = {
     "infinity": (b'{"prompt": "x", "temperature": -Infinity}', 400),
     "huge-float": (b'{"prompt": "x", "temperature": 1e999}', 400),
     "huge-int": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
-    "bom": (b'\xef\xbb\xbf{"prompt": "x"}', 400),
+    "bom-twice": (b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "x"}', 400),
 }
 
 
@@ -138,10 +138,10 @@ IN_CHAT = {  # body fields over a healthy body -> (status, param)
     "20-no-content": ({"messages": [{"role": "user"}]}, "messages[0].content"),
     "20-content": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     "20-no-call-id": ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
-    "20-key": ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
+    "20-key": ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
     "20-calls": ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "messages[0].tool_calls[0]"),
     "20-call-arguments": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": 5}}]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
     "20-image": (
@@ -257,7 +257,7 @@ IN_CHAT = {  # body fields over a healthy body -> (status, param)
             "tools": [
                 {
                     "type": "function",
-                    "function": {"name": f"f{i}", "parameters": {"type": "object", "description": "x" * 20_000}},
+                    "function": {"name": f"f{i}", "parameters": {"properties": {"a": {"const": "/" * 3000}}}},
                 }
                 for i in range(4)
             ],
@@ -380,7 +380,9 @@ IN_RESPONSES = {
     "include": ({"include": ["x"]}, "include[0]"),
     "top-logprobs-alone": ({"top_logprobs": 2}, "top_logprobs"),
     "top-logprobs": ({"include": ["message.output_text.logprobs"], "top_logprobs": 1000}, "top_logprobs"),
-    "truncation": ({"truncation": "auto"}, "truncation"),
+    "truncation": ({"truncation": "some"}, "truncation"),
+    "truncated": ({"truncation": "auto", "input": "x " * 3000}, "input"),
+    "reference": ({"input": [{"type": "item_reference"}]}, "input[0].id"),
     "input-none": ({"input": None}, "input"),
     "input-empty": ({"input": []}, "input"),
     "item": ({"input": [{"type": "computer_call"}]}, "input[0].type"),
@@ -391,14 +393,16 @@ IN_RESPONSES = {
     "no content": ({"input": [{"role": "user"}]}, "input[0].content"),
     "call without a name": ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
     "arguments no text": (
-        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 5}]},
         "input[0].arguments",
     ),
     "output of no call": ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     "max": ({"max_output_tokens": 0}, "max_output_tokens"),
     "reasoning": ({"reasoning": {"effort": 1}}, "reasoning.effort"),
-    "summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    "summary": ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+    "verbosity": ({"text": {"verbosity": "some"}}, "text.verbosity"),
+    "max-tool-calls": ({"max_tool_calls": -1}, "max_tool_calls"),
     "encrypted": ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
     "item-type": ({"input": [3]}, None),
     "long": ({"input": "x " * 3000}, "input"),

@@ -87,6 +87,23 @@ def test_a_broken_call_does_not_swallow_the_next(kind, text, content, call):
          '{"city": "Paris"}}]', [("now", {}), PARIS]),
         ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris}}, {"name": "now", '
          '"arguments": {}}]', [PARIS, ("now", {})]),
+        ("hermes", '<tool_call>[{"name": "now"}, {"name": "get_weather", "arguments": {"city": "Paris"}}]\n'
+         "</tool_call>", [("now", {}), PARIS]),
+        ("hermes", '<tool_call>\n```json\n{"name": "now"}\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+         "```\n</tool_call>", [("now", {}), PARIS]),
+        ("hermes", '<tool_call>```\n[{"name": "get_weather", "arguments": {"city": "Paris}}, {"name": "now"}]\n```'
+         "</tool_call>", [PARIS, ("now", {})]),
+        ("hermes", '<tool_call>{"type": "function", "function": {"name": "now", "arguments": {}}}</tool_call>',
+         [("now", {})]),
+        ("mistral", '[TOOL_CALLS][{"function": "now", "arguments": {}}]', [("now", {})]),
+        ("glm45", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>get_weather\n'
+         f"{KEY}{VALUE}</tool_call>", [("now", {}), PARIS]),
+        ("glm45", f"<tool_call>get_weather\n{KEY}{VALUE}</tool_call>"
+         '<tool_call>```json\n[{"name": "now"}]\n```</tool_call>', [PARIS, ("now", {})]),
+        ("glm45", '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris}}\n</tool_call>\n'
+         "<tool_call>now\n</tool_call>", [PARIS, ("now", {})]),
+        ("qwen3_coder", "<tool_call>\n<function='now'>\n</function>\n</tool_call>\n<function=\"get_weather\">\n"
+         '<parameter="city">\nParis\n</parameter>\n</function>', [("now", {}), PARIS]),
     ],
 )  # fmt: skip
 def test_calls_without_marks_between_them(kind, text, calls):
@@ -112,6 +129,25 @@ def test_calls_without_marks_between_them(kind, text, calls):
          ("", [("add", '{"b": "}}; {\\"name\\": 1"}')])),
         ('{"name": "add", "parameters": {}, "more": [1]}', ('"more": [1]', [("add", "{}")])),
         ('{"name": "add"};', (";", [("add", "{}")])),
+        # A list of calls, and the other places of the name.
+        ('[{"name": "add", "parameters": {"a": 1}}, {"name": "get_weather"}]',
+         ("", [("add", '{"a": 1}'), ("get_weather", "{}")])),
+        ('So:\n[{"name": "add"}] Done.', ("So: Done.", [("add", "{}")])),
+        ('<|python_tag|>[{"name": "add"}]', ("", [("add", "{}")])),
+        ('[{"name": "add"}, 5]', (", 5]", [("add", "{}")])),
+        ('[{"name": "add", "parameters": {"b": "x}}, {"name": "add"}]', ("", [("add", '{"b": "x"}'), ("add", "{}")])),
+        ('[{"name": "add"}\n[{"name": "add"}]', ("", [("add", "{}")] * 2)),
+        ('[[{"name": "add"}]\n[{"name": "add"}]', ('[[{"name": "add"}]\n', [("add", "{}")])),
+        ('[1]\n [{"name": "add"}]', ("[1]", [("add", "{}")])),
+        ('[1] [{"name": "add"}]', ('[1] [{"name": "add"}]', [])),
+        ('{"function": "add", "parameters": {"a": 1}}', ("", [("add", '{"a": 1}')])),
+        ('{"arguments": {"a": 1}, "function": "add"}', ("", [("add", '{"a": 1}')])),
+        ('{"type": "function", "function": "add"}', ("", [("add", "{}")])),
+        ('{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}', ("", [("add", '{"a": 1}')])),
+        ('{"function": {"parameters": {"a": 1}, "name": "add", "x": 2}, "y": [3]}',
+         ('"x": 2, "y": [3]', [("add", '{"a": 1}')])),
+        ('{"function": {"name": "add"}, "name": "Bob", "parameters": {"a": 1}}',
+         ('"name": "Bob", "parameters": {"a": 1}', [("add", "{}")])),
     ],
 )  # fmt: skip
 def test_llama_calls_stand_by_themselves(text, expected):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.api.detokenize import Detokenizer
+from kvasir.api.text.detokenize import Detokenizer
 from kvasir.types import SamplingParams
 from tests.models.small_tokenizers import KINDS, make
 

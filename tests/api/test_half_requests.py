@@ -10,7 +10,7 @@ import threading
 import httpx
 import pytest
 
-from kvasir.api import connections
+from kvasir.api.http import connections
 from tests.api.fake_client import FakeClient
 from tests.api.running import Running, key, running
 from tests.api.test_server_disconnect import BODIES, be_patient, fine, send

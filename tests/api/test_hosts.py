@@ -12,9 +12,9 @@ import httpx
 import pytest
 import uvicorn
 
-from kvasir.api import limits
-from kvasir.api.connections import Server
-from kvasir.api.hosts import names_of
+from kvasir.api.http import limits
+from kvasir.api.http.connections import Server
+from kvasir.api.http.hosts import names_of
 from kvasir.config import ServerConfig
 from kvasir.errors import RequestError
 from tests.api.running import key, running

@@ -6,7 +6,7 @@ import logging
 
 import httpx
 
-from kvasir.api.log_stats import LogStats
+from kvasir.api.http.log_stats import LogStats
 from kvasir.types import EngineStats
 from tests.api.fake_client import FakeClient
 from tests.api.running import running
@@ -52,6 +52,14 @@ def test_a_line_counts_what_came_since_the_last_one():
     line = made.after(5.0, num_running=1, prompt_tokens=20_000, cached_tokens=5_000, generation_tokens=12_840,
                       drafted_tokens=2_000, accepted_tokens=1_400, preemptions=2)  # fmt: skip
     assert line == "load: 1 running, 0 queued, 0 ended; 100 tokens/s out, 0 prompt tokens/s"
+
+
+def test_a_line_says_what_came_back_from_tiers():
+    made = Made()
+    made.after(10.0, num_running=1, tiers={"device": {"hit_tokens": 5}, "host": {"hit_tokens": 100}})
+    line = made.after(10.0, num_running=1, tiers={"device": {"hit_tokens": 9}, "host": {"hit_tokens": 1_600}})
+    assert line.endswith("prompt tokens/s; 1,500 tokens came back from the host tier")
+    assert "tier" not in made.after(10.0, num_running=1, tiers={"host": {"hit_tokens": 1_600}})
 
 
 def test_an_idle_server_is_quiet():

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from kvasir.api.messages_protocol import CountTokensBody
-from kvasir.api.routes_messages import AskedPrompt, MessagesJob
+from kvasir.api.protocols.messages_protocol import CountTokensBody
+from kvasir.api.protocols.routes_messages import AskedPrompt, MessagesJob
 from kvasir.errors import RequestError
 from tests.api.fake_client import FakeClient, tokenizer
 from tests.api.running import Running, key, running
@@ -465,7 +465,7 @@ def test_keys_limits_and_phases():
 
 
 def test_a_silent_stream_is_pinged(monkeypatch):
-    monkeypatch.setattr("kvasir.api.streaming.PING_SECONDS", 0.02)
+    monkeypatch.setattr("kvasir.api.http.streaming.PING_SECONDS", 0.02)
     engine = FakeClient()
     engine.delay = 0.3
     with running(engine) as server, httpx.Client(base_url=server.url, timeout=120) as http:

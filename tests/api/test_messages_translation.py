@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.api.chat import Call, Piece, check_messages
-from kvasir.api.messages import Content, choice_of, messages_of, own_places, stop_fields, tools_of
-from kvasir.api.messages_protocol import ToolChoice
+from kvasir.api.protocols.messages import Content, choice_of, messages_of, own_places, stop_fields, tools_of
+from kvasir.api.protocols.messages_protocol import ToolChoice
+from kvasir.api.text.chat import Call, Piece, check_messages
 from kvasir.errors import RequestError
 
 ASK = {"role": "user", "content": "hi"}
@@ -113,7 +113,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"role": "user"}, "messages[1].content"),
         ({"role": "user", "content": 5}, "messages[1].content"),
         (user(), "messages[1].content"),
-        ({**ASK, "name": "x"}, "messages[1].name"),
         (user("x"), "messages[1].content[0].type"),
         (user({"text": "x"}), "messages[1].content[0].type"),
         (user({"type": "text", "text": 5}), "messages[1].content[0].text"),
@@ -131,7 +130,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         (assistant({**USE, "input": "x"}), "messages[1].content[0].input"),
         (assistant({**USE, "name": ""}), "messages[1].content[0].name"),
         (assistant({"type": "thinking"}), "messages[1].content[0].thinking"),
-        (assistant({"type": "server_tool_use", "id": "a"}), "messages[1].content[0].type"),
+        (assistant({"type": "server_tool_use", "id": "a"}), "messages[1].content[0].name"),
+        (assistant({"type": "web_search_tool_result"}), "messages[1].content[0].tool_use_id"),
+        (assistant({**USE, "input": ""}), "messages[1].content[0].input"),
         ({"role": "system", "content": [IMAGE]}, "messages[1].content[0].type"),
     ],
 )

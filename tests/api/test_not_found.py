@@ -7,7 +7,7 @@ import threading
 import httpx
 import pytest
 
-from kvasir.api.not_found import explain_path, served
+from kvasir.api.http.not_found import explain_path, served
 from tests.api.running import Running, running
 
 CHAT = "/v1/chat/completions"
@@ -109,7 +109,7 @@ def test_head_is_get_without_the_body(http, server):
 
 def test_head_of_a_stream_ends_it():
     """The route streams for ever; the reader is gone after the head."""
-    from kvasir.api.streaming import EventStream
+    from kvasir.api.http.streaming import EventStream
 
     ended = threading.Event()
 

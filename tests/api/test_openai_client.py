@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kvasir.api.logprobs import completion_logprobs, namer, prompt_offsets
+from kvasir.api.text.logprobs import completion_logprobs, namer, prompt_offsets
 from kvasir.types import TokenLogprob
 from tests.api.fake_client import tokenizer
 from tests.api.running import Running

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from kvasir.api.protocol import MAX_TOLD, _tell, tell_ignored
+from kvasir.api.text.ignored import MAX_TOLD, _tell, tell_ignored
 from tests.api.fake_client import FakeClient, tokenizer
 from tests.api.running import key, running
 
@@ -48,7 +48,7 @@ def test_effort_is_a_variable_of_the_template_and_a_warning_without_one():
         pass
 
     def served(template):
-        from kvasir.api.text import Text
+        from kvasir.api.text.text import Text
         from kvasir.models.tokenizer import Tokenizer
 
         text = Text(lambda: Tokenizer(tokenizer()._backend, {}, {"default": template}))
@@ -256,7 +256,6 @@ def test_neutral_values_are_neutral_and_others_are_refused(http, path):
         "typical_p": 0.9,
         "no_repeat_ngram_size": 3,
         "suffix": "x",
-        "verbosity": "low",
         "functions": [{"name": "f"}],
     }.items():
         error = ask(http, path, 400, **{name: value}).json()["error"]
@@ -311,11 +310,11 @@ def test_fields_of_other_services_are_ignored_with_one_warning_a_name(http, serv
     foreign = {"store": True, "prediction": {"type": "content", "content": "x"}, "web_search_options": {}}
     foreign |= {"vllm_xargs": {"a": 1}, "service_tier": "flex", "safety_identifier": "s", "prompt_cache_key": "k"}
     _tell.cache_clear()
-    with caplog.at_level("WARNING", "kvasir.api.protocol"):
+    with caplog.at_level("WARNING", "kvasir.api.text.ignored"):
         for _ in range(2):
             r = http.post(CHAT, json={"messages": messages, **foreign, "metadata": {"a": "b"}, "user": "u"})
             assert r.status_code == 200 and "vllm_xargs" in r.headers["warning"]
-    told = [record.getMessage() for record in caplog.records if record.name == "kvasir.api.protocol"]
+    told = [record.getMessage() for record in caplog.records if record.name == "kvasir.api.text.ignored"]
     assert len(told) == len(set(told)) == 6 + 4 and all(line.isprintable() for line in told)
     plain = {"messages": [messages[0], {"role": "assistant", "content": "yo"}, messages[2]]}
     ids = server.engine.seen[-1].prompt_ids
@@ -325,10 +324,19 @@ def test_fields_of_other_services_are_ignored_with_one_warning_a_name(http, serv
             http.post(CHAT, json={"messages": [*messages, {"role": "assistant", "content": "", **bad}]}).status_code
             == 400
         )
+    gateway = {
+        "provider": {"order": ["x"]},
+        "usage": {"include": True},
+        "session_id": "s",
+        "id_slot": 1,
+        "detokenize": True,
+    }
+    assert http.post(CHAT, json={**plain, **gateway, "guided_decoding_backend": "xgrammar"}).status_code == 200
+    r = http.post(CHAT, json={**plain, "enable_thinking": False})
+    assert r.status_code == 400 and "Send reasoning_effort, or chat_template_kwargs" in r.json()["error"]["message"]
     assert http.post(CHAT, json={**plain, "temprature": 1}).status_code == 400, (
         "the control: it would change the answer"
     )
-    assert http.post(CHAT, json={"messages": [{**messages[0], "parsed": 1}]}).status_code == 400, "a user's message"
 
 
 def test_the_number_of_names_told_is_bounded(caplog):

@@ -15,7 +15,7 @@ from importlib import resources
 
 import pytest
 
-from kvasir.api import routes_playground
+from kvasir.api.admin import routes_playground
 
 FOLDER = resources.files("kvasir.api").joinpath("playground")
 PAGE = FOLDER.joinpath("index.html").read_text(encoding="utf-8")
@@ -29,6 +29,11 @@ kvasir:num_requests_waiting 3.0
 kvasir:num_pages 1000.0
 kvasir:pages_free 600.0
 kvasir:pages_cached 250.0
+kvasir:tier_bytes{tier="host"} 4294967296.0
+kvasir:tier_used_bytes{tier="host"} 1073741824.0
+kvasir:tier_hit_tokens_total{tier="device"} 9.0
+kvasir:tier_hit_tokens_total{tier="host"} 12000.0
+kvasir:tier_evicted_pages_total{cause="lost",tier="host"} 3.0
 """
 USAGE = {
     "prompt_tokens": 12,
@@ -489,6 +494,8 @@ def test_engine_picture(page):
     cells = browser.js("[...document.querySelectorAll('#pool i')].map(c => c.className)")
     assert [cells.count(k) for k in ("used", "cached", "")] == [58, 36, 50]  # 40 %, 25 % and the rest of 144
     assert "40 % in use" in browser.js("document.getElementById('pool-title').textContent")
+    told = browser.js("document.getElementById('tiers').textContent")
+    assert told == "host: 1.00 of 4.00 GiB, 12,000 tokens came back"
 
 
 @needs_chromium

@@ -11,7 +11,7 @@ import subprocess
 import httpx
 import pytest
 
-from kvasir.api import routes_playground
+from kvasir.api.admin import routes_playground
 from tests.api.fake_client import FakeClient
 from tests.api.running import running
 from tests.api.test_playground import FOLDER

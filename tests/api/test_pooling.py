@@ -12,8 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.config import SchemathesisConfig
 
-from kvasir.api.pooling import PoolingText, cosine
-from kvasir.api.protocol_pooling import EmbeddingsBody, RerankBody, ScoreBody
+from kvasir.api.protocols.protocol_pooling import EmbeddingsBody, RerankBody, ScoreBody
+from kvasir.api.text.pooling import PoolingText, cosine
 from kvasir.errors import RequestError
 from kvasir.models.families import find_family
 from kvasir.types import ModelInfo, Pooling

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from kvasir.api import limits, preparing
-from kvasir.api.chat import Message
+from kvasir.api.http import limits, preparing
+from kvasir.api.text.chat import Message
 from kvasir.fair_threads import FairThreads
 from tests.api.running import Running, key, running
 from tests.api.test_server_disconnect import send

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from kvasir import LLM, SamplingParams
-from kvasir.api.processing import Processing
-from kvasir.api.reasoning_parsers.qwen3 import Qwen3
+from kvasir.api.calls.reasoning_parsers.qwen3 import Qwen3
+from kvasir.api.text.processing import Processing
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar, Thinking
 from tests.api.fake_client import tokenizer

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir import technique
-from kvasir.api import reasoning, tools
-from kvasir.api.chat import Message
-from kvasir.api.reasoning_parsers.deepseek_r1 import DeepSeekR1
-from kvasir.api.reasoning_parsers.qwen3 import Qwen3
+from kvasir.api.calls import reasoning, tools
+from kvasir.api.calls.reasoning_parsers.deepseek_r1 import DeepSeekR1
+from kvasir.api.calls.reasoning_parsers.qwen3 import Qwen3
+from kvasir.api.text.chat import Message
 from kvasir.errors import ConfigError
 from tests.api.call_texts import FORMATS, SCHEMAS
 from tests.models.small_tokenizers import make

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir import technique
-from kvasir.api import reasoning
-from kvasir.api.chat import Message
-from kvasir.api.reasoning import ReasoningParser
+from kvasir.api.calls import reasoning
+from kvasir.api.calls.reasoning import ReasoningParser
+from kvasir.api.text.chat import Message
 from tests.api.test_tool_formats import parser as tool_parser
 from tests.models.small_tokenizers import make
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.api.responses import messages_of
+from kvasir.api.protocols.responses import messages_of
 from kvasir.errors import RequestError
 
 ASK = {"role": "user", "content": "hi"}

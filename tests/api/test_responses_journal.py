@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from kvasir.api.responses_journal import ResponseJournal
+from kvasir.api.protocols.responses_journal import ResponseJournal
 from kvasir.client import journal
 from kvasir.errors import ConfigError
 from tests.api.fake_client import tokenizer
@@ -107,7 +107,7 @@ def test_the_check_of_journalled_tokens_can_fail(left, tmp_path, monkeypatch):
     path = tmp_path / "journal"
     path.write_bytes(begun)
     journal.write(path, [dataclasses.replace(request, emitted=[answer[:9]])])
-    monkeypatch.setattr("kvasir.api.generation._resumed", lambda request, events: events)
+    monkeypatch.setattr("kvasir.api.http.generation._resumed", lambda request, events: events)
     with running(journal=str(path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         assert timeless(ended(http, name)) != timeless(result)
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_journal_is_refused_at_start(tmp_path, content):
 
 
 def test_the_file_is_rewritten_when_it_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvasir.api.responses_journal.COMPACT_BYTES", 1)
+    monkeypatch.setattr("kvasir.api.protocols.responses_journal.COMPACT_BYTES", 1)
     path = tmp_path / "journal"
     with running(journal=str(path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         names = []

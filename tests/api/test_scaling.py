@@ -268,7 +268,7 @@ def test_runs_of_others_are_nobodys_business():
 
 
 def test_too_many_runs_and_a_server_that_stops():
-    from kvasir.api.scaling_runs import MAX_RUNNING
+    from kvasir.api.scaling.scaling_runs import MAX_RUNNING
 
     with running() as server, httpx.Client(base_url=server.url, timeout=120) as http:
         server.engine.delay = 0.2
@@ -283,7 +283,7 @@ def test_an_unknown_run(http):
 
 
 def test_old_events_go_first():
-    from kvasir.api import scaling_runs
+    from kvasir.api.scaling import scaling_runs
 
     async def body():
         run = scaling_runs.ScalingRun.__new__(scaling_runs.ScalingRun)

@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from kvasir.api.scaling_store import RunStore
+from kvasir.api.scaling.scaling_store import RunStore
 from kvasir.errors import ConfigError
 from tests.api.running import running
 
@@ -170,7 +170,7 @@ def test_a_folder_that_takes_no_more_fails_new_runs_alone(fault, tmp_path, monke
             raise OSError(fault, os.strerror(fault), str(path))
         return (open_file if more else unlink)(path, *more, **options)
 
-    monkeypatch.setattr("kvasir.api.scaling_runs.MAX_KEPT", 1)
+    monkeypatch.setattr("kvasir.api.scaling.scaling_runs.MAX_KEPT", 1)
     one = BODY | {"problems": BODY["problems"][:1]}
     with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         first = [http.post(RUNS, json=one).json()["id"] for _ in range(2)]
@@ -192,7 +192,7 @@ def test_a_folder_that_takes_no_more_fails_new_runs_alone(fault, tmp_path, monke
 
 
 def test_old_runs_leave_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvasir.api.scaling_runs.MAX_KEPT", 2)
+    monkeypatch.setattr("kvasir.api.scaling.scaling_runs.MAX_KEPT", 2)
     with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         names = [http.post(RUNS, json=BODY | {"problems": BODY["problems"][:1]}).json()["id"] for _ in range(1)]
         for _ in range(3):

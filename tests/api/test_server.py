@@ -95,8 +95,8 @@ def test_a_failed_start_says_why():
 
 def test_the_http_process_does_not_import_torch():
     code = (
-        "import sys, kvasir.api.server, kvasir.api.routes_chat; sys.exit('torch' in sys.modules or 'transformers' in "
-        "sys.modules)"
+        "import sys, kvasir.api.server, kvasir.api.protocols.routes_chat;"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -165,7 +165,7 @@ SERVE = """
 import sys
 from kvasir import logs
 from kvasir.api import server
-from kvasir.api.text import Text
+from kvasir.api.text.text import Text
 from kvasir.config import Settings
 from kvasir.errors import ConfigError
 from tests.api.fake_client import FakeClient, tokenizer
@@ -307,7 +307,7 @@ def test_an_error_after_the_headers_names_what_the_client_wrote(http, server, pa
 
 
 def test_a_bug_is_a_logged_500(http, server, monkeypatch, caplog):
-    monkeypatch.setattr(server.service.text, "check_size", lambda *a: 1 / 0)
+    monkeypatch.setattr(server.service.text, "check_size", lambda *a, **b: 1 / 0)
     r = http.post(CHAT, json=SAY)
     assert r.status_code == 500 and r.json()["error"]["message"] == "internal error", "no details leave the server"
     assert "ZeroDivisionError" in caplog.text
@@ -348,7 +348,7 @@ def test_requests_at_once_per_key():
 
 
 def test_the_help_and_the_docs_say_how_long_a_body_may_pause():
-    from kvasir.api.limits import CHUNK_TIMEOUT
+    from kvasir.api.http.limits import CHUNK_TIMEOUT
 
     [help] = [f.metadata["help"] for f in dataclasses.fields(ServerConfig) if f.name == "request_timeout"]
     docs = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text()

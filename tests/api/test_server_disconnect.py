@@ -58,7 +58,7 @@ def fine(server: Running) -> None:
 def be_patient(server: Running, monkeypatch) -> None:
     """Give connections their usual time again: a busy machine may need longer than the limits that a test has
     shortened."""
-    monkeypatch.setattr("kvasir.api.connections.HEADER_SECONDS", 10.0)
+    monkeypatch.setattr("kvasir.api.http.connections.HEADER_SECONDS", 10.0)
     server.service.settings = dataclasses.replace(server.service.settings, request_timeout=600.0)
 
 
@@ -124,9 +124,9 @@ def test_reset(slow):
 
 
 def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
-    from kvasir.api import limits
+    from kvasir.api.http import limits
 
-    monkeypatch.setattr("kvasir.api.connections.HEADER_SECONDS", 0.5)
+    monkeypatch.setattr("kvasir.api.http.connections.HEADER_SECONDS", 0.5)
     monkeypatch.setattr(limits, "CHUNK_TIMEOUT", 0.5)
     with running() as server:
         address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
@@ -153,7 +153,7 @@ def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
 def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
     """The stream stalls when the socket's buffers are full; after ``request_timeout`` the server cancels the request
     and closes the connection."""
-    monkeypatch.setattr("kvasir.api.connections.HEADER_SECONDS", 0.1)
+    monkeypatch.setattr("kvasir.api.http.connections.HEADER_SECONDS", 0.1)
     engine = FakeClient(max_model_len=1 << 20, kv_capacity_tokens=1 << 21)
     with running(engine, request_timeout=0.3) as server:
         connection = send(
@@ -172,7 +172,7 @@ def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
 
 def test_a_whole_reply_that_nobody_reads_is_given_up(monkeypatch):
     """The reply is larger than the kernel's buffers. A client that reads it in time gets all of it."""
-    monkeypatch.setattr("kvasir.api.connections.HEADER_SECONDS", 0.1)
+    monkeypatch.setattr("kvasir.api.http.connections.HEADER_SECONDS", 0.1)
     word = max(range(tokenizer().size), key=lambda i: len(tokenizer().token_text(i)))
     body = {"tokens": [word] * (1 << 20)}
     with running() as server:

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvasir.api.metric_definitions import DEFINITIONS
-from kvasir.api.metrics import ALIASES
+from kvasir.api.http.metric_definitions import DEFINITIONS
+from kvasir.api.http.metrics import ALIASES
 from kvasir.errors import RequestError
 from kvasir.types import EngineStats, LearnStats
 from tests.api.fake_client import FakeClient
@@ -108,8 +108,8 @@ def test_names_say_what_kind_a_metric_is(http):
     assert not [f.name for f in families if f.type != "counter" and f.name.endswith("_total")]
     served = {f.name.removeprefix("kvasir:") for f in families if f.name.startswith("kvasir:")} - {"build_info"}
     absent = {d.name for d in DEFINITIONS} - served
-    # Those of replicas, and of a server that learns.
-    elsewhere = {d.name for d in DEFINITIONS if d.name.startswith(("replica_", "learn_"))} | {"queued_seconds"}
+    # Those of replicas, of a server that learns, and of tiers below the device.
+    elsewhere = {d.name for d in DEFINITIONS if d.name.startswith(("replica_", "learn_", "tier_"))} | {"queued_seconds"}
     assert served <= {d.name for d in DEFINITIONS} and absent == elsewhere, "a metric is defined and not served"
 
 

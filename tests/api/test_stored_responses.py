@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from kvasir.api import responses_store
+from kvasir.api.protocols import responses_store
 from kvasir.errors import RequestError
 from tests.api.fake_client import FakeClient, tokenizer
 from tests.api.running import Running, key, running
@@ -149,8 +149,8 @@ def test_a_continued_response_is_the_whole_conversation(client, server):
 @pytest.mark.parametrize("lost", ["output", "input", "earlier"])
 def test_the_check_of_continued_responses_can_fail(client, server, monkeypatch, lost):
     """Negative control: a store that loses one part of a conversation does not pass."""
-    from kvasir.api.responses import items_of
-    from kvasir.api.responses_job import ResponsesJob
+    from kvasir.api.protocols.responses import items_of
+    from kvasir.api.protocols.responses_job import ResponsesJob
 
     def lossy(job):
         return [
@@ -252,7 +252,7 @@ def test_a_background_stream_is_resumed_from_any_event(client, slow, http):
 
 
 def test_events_that_are_gone_are_told(client, server, http, monkeypatch):
-    monkeypatch.setattr("kvasir.api.responses_background.MAX_EVENTS", 4)
+    monkeypatch.setattr("kvasir.api.protocols.responses_background.MAX_EVENTS", 4)
     list(client.responses.create(model="fake", input=LONG, background=True, stream=True))
     name = server.engine.seen[-1].id
     server.idle()
@@ -326,7 +326,9 @@ def test_the_store_is_bounded_in_time(client, http, monkeypatch):
     r = client.responses.create(model="fake", input="say: hello")
     assert client.responses.retrieve(r.id)
     now = time.time()
-    monkeypatch.setattr("kvasir.api.responses_store.time.time", lambda: now + responses_store.KEEP_SECONDS + 2)
+    monkeypatch.setattr(
+        "kvasir.api.protocols.responses_store.time.time", lambda: now + responses_store.KEEP_SECONDS + 2
+    )
     missing(http, r.id)
 
 

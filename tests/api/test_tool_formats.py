@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir import technique
-from kvasir.api import tools
-from kvasir.api.tools import ToolParser
+from kvasir.api.calls import tools
+from kvasir.api.calls.tools import ToolParser
 from kvasir.errors import ConfigError
 from tests.api.running import running
 from tests.api.test_tools import message

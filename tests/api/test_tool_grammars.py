@@ -10,10 +10,10 @@ import pytest
 from tokenizers import AddedToken
 
 from kvasir import technique
-from kvasir.api import tools
-from kvasir.api.detokenize import Detokenizer
-from kvasir.api.text import Text
-from kvasir.api.tools import ToolParser
+from kvasir.api.calls import tools
+from kvasir.api.calls.tools import ToolParser
+from kvasir.api.text.detokenize import Detokenizer
+from kvasir.api.text.text import Text
 from kvasir.errors import RequestError
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import SamplingParams

@@ -10,8 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvasir import technique
-from kvasir.api import tools
-from kvasir.api.tools import CallDelta, ToolParser
+from kvasir.api.calls import tools
+from kvasir.api.calls.tools import CallDelta, ToolParser
 from tests.api.call_texts import FORMATS, SCHEMAS
 from tests.api.test_tools import message
 

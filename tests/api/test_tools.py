@@ -7,13 +7,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvasir import technique
-from kvasir.api import tools
-from kvasir.api.json_scan import Malformed, ValueScan
-from kvasir.api.protocol import SamplingBody
-from kvasir.api.sampling import grammar_of
-from kvasir.api.text import Text
-from kvasir.api.tool_parsers.hermes import Hermes
-from kvasir.api.tool_parsers.llama3_json import Llama3Json
+from kvasir.api.calls import tools
+from kvasir.api.calls.json_scan import Malformed, ValueScan
+from kvasir.api.calls.tool_parsers.hermes import Hermes
+from kvasir.api.calls.tool_parsers.llama3_json import Llama3Json
+from kvasir.api.http.body import SamplingBody
+from kvasir.api.protocols.sampling import grammar_of
+from kvasir.api.text.text import Text
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar
 from tests.models.small_tokenizers import make
@@ -166,7 +166,12 @@ def test_llama3(text, expected):
         "{}",
         '{"answer": 42}',
         " \n ",
-        '[{"name": "add", "parameters": {}}]',
+        '[{"name": "Bob", "parameters": {}}]',
+        '[1, {"name": "add", "parameters": {}}]',
+        '[[{"name": "add", "parameters": {}}]]',
+        '{"function": "Bob", "parameters": {}}',
+        '{"type": "function", "function": {"name": "Bob", "parameters": {}}}',
+        '{"type": "function", "function": ["add"]}',
         "<|python_tag|>x()",
         '{"name": "add", "param',
         "<|pyth",
@@ -472,7 +477,7 @@ def test_schemas_in_a_grammar(compiler):
     "bad, why",
     [
         ({"type": "strng"}, "Invalid type: strng"),
-        ({"type": "string", "pattern": "(?=a)b"}, "regex parse error: look-around"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"not": {}}, "'not' at #/properties/a/not is not supported"),
         ({"$ref": "#/$defs/none"}, "does not exist"),
         ({"const": "\ud800"}, "cannot be used"),
@@ -496,10 +501,10 @@ def test_the_schema_that_does_not_compile_is_named(bad, why, choice, compiler):
 def test_a_grammar_of_all_tools_is_blamed_on_them():
     forced = Grammar("lark", "start: x")
     assert grammar_of(SamplingBody(), {"tool_choice": forced}) == ("tools", forced)
-    large = [tool(f"f{i}", type="object", description="x" * 20_000) for i in range(4)]
+    large = [tool(f"f{i}", type="object", properties={"a": {"const": "x" * 20_000}}) for i in range(4)]
     for offered, param in (
         (large, "tools"),
-        ([tool(type="object", description="x" * 70_000)], "tools[0].function.parameters"),
+        ([tool(type="object", properties={"a": {"const": "x" * 70_000}})], "tools[0].function.parameters"),
     ):
         with pytest.raises(RequestError, match="bytes, more than") as e:
             tools.grammar(offered, "required", Hermes, make("byte_level"))

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from kvasir.api import tracing
+from kvasir.api.http import tracing
 from kvasir.config import ServerConfig
 from kvasir.errors import ConfigError, RequestError
 from tests.api.running import running

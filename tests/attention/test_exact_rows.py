@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvasir.attention.exact_rows import BLOCK, TILE, Blocks, attend_rows
+from kvasir.attention.backend import AttentionSpec
+from kvasir.attention.exact_rows import BLOCK, SIZES, TILE, WINDOW_BLOCK, Blocks, Exact
 from tests.attention.helpers import make_world
 from tests.attention.test_torch_backend import attention
 
@@ -81,20 +82,46 @@ def test_bits_do_not_depend_on_the_place_in_a_tile_or_on_blocks_that_a_row_does_
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        draw, last = torch.Generator().manual_seed(5), 2 * BLOCK + 40
-        q = torch.randn(last, 64, generator=draw)
+        draw, last = torch.Generator().manual_seed(5), BLOCK + 40
+        q = torch.randn(1, 2 * last, 64, generator=draw)
         k, v = torch.randn(1, last, 64, generator=draw), torch.randn(1, last, 48, generator=draw)
-        for window in (None, 30, BLOCK + 7):
-            ends = torch.arange(1, last + 1)
-            whole = attend_rows(q, ends, Blocks.of(k, v, 0), 0, 48, 0.1, window=window, softcap=20.0)
-            for row in [*range(2 * TILE), BLOCK - 1, BLOCK, BLOCK + 1, *range(last - TILE, last)]:
+        for window in (None, 30, WINDOW_BLOCK + 7):
+            exact = Exact.of(AttentionSpec(2, 1, 64, 0.1, window, 20.0))
+            whole = exact.rows(q, 1, Blocks.of(k, v, 0, exact.block))
+            edges = [size + i for size in (*SIZES, 2 * WINDOW_BLOCK, BLOCK) for i in (-2, -1, 0, 1)]
+            for row in [*range(2 * TILE), *edges, *range(last - TILE, last)]:
                 first = 0 if window is None else max(0, row + 1 - window) // 16 * 16  # pages before may be gone
-                own = Blocks.of(k[:, first : row + 1], v[:, first : row + 1], first)
-                alone = attend_rows(q[row : row + 1], ends[row : row + 1], own, 0, 48, 0.1, window=window, softcap=20.0)
+                own = Blocks.of(k[:, first : row + 1], v[:, first : row + 1], first, exact.block)
+                alone = exact.rows(q[:, 2 * row : 2 * row + 2], row + 1, own)
                 for x, y in zip(alone, whole):
-                    assert torch.equal(x[0], y[row]), f"row {row}, window {window}"
+                    assert torch.equal(x, y[:, 2 * row : 2 * row + 2]), f"row {row}, window {window}"
     finally:
         torch.set_num_threads(before)
+
+
+class Called(TorchDispatchMode):
+    """Counts calls of torch."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decode_makes_few_calls():
+    """A short decode costs what its calls cost: as many for 8 KV heads as for 2, and for 4,000 keys as for 64."""
+
+    def calls(context: int, kv_heads: int) -> int:
+        world = make_world([(context - 1, 1)], heads=2 * kv_heads, kv_heads=kv_heads, dim=16, dtype=torch.float32)
+        with Called() as counted:
+            attention(world, exact=True)
+        return counted.calls
+
+    few = calls(60, 2)
+    assert few < 70
+    assert calls(60, 8) == few
+    assert calls(4000, 2) <= few + 8  # exp is called for parts
 
 
 class Copied(TorchDispatchMode):

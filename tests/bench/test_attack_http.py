@@ -1,18 +1,17 @@
-"""``tools/attack_http.py``: its arms differ in their flags alone, and a limit of output tokens alone is one of them."""
+"""The study ``attack_http``: its arms differ in their flags alone, and a limit of output tokens alone is one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import urllib.request
 
 import pytest
 
 from kvasir.bench.client import served_model
 from kvasir.bench.servers import serving
+from kvasir_lab.studies import attack_http as tool
 from tests.bench.test_result import check
-from tools import attack_http as tool
 
 
 def test_every_arm_has_every_number_of_attackers(tmp_path, monkeypatch):
@@ -40,8 +39,7 @@ def test_every_arm_has_every_number_of_attackers(tmp_path, monkeypatch):
         monkeypatch.setattr(tool, name, value)
     monkeypatch.setattr(tool, "served_model", lambda url, key: "base")
     monkeypatch.setattr(tool, "capacity", lambda server, model: 40.0)
-    monkeypatch.setattr(sys, "argv", ["attack_http.py", str(tmp_path / "r.json"), "--attackers", "0,2"])
-    tool.main()
+    tool.main([str(tmp_path / "r.json"), "--attackers", "0,2"])
     found = json.loads((tmp_path / "r.json").read_text())
     check(found)
     assert [arm["name"] for arm in found["arms"]] == [

@@ -1,5 +1,6 @@
 """The study of codecs with stand-ins for engines: its order, its pairing and its time limit."""
 
+import argparse
 import contextlib
 import json
 from types import SimpleNamespace
@@ -7,14 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvasir.bench import codec_quality
-from kvasir.bench.codec_quality import Job, Study, beginning, first, jobs, pooled, row_errors, task_specs, verdicts
 from kvasir.bench.result import arm, result
 from kvasir.errors import ConfigError
-from kvasir.lab.evaluation.evaluator import Answers, Losses, read_tokenizer
 from kvasir.models import checkpoint
+from kvasir_lab import paired_quality
+from kvasir_lab.bench import codec_quality
+from kvasir_lab.bench.codec_quality import Job, Study, beginning, first, jobs, pooled, row_errors, task_specs, verdicts
+from kvasir_lab.evaluation.evaluator import Answers, Losses, read_tokenizer
+from kvasir_lab.studies import rounding_quality, ssa_quality
+from kvasir_lab.study import Report
 from tests.bench.test_result import check
-from tools import paired_quality, rounding_quality, ssa_quality
 
 NANO = checkpoint.resolve("nano")
 # Problems of an exam that a codec gets wrong.
@@ -127,9 +130,8 @@ def test_a_study_that_is_cut_keeps_the_tasks_of_its_last_arm(study, monkeypatch)
 
 def test_an_arm_that_lacks_a_task_is_measured_again(study, monkeypatch, tmp_path):
     """Control: an arm with all tasks is not, and one without time stays as it was."""
-    monkeypatch.setattr("sys.argv", ["tools/x.py"])
     file = tmp_path / "out.json"
-    options = SimpleNamespace(output=file, n=8, seeds=[1], tasks=["chain", "path"])
+    options = argparse.Namespace(output=file, commit=None, n=8, seeds=[1], tasks=["chain", "path"])
 
     def arms() -> dict[str, list[str]]:
         return {a["name"]: list(a["metrics"]) for a in json.loads(file.read_text())["arms"]}
@@ -138,7 +140,7 @@ def test_an_arm_that_lacks_a_task_is_measured_again(study, monkeypatch, tmp_path
         study.clock.now, study.limit, study.outcomes, study._seconds = 0.0, limit, {}, {}
         study.clock.asked.clear()
         study._figures, study._started = {}, 0.0
-        paired_quality.measure(study, ["int4"], options, "case", {})
+        paired_quality.measure(study, ["int4"], Report("case", options), {})
         assert arms()["int4"] == expected
     assert not study.clock.asked, "nothing is left to measure"
 

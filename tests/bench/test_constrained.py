@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer
 
-from kvasir.bench import client, constrained
+from kvasir.bench import client
 from kvasir.bench.client import Call, Reply, _request
 from kvasir.decoding.grammar import GrammarCompiler
 from kvasir.types import Grammar
+from kvasir_lab.bench import constrained
 
 
 @pytest.fixture(scope="module")

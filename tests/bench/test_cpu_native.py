@@ -1,4 +1,4 @@
-"""``python -m tools.kernels native`` without engines: a noisy workload loses no other workload's figures."""
+"""``python -m kvasir_lab.kernels native`` without engines: a noisy workload loses no other workload's figures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.kernels import native as tool
-from tools.kernels.__main__ import main
+from kvasir_lab.kernels import native as tool
+from kvasir_lab.kernels.__main__ import main
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvasir.api.llm import LLM
-from kvasir.bench import day0, result
-from kvasir.bench.day0 import Window
+from kvasir.api.offline.llm import LLM
+from kvasir.bench import result
 from kvasir.cli.options import build_settings
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.learn import link
 from kvasir.types import Event
+from kvasir_lab.bench import day0
+from kvasir_lab.bench.day0 import Window
 from tests.learn.helpers import IDLE
 
 OPTIONS = {"tasks": ["chain"], "batch": 2, "minutes": 0.05, "plain_minutes": 0.02, "max_tokens": 6}
@@ -114,7 +115,7 @@ def test_the_first_engine_is_gone_before_the_second_one_starts(monkeypatch):
             engines.append(weakref.ref(self.engine))
 
     given = {"model": "nano", "num_threads": 1, "drafter": "medusa:model=new", "learn": "on", "learn_tenants": ("all",)}
-    monkeypatch.setattr("kvasir.api.llm.LLM", Watched)
+    monkeypatch.setattr("kvasir.api.offline.llm.LLM", Watched)
     monkeypatch.setattr(link, "COMMAND", IDLE)
     monkeypatch.setattr(day0, "PROBLEMS", 8)
     monkeypatch.setattr(day0, "finish", lambda outcome, output, commit: arms.extend(outcome["arms"]))

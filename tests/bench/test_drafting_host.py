@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvasir.bench import drafting_host
 from kvasir.errors import ConfigError
+from kvasir_lab.bench import drafting_host
 
 COMMON = dict(tasks=["chain"], batches=[4], num_tokens=6000, output=None, commit="x")
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from kvasir.bench import drift
+from kvasir_lab.bench import drift
 
 
 @pytest.fixture(autouse=True)

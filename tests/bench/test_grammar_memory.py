@@ -1,4 +1,4 @@
-"""What tools/grammar_memory.py measures: processes that try grammars share a large vocabulary."""
+"""Measurements of kvasir_lab/studies/grammar_memory.py: processes that try grammars share a large vocabulary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.grammar_memory import main
+from kvasir_lab.studies.grammar_memory import main
 
 # A process's own share beside a host with 150,000 tokens: 16 MB were measured, and 170 where nothing is shared.
 MOST_PROCESS_MB = 70

@@ -1,11 +1,11 @@
-"""The schemas, values and walks of tools/grammar_peers.py. The peer is not installed here."""
+"""The schemas, values and walks of kvasir_lab/studies/grammar_peers.py. The peer is not installed here."""
 
 from __future__ import annotations
 
 import json
 import random
 
-from tools.grammar_peers import WORDS, Ours, drawn, timed, tokenizer
+from kvasir_lab.studies.grammar_peers import WORDS, Ours, drawn, timed, tokenizer
 
 
 def test_values_are_allowed_and_spoiled_ones_are_seen():

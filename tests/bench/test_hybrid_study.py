@@ -10,14 +10,15 @@ import sys
 import pytest
 import torch
 
-from kvasir.lab import delta_chunks, export, fused
-from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.training.data import Rows
-from kvasir.lab.training.recipe import EASY, RECIPES, SMOKE_HYBRID
+from kvasir.errors import ConfigError
+from kvasir_lab import delta_chunks, export, fused
+from kvasir_lab import tokenizer as lab_tokenizer
+from kvasir_lab.studies import hybrid_study
+from kvasir_lab.training.data import Rows
+from kvasir_lab.training.recipe import EASY, RECIPES, SMOKE_HYBRID
 from tests.bench.test_result import check
 from tests.lab.test_delta_chunks import stand_in
 from tests.lab.test_hybrid import lively
-from tools import hybrid_study
 
 
 @pytest.fixture(scope="module")
@@ -112,5 +113,5 @@ def test_the_speed_of_both_ways(monkeypatch, tmp_path, capsys, there):
 
 
 def test_a_hybrid_or_the_speed_is_asked_for(monkeypatch, tmp_path):
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="give --hybrid FOLDER, or --speed"):
         study(monkeypatch, tmp_path / "out.json")

@@ -9,11 +9,11 @@ import json
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.lookup import load_task
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab.lookup import load_task
+from kvasir_lab.studies import judge_study as study
+from kvasir_lab.studies import reward_study, tier_study
 from tests.bench.test_result import check
-from tools import judge_study as study
-from tools import reward_study, tier_study
 
 OPTIONS = argparse.Namespace(seeds=1, problems=4)
 

@@ -173,7 +173,7 @@ def test_a_load_says_how_many_ran_at_once():
         )
 
 
-def test_decoding_alone_computes_the_prompts_once():
+def test_decoding_alone_computes_the_prompts_once(caplog):
     with contextlib.ExitStack() as stack:
         config = EngineConfig.of(model="nano", device="cpu", num_threads=1, max_num_seqs=4, max_model_len=128)
         generate, llm = offline.own_engine(config, stack)
@@ -181,11 +181,17 @@ def test_decoding_alone_computes_the_prompts_once():
         assert (
             list(found) == ["x.decode_tok_s"] and len(found["x.decode_tok_s"]) == 2 and min(found["x.decode_tok_s"]) > 0
         )
-        assert llm.engine.pages.cached_tokens == 2 * 5 * 48, (
+        again = caplog.text.count("both are measured again")  # on a busy machine
+        assert llm.engine.pages.cached_tokens == 2 * (5 + 2 * again) * 48, (
             "both prompts except their last pages, in both runs of both rounds and in one run before"
         )
+        before = llm.engine.pages.cached_tokens
+        caplog.clear()
         offline.decoding(offline.timed(generate), Batch("y", 1, 96, 30), 500, repeats=1, life=0)
-        assert llm.engine.pages.cached_tokens == 2 * 5 * 48 + 64 + 3 * 80, "a longer prompt begins with the shorter one"
+        again = caplog.text.count("both are measured again")
+        assert llm.engine.pages.cached_tokens - before == 64 + (3 + 2 * again) * 80, (
+            "a longer prompt begins with the shorter one"
+        )
 
 
 def test_a_round_that_says_nothing_is_run_again(caplog):

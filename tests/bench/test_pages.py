@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvasir.bench import pages, plots
-from kvasir.bench.figures import Figures
 from kvasir.bench.result import arm, result, spread
-from kvasir.cli.bench import app
+from kvasir.cli.commands.bench import bench
 from kvasir.errors import ConfigError
+from kvasir_lab.bench import pages, plots
+from kvasir_lab.bench.figures import Figures
 
 ROOT = Path(__file__).parents[2]
 PAGE = "# Page\n\n<!-- figures: speed -->\n<!-- /figures -->\n\nWords.\n"
@@ -151,9 +151,9 @@ def test_a_row_must_fit_its_columns_and_a_name_is_used_once(root):
 
 def test_the_command_fails_until_the_pages_are_written(root):
     command = ["pages", "--root", str(root)]
-    assert CliRunner().invoke(app, [*command, "--check"]).exit_code != 0
-    assert CliRunner().invoke(app, command).exit_code == 0
-    assert CliRunner().invoke(app, [*command, "--check"]).exit_code == 0
+    assert CliRunner().invoke(bench.app, [*command, "--check"]).exit_code != 0
+    assert CliRunner().invoke(bench.app, command).exit_code == 0
+    assert CliRunner().invoke(bench.app, [*command, "--check"]).exit_code == 0
 
 
 def test_every_page_of_the_repository_agrees_with_its_results():

@@ -6,10 +6,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kvasir.bench import plots
 from kvasir.bench.result import arm, result, spread
-from kvasir.cli.bench import app
+from kvasir.cli.commands.bench import bench
 from kvasir.errors import ConfigError
+from kvasir_lab.bench import plots
 
 SPEEDS = result(
     "long",
@@ -59,7 +59,7 @@ def test_both_pictures_with_one_command(tmp_path):
     for outcome in (SPEEDS, QUALITY):
         (tmp_path / f"{outcome['case']}.json").write_text(json.dumps(outcome))
     done = CliRunner().invoke(
-        app, ["plot", str(tmp_path / "long.json"), str(tmp_path / "codecs.json"), "-o", str(tmp_path / "img")]
+        bench.app, ["plot", str(tmp_path / "long.json"), str(tmp_path / "codecs.json"), "-o", str(tmp_path / "img")]
     )
     assert done.exit_code == 0, done.exception
     drawn = sorted((tmp_path / "img").iterdir())

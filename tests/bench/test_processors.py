@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvasir import LLM
-from kvasir.bench import processors
+from kvasir_lab.bench import processors
 
 
 def test_the_loads_run(monkeypatch):

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from kvasir.bench import profile
-from kvasir.bench.profile import TRACED, on_the_gpu, table, timeline
 from kvasir.config import EngineConfig
 from kvasir.engine.engine import Engine
 from kvasir.errors import ConfigError
+from kvasir_lab.bench import profile
+from kvasir_lab.bench.profile import TRACED, on_the_gpu, table, timeline
 from tests.bench.test_result import check
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvasir.errors import ConfigError
-from tools import reflection_study as study
+from kvasir_lab.studies import reflection_study as study
 
 
 def test_the_arms_are_those_of_the_method_and_its_controls():
@@ -42,7 +42,7 @@ def test_an_arm_beats_the_constant_only_by_its_interval_over_both_signs(method, 
 
 
 def test_a_vote_counts_answers():
-    from kvasir.lab.lookup import load_task
+    from kvasir_lab.lookup import load_task
 
     texts = ["none", "Answer: 3", "x\nAnswer: 5", "y\nAnswer: 5"]
     assert study.vote(load_task("chain"), texts) == texts[2] and study.vote(load_task("chain"), texts[:1]) == "none"

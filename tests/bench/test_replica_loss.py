@@ -1,4 +1,4 @@
-"""`tools.replica_loss` says when the rate and first tokens are back after a kill, and what failed."""
+"""`kvasir_lab.studies.replica_loss` says when the rate and first tokens are back after a kill, and what failed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from array import array
 import pytest
 
 from kvasir.bench.client import Reply
-from tools import replica_loss
-from tools.replica_loss import judge, seconds_back
+from kvasir_lab.studies import replica_loss
+from kvasir_lab.studies.replica_loss import judge, seconds_back
 
 KILLED, ENDED = 10.0, 30.0
 

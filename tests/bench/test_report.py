@@ -119,13 +119,15 @@ def test_different_cases_do_not_merge():
 def test_on_the_command_line(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from kvasir.cli.bench import app
+    from kvasir.cli.commands.bench import bench
 
     for name in "ab":
         (tmp_path / name).write_text(json.dumps(outcome([1.0], [1.0])))
-    done = CliRunner().invoke(app, ["merge", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "m.json")])
+    done = CliRunner().invoke(
+        bench.app, ["merge", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "m.json")]
+    )
     assert done.exit_code == 0 and load(tmp_path / "m.json")["arms"][0]["metrics"]["w.decode_tok_s"]["n"] == 2
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "m.json"), "-o", str(tmp_path / "r.html")])
+    done = CliRunner().invoke(bench.app, ["report", str(tmp_path / "m.json"), "-o", str(tmp_path / "r.html")])
     assert done.exit_code == 0 and Path(tmp_path / "r.html").read_text().startswith("<!doctype html>")
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "m.json"), "-o", str(tmp_path / "r.pdf")])
+    done = CliRunner().invoke(bench.app, ["report", str(tmp_path / "m.json"), "-o", str(tmp_path / "r.pdf")])
     assert isinstance(done.exception, ConfigError)

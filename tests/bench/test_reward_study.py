@@ -11,8 +11,8 @@ import pytest
 
 from kvasir.errors import ConfigError
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab.studies import reward_study as study
 from tests.bench.test_result import check
-from tools import reward_study as study
 
 
 def test_every_arm_loads_and_its_control_is_an_arm():

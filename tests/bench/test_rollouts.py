@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from kvasir.bench import rollouts
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.types import SamplingParams
+from kvasir_lab.bench import rollouts
 
 COMMON = dict(
     problems=2,
@@ -51,7 +51,7 @@ def test_every_step_reads_the_noise(monkeypatch):
     tokens = []
     for native in (True, False):
         if not native:
-            monkeypatch.setattr("kvasir.engine.build.why_not", lambda *_: "not wanted")
+            monkeypatch.setattr("kvasir.engine.start.build.why_not", lambda *_: "not wanted")
         bench = rollouts.Rollouts(
             config(), [prompt], [prompt[::-1]], 1, samples=1, rounds=2, max_tokens=24, checkpoints=[], noise=0.2
         )

@@ -9,8 +9,8 @@ from kvasir.bench import compare, roofline
 from kvasir.bench.case import parse
 from kvasir.bench.result import limit_of
 from kvasir.bench.workloads import SHAPES, Batch
-from kvasir.engine.build import _roofline
-from kvasir.engine.drafting import _roofline as drafting_roofline
+from kvasir.engine.drafts.drafting import _roofline as drafting_roofline
+from kvasir.engine.start.build import _roofline
 from kvasir.models import cost
 from kvasir.models.families import build_spec
 

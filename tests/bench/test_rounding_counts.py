@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvasir.kernels.moe_rounding import TILE, Rounding
-from kvasir.lab.model import Model, Shape
-from tools.rounding_counts import counted, logits_of, perplexity, shuffled
-from tools.upcycle_experts import upcycled
+from kvasir_lab.model import Model, Shape
+from kvasir_lab.studies.rounding_counts import counted, logits_of, perplexity, shuffled
+from kvasir_lab.studies.upcycle_experts import upcycled
 
 SMALL = Shape(vocab=64, dim=32, layers=2, ffn=24, heads=2, kv_heads=1, head_dim=16, positions=64)
 SHAPE = replace(SMALL, ffn=12, experts=6, top_k=2)

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from kvasir import technique
-from kvasir.bench import front, front_http, routing
 from kvasir.bench.traces import BLOCK, Recorded
 from kvasir.cluster.router import ROUTERS, Router
 from kvasir.errors import ConfigError
+from kvasir_lab.bench import front, front_http, routing
 
 SESSIONS = 12
 

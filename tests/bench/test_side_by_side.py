@@ -217,7 +217,7 @@ def read_options(words: list[str], monkeypatch) -> None:
         command = typer.main.get_command(app)
         words = words[1:]
         while hasattr(command, "commands"):
-            command, words = command.commands[words[0]], words[1:]
+            command, words = command.get_command(None, words[0]), words[1:]
         command.make_context("kvasir", list(words))
         return
     if words[:3] == ["python", "-m", "pytest"] or words[0] != "python":

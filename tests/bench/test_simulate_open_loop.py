@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.bench.drafting_sim import coins
-from tools.simulate_open_loop import OpenLoop, chances
+from kvasir_lab.bench.drafting_sim import coins
+from kvasir_lab.studies.simulate_open_loop import OpenLoop, chances
 
 REQUESTS = [(0.05 * i, 100 + i, 40) for i in range(12)]
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvasir import technique
-from kvasir.engine.policy import POLICIES, SchedulerPolicy
-from tools.simulate_priority import Classes
+from kvasir.engine.schedule.policy import POLICIES, SchedulerPolicy
+from kvasir_lab.studies.simulate_priority import Classes
 
 COUNT, PROMPT = 600, 40
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from kvasir.bench import solve_report
-from kvasir.bench.solve_pooled import MISSING, pooled
 from kvasir.errors import ConfigError
+from kvasir_lab.solving import report as solve_report
+from kvasir_lab.solving.pooled import MISSING, pooled
 
 pytest.importorskip("matplotlib")
 PLAIN, SHUFFLED, LARGE, SMALL = (

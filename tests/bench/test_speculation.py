@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from kvasir.bench import speculation
 from kvasir.bench.workloads import SHAPES
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
+from kvasir_lab.bench import speculation
 from tests.bench.helpers import SMALL
 
 COMMON = dict(

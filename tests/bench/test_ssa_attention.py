@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
+from kvasir_lab import ssa_attention
+from kvasir_lab.ssa_attention import Config, emulate
 from tests.engine.driver import Driver
-from tools import ssa_attention
-from tools.ssa_attention import Config, emulate
 
 FILE = Path(ssa_attention.__file__)
 WHOLE = Config()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tools import ssa_study
-from tools.ssa_study import ARMS, Parts, attend, drawn, rounded
+from kvasir_lab.studies import ssa_study
+from kvasir_lab.studies.ssa_study import ARMS, Parts, attend, drawn, rounded
 
 
 def error(q, k, v, parts):

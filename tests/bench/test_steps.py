@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvasir.api.llm import LLM
-from kvasir.bench import steps
-from kvasir.bench.steps import Idealised, Timed, fit
+from kvasir.api.offline.llm import LLM
 from kvasir.bench.workloads import Batch
 from kvasir.config import EngineConfig
-from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
+from kvasir.engine.schedule.step_time import Roofline, StepShape, StepTimeModel
 from kvasir.errors import ConfigError
+from kvasir_lab.bench import steps
+from kvasir_lab.bench.steps import Idealised, Timed, fit
 from tests.bench.test_result import check
 
 ROOFLINE = Roofline(4e12, 8e14, 16e9, 15e9, 5e5, 1.3e5)

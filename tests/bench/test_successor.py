@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors import SafetensorError
 
-from kvasir.api.llm import LLM
-from kvasir.bench import successor as made
-from kvasir.bench import turns
+from kvasir.api.offline.llm import LLM
 from kvasir.bench.workloads import SHAPES
 from kvasir.config import EngineConfig
 from kvasir.convert import checkpoint as checkpoint_files
@@ -19,6 +17,8 @@ from kvasir.models.families import build_spec
 from kvasir.models.fill import Stored
 from kvasir.models.loader import assign, check_weights, read_headers
 from kvasir.types import SamplingParams
+from kvasir_lab.bench import successor as made
+from kvasir_lab.bench import turns
 from tests.bench.test_turns import Here, small
 
 NAME, VOCAB = "qwen3.5-9b", 512

@@ -10,6 +10,7 @@ from kvasir.bench.case import parse
 from kvasir.bench.worker import Worker
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.errors import ConfigError
+from kvasir_lab.tokenizer import shipped_tokenizer
 from tests.bench.helpers import SITE, SMALL, log_of
 from tests.bench.test_result import check
 
@@ -112,7 +113,7 @@ def test_prompts():
         and prompts[0] != prompts[1]
     )
     problems, stop = made.prompts("tasks", Batch("a", 8, 400, 2), 0)
-    assert stop == [made._tokenizer.token_to_id("<|im_end|>")] and len({tuple(p) for p in problems}) == 8
+    assert stop == [shipped_tokenizer().token_to_id("<|im_end|>")] and len({tuple(p) for p in problems}) == 8
     assert (
         problems == made.prompts("tasks", Batch("b", 8, 400, 2), 0)[0]
         and problems != made.prompts("tasks", Batch("a", 8, 400, 2), 1)[0]

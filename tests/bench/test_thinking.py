@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer
 
-from kvasir.bench import client, constrained, thinking
+from kvasir.bench import client
 from kvasir.bench.client import Reply
+from kvasir_lab.bench import constrained, thinking
 
 
 def reply(*times: float) -> Reply:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab.studies import tier_study as study
 from tests.bench.test_result import check
-from tools import tier_study as study
 
 
 def made(bits: str, ms: float, **more) -> dict:

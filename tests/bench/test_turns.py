@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from kvasir.bench import turns
 from kvasir.bench.workloads import SHAPES
 from kvasir.errors import ConfigError
 from kvasir.models import cost
 from kvasir.models.families import build_spec
+from kvasir_lab.bench import turns
 
 SMALL = dict(
     hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=512,

@@ -1,4 +1,4 @@
-"""``tools/widen_checkpoint.py``: a small model in a corner of a large one answers as the small one does."""
+"""The study ``widen_checkpoint``: a small model in a corner of a large one answers as the small one does."""
 
 import json
 
@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.drafters import mask_rows, prompt_rows
-from kvasir.lab.drafters.data import Batch
-from kvasir.lab.drafters.gated_adapter import GatedAdapter
-from kvasir.lab.model import Model, Shape
-from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.models.checkpoint import resolve
 from kvasir.models.fill import read_tensor
 from kvasir.models.loader import read_headers
 from kvasir.speculation import heads
 from kvasir.speculation.heads import fingerprint
+from kvasir_lab import export
+from kvasir_lab.drafters import mask_rows, prompt_rows
+from kvasir_lab.drafters.data import Batch
+from kvasir_lab.drafters.gated_adapter import GatedAdapter
+from kvasir_lab.model import Model, Shape
+from kvasir_lab.studies import widen_checkpoint as tool
+from kvasir_lab.studies import widen_head, widen_idlm
+from kvasir_lab.tokenizer import shipped_tokenizer
 from tests import checkpoints
-from tools import widen_checkpoint as tool
-from tools import widen_head, widen_idlm
 
 # Groups of 4 query heads; the small model's have 2.
 SIZE = tool.Size(hidden=80, layers=5, ffn=96, heads=12, kv_heads=3)

@@ -45,6 +45,7 @@ def kvasir(monkeypatch, capsys):
     monkeypatch.delenv("KVASIR_API_KEY", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     handlers, level = log.handlers[:], log.level
+    log.handlers[:] = []  # those of an earlier test write to a stream that is closed
     yield run
     log.handlers[:] = handlers
     log.setLevel(level)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.lab.forms import FORMS
-from kvasir.lab.lookup import load_task
 from kvasir.technique import names
+from kvasir_lab.forms import FORMS
+from kvasir_lab.lookup import load_task
 
 
 def test_all_tasks_are_listed_with_their_dials(kvasir, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     done = kvasir("lab", "tasks")
     assert done.code == 0 and "think=mixed" in done.out and "max_steps=16" in done.out
-    assert all(name in done.out for name in (*names("kvasir.lab.tasks"), *FORMS))
+    assert all(name in done.out for name in (*names("kvasir_lab.tasks"), *FORMS))
 
 
-@pytest.mark.parametrize("name", names("kvasir.lab.tasks"))
+@pytest.mark.parametrize("name", names("kvasir_lab.tasks"))
 def test_samples_of_every_task_are_shown(kvasir, name):
     done = kvasir("lab", "show", name, "-n", "2", "--seed", "5", "--full")
     assert done.code == 0 and done.err == ""
@@ -76,7 +76,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(kvasir, tmp_path
 def test_the_page_counts_the_tasks(kvasir):
     page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
     [count] = re.findall(r"(\d+) tasks, and two models", page)
-    listed = names("kvasir.lab.tasks")
+    listed = names("kvasir_lab.tasks")
     assert int(count) == len(listed) and all(f"`{name}" in page for name in listed)
 
 

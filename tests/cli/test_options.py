@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from kvasir.api.vllm_args import translated
-from kvasir.api.vllm_flags import NOTED, ONLY_AT, SATISFIED, SWITCHES, UNSERVED, VALUES
-from kvasir.cli.bench import _given
+from kvasir.api.offline.vllm_args import translated
+from kvasir.api.offline.vllm_flags import vllm_flags
+from kvasir.cli.arguments import model_and_settings
 from kvasir.cli.options import build_settings
 from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError
@@ -24,6 +24,8 @@ OURS = {
 }
 BENCH = ["run", "offline", "serve", "trace", "startup", "ladder", "profile", "merge", "report"]
 COMMANDS = [["serve"], ["chat"], ["generate"], ["doctor"], ["show"], *(["bench", c] for c in BENCH)]
+
+TABLE = vllm_flags()
 
 
 @pytest.fixture
@@ -171,14 +173,16 @@ def test_benchmarks_know_what_is_given_and_which_model(tmp_path):
     """Settings given at our defaults count, too, because a peer's defaults may differ. A model from the file is not a
     flag."""
     (file := tmp_path / "s.toml").write_text('model = "nano"\nmax_model_len = 128\n[scheduler]\nmax_num_seqs = 256\n')
-    assert _given("", {"config": str(file), "dtype": "auto", "kv_codec": None}) == (
+    assert model_and_settings("", {"config": str(file), "dtype": "auto", "kv_codec": None}) == (
         "nano",
         {"max_model_len": 128, "max_num_seqs": 256, "dtype": "auto"},
     )
-    assert _given("other", {"config": str(file)})[0] == "other" and _given("", {"dtype": None}) == ("", {})
+    assert model_and_settings("other", {"config": str(file)})[0] == "other" and model_and_settings(
+        "", {"dtype": None}
+    ) == ("", {})
 
 
-@pytest.mark.parametrize("flag", UNSERVED)
+@pytest.mark.parametrize("flag", TABLE.unserved)
 def test_vllm_flags_we_do_not_serve_are_refused_by_name(kvasir, flag):
     done = kvasir("serve", "model", flag, "1")
     assert done.code == 2
@@ -194,14 +198,14 @@ def test_every_command_with_settings_knows_vllms_flags(kvasir, command):
 
 
 def test_vllm_flags_that_hold_anyway_are_taken(settings):
-    args = [*SATISFIED]
-    for flags, values in ONLY_AT.items():
+    args = [*TABLE.satisfied]
+    for flags, values in TABLE.only_at.items():
         args += [f"{flags[0]}={values[0]}"]
     assert settings(*args) == settings()
     assert settings("-tp", "1", "-pp", "1") == settings()
 
 
-@pytest.mark.parametrize("flags", ONLY_AT, ids=lambda f: f[0])
+@pytest.mark.parametrize("flags", TABLE.only_at, ids=lambda f: f[0])
 def test_and_refused_at_another_value(kvasir, flags):
     for flag in flags:
         done = kvasir("serve", flag, "3")
@@ -209,10 +213,17 @@ def test_and_refused_at_another_value(kvasir, flags):
 
 
 def test_the_tables_of_vllm_flags_agree():
-    only_at = {name for names in ONLY_AT for name in names}
-    tables = [set(SATISFIED), only_at, set(UNSERVED), set(SWITCHES), set(VALUES), OURS - {"--model"}]
+    only_at = {name for names in TABLE.only_at for name in names}
+    tables = [
+        set(TABLE.satisfied),
+        only_at,
+        set(TABLE.unserved),
+        set(TABLE.switches),
+        set(TABLE.values),
+        OURS - {"--model"},
+    ]
     assert sum(map(len, tables)) == len(set().union(*tables)), "a flag stands in two tables"
-    assert all(flag.startswith("-") and reason and not reason.endswith(".") for flag, reason in UNSERVED.items())
+    assert all(flag.startswith("-") and reason and not reason.endswith(".") for flag, reason in TABLE.unserved.items())
 
 
 def test_adapters_are_named_as_for_vllm(settings, kvasir):
@@ -311,8 +322,8 @@ def test_the_log_of_the_load_is_switched_by_vllms_flag(settings):
 
 
 def test_vllm_flags_that_change_nothing_are_taken_with_a_line(kvasir):
-    for flag in NOTED:
-        values = ["x"] if flag in VALUES else []
+    for flag in TABLE.noted:
+        values = ["x"] if flag in TABLE.values else []
         assert translated(["m", flag, *values, "--port", "1"])[0] == ["m", "--port", "1"], flag
     forms = [
         ["--compilation-config", '{"level": 3}'],

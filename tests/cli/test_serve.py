@@ -15,7 +15,7 @@ import pytest
 
 from kvasir.cli.serve import VLLM_WORDS, check_free
 from kvasir.config import ServerConfig
-from kvasir.engine.codec_choice import VLLM_CODECS, VLLM_TYPES
+from kvasir.engine.start.codec_choice import VLLM_CODECS, VLLM_TYPES
 from kvasir.errors import ConfigError
 
 COMMAND = [

@@ -9,7 +9,7 @@ import torch
 
 from kvasir import LLM
 from kvasir.bench.workloads import SHAPES
-from kvasir.cli.doctor import OTHER_METHODS, _attention
+from kvasir.cli.doctor import _attention, other_methods
 from kvasir.technique import names
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +78,14 @@ def test_the_embedded_model(kvasir):
     assert (
         done.code == 0 and "embedded (qwen3, 16.1M parameters)" in done.out and "H200" in done.out and "10" in done.out
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is shown instead of the CPU")
+def test_what_tiers_would_hold(kvasir, monkeypatch):
+    monkeypatch.setattr("kvasir.engine.start.tier_choice.free_host_memory", lambda: 4 << 30)
+    host, disk = facts(kvasir)["tiers"]
+    assert host.startswith("host: 1.00 GiB, a quarter of free memory, holds ") and "--kv-disk on a CPU" in host
+    assert "--kv-host-bytes 1073741824" in host and "PATH,bytes=107374182400" in disk
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is shown instead of the CPU")
@@ -272,7 +280,7 @@ def test_doctor_says_what_must_be_named():
 def test_doctor_lists_every_kind_of_method(kvasir):
     """Each folder of methods is named with all its files."""
     found, text = json.loads(kvasir("doctor", "--json").out), kvasir("doctor").out
-    for kind, package in OTHER_METHODS.items():
+    for kind, package in other_methods().items():
         assert found[kind] == names(package) and found[kind], kind
         assert kind.replace("_", " ") in text
     shown = kvasir("convert", "--help").out
@@ -293,5 +301,5 @@ def test_doctor_knows_every_seam_that_authors_are_told_of(kvasir):
     listed = json.dumps(json.loads(kvasir("doctor", "--json").out))
     assert len(folders) > 15
     for folder in folders:
-        for name in names("kvasir." + folder.replace("/", ".")):
+        for name in names(("" if folder.startswith("kvasir_lab") else "kvasir.") + folder.replace("/", ".")):
             assert f'"{name}"' in listed, f"{folder}/{name}"

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from kvasir.bench import solve_report
-from kvasir.cli import solve_ablation
-from kvasir.cli.solve_job import Job
 from kvasir.scaling.endpoint import Caps, Sampling
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab.solving import ablation as solve_ablation
+from kvasir_lab.solving import report as solve_report
+from kvasir_lab.solving.job import Job
 from tests.api.running import running
 from tests.scaling.tabular import Tabular, problem
 

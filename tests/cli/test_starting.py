@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,7 +50,7 @@ def test_engines_of_benchmarks_are_loaded_in_one_place():
     [
         "solve --strategy majority:n=2 --model nano --task chain -n 2 --max-tokens 8",
         "solve --strategy majority:n=2 --model nano --task chain -n 2 --max-tokens 8 --pool 2",
-        "bench offline nano -w d:1:8:16 --repeats 1",
+        "bench offline nano -w d:1:8:48 --repeats 1",
         "bench profile nano --batch 1 --prompt 8 --repeats 1",
         "bench speculation nano --drafter ngram --task chain --count 1 --repeats 1 --output-tokens 4",
         "eval nano --tasks chain -n 2",
@@ -71,8 +74,8 @@ def test_a_conversion_tells_how_far_its_calibration_is(tmp_path):
 
     from kvasir.convert.checkpoint import convert
     from kvasir.convert.converter import load_converter
-    from kvasir.lab.calibration import default_texts
     from kvasir.models import checkpoint
+    from kvasir_lab.calibration import default_texts
 
     bar = Shown(Bar(), 3 << 20)
     folder, spec = checkpoint.resolve("nano"), "lowrank"
@@ -82,3 +85,27 @@ def test_a_conversion_tells_how_far_its_calibration_is(tmp_path):
     assert shown[0][0] == "calibrating, pass 1, layer" and shown[layers][0] == "calibrating, pass 2, layer"
     bar.read(1 << 20)
     assert shown[-1] == ("converting, MiB", 1, 3)
+
+
+INTERRUPTED = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+sys.argv[0] = "kvasir"
+from kvasir.__main__ import run
+run()
+"""
+
+
+@pytest.mark.parametrize("at", ["typer", "kvasir.errors", "kvasir.cli.command"])
+def test_an_interrupt_while_the_command_is_imported(at):
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, at], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_command_begins_there():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"]["kvasir"] == "kvasir.__main__:run"

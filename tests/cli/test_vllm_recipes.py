@@ -1,13 +1,16 @@
 """Start commands of vLLM's public recipes: each works as written, or the message names what works instead."""
 
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 
-from kvasir.api.vllm_args import settled, speculation, translated
+from kvasir.api.offline.vllm_args import settled, translated
+from kvasir.api.offline.vllm_speculation import speculation
 from kvasir.cli import serve
 from kvasir.errors import ConfigError
+from kvasir.speculation.router import load_drafter
 
 RECIPES = [
     tuple(part.strip() for part in line.partition("=>")[::2])
@@ -90,13 +93,64 @@ def test_speculation_is_read_where_a_drafter_is_the_same(start):
     dotted = ["--speculative-config.method", "ngram", "--speculative-config.num_speculative_tokens=5",
               "--speculative-config.prompt_lookup_max", "3", "--speculative-config.prompt_lookup_min", "1"]  # fmt: skip
     assert start("m", *dotted)[1] == settings
-    done, settings = start("m", "--speculative-config", '{"method": "eagle3", "model": "x"}')
-    assert settings.speculation.drafter == "" and "'eagle3'" in done.err and "--drafter suffix" in done.err
+    done, settings = start("m", "--speculative-config", '{"method": "mlp_speculator", "model": "x"}')
+    assert settings.speculation.drafter == "" and "'mlp_speculator'" in done.err and "--drafter suffix" in done.err
     for wrong in ("{", "3", '{"method": "unheard-of"}'):
         done, settings = start("m", "--speculative-config", wrong)
         assert done.code == 2 and settings is None and "--drafter suffix" in done.err
     done, settings = start("m", "--drafter", "suffix", "--speculative-config", given)
     assert settings.speculation.drafter == "suffix", "what the command line names itself wins"
+
+
+@pytest.mark.parametrize(
+    ("given", "drafter"),
+    [
+        ({"method": "eagle3", "model": "x"}, "eagle:model=x,width=1,max_depth=3"),
+        ({"method": "eagle", "model": "x"}, "eagle:model=x,width=1,max_depth=3"),
+        (
+            {"model": "some/EAGLE3-LLaMA3.1-Instruct-8B"},
+            "eagle:model=some/EAGLE3-LLaMA3.1-Instruct-8B,width=1,max_depth=3",
+        ),
+        (
+            {"model": "some/qwen3-8b-speculator.eagle3/"},
+            "eagle:model=some/qwen3-8b-speculator.eagle3/,width=1,max_depth=3",
+        ),
+        ({"method": "medusa", "model": "x"}, "medusa:model=x"),
+        ({"method": "dflash", "model": "x"}, "dflash:model=x,width=1,max_depth=3"),
+        ({"model": "z-lab/Qwen3-8B-DFlash-b16"}, "dflash:model=z-lab/Qwen3-8B-DFlash-b16,width=1,max_depth=3"),
+        ({"method": "draft_model", "model": "x"}, "draft_model:model=x,max_depth=3"),
+        ({"model": "meta-llama/Llama-3.2-1B"}, "draft_model:model=meta-llama/Llama-3.2-1B,max_depth=3"),
+        ({"method": "ngram", "prompt_lookup_max": 4}, "ngram:max_match=4"),
+        ({"method": "suffix"}, "suffix"),
+        ({"method": "mtp"}, "mtp:max_depth=3"),
+        ({"method": "qwen3_next_mtp"}, "mtp:max_depth=3"),
+    ],
+    ids=str,
+)
+def test_methods_become_drafters(given, drafter, start):
+    """The same on the command line and in Python; our parser takes the spec."""
+    given = given | {"num_speculative_tokens": 3}
+    assert settled({"speculative_config": given}) == {"drafter": drafter, "max_draft_tokens": 3}
+    done, settings = start("m", "--speculative-config", json.dumps(given))
+    assert settings.speculation.drafter == drafter and settings.speculation.max_draft_tokens == 3
+    assert f"is read as --drafter {drafter}" in done.err
+    load_drafter(drafter)
+
+
+def test_keys_of_speculation_are_named(start):
+    given = {"method": "suffix", "moe_backend": "triton", "quantization": None, "draft_tensor_parallel_size": 1}
+    assert "change nothing here: moe_backend, draft_tensor_parallel_size." in speculation(given)[1]
+    for wrong, words in (
+        ({"method": "suffix", "num_speculative_token": 3}, "no key 'num_speculative_token'.*num_speculative_tokens"),
+        ({"method": "suffix", "num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+        ({"method": "eagle3"}, "needs a model"),
+        ({"method": "draft_model", "model": "x", "revision": "main"}, "revision.*folder"),
+        ({"method": "suffix", "rejection_sample_method": "synthetic"}, "replay:accept"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            speculation(wrong)
+        done, settings = start("m", "--speculative-config", json.dumps(wrong))
+        assert done.code == 2 and settings is None
 
 
 def test_the_same_words_in_python():
@@ -113,4 +167,4 @@ def test_the_same_words_in_python():
 def test_a_flag_without_its_value_is_left_for_the_parser():
     for flag in ("--max-model-len", "--load-format", "--swap-space"):
         assert translated(["m", flag], {"--max-model-len", "--load-format"})[0] == ["m", flag]
-    assert speculation({"method": "mtp"})[0] == {}
+    assert speculation({"method": "mlp_speculator"})[0] == {}

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from pathlib import Path
 
 import psutil
 import pytest
 
 from kvasir.client.crash_dump import PREFIX
-
-ROOT = Path(__file__).parents[2]
+from tools.checkout import python_path
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     """Let child processes import this checkout and its tests."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
+    monkeypatch.setenv("PYTHONPATH", python_path())
 
 
 def engine_processes() -> dict[int, str]:

@@ -24,15 +24,15 @@ from kvasir.client import ipc, messages
 from kvasir.config import EngineConfig
 from kvasir.types import EngineStats, Event, Request, SamplingParams
 from tests.engine.fake_core import expected
+from tools.checkout import python_path
 
-ROOT = Path(__file__).parents[2]
 PROCESS = [sys.executable, "-m", "kvasir.client.engine_process", "--socket"]
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Start engine processes on sockets of this test; returns (process, connection, channel)."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     with contextlib.ExitStack() as stack:
 
         def begin(core: str = "FakeCore", **options):
@@ -215,7 +215,7 @@ def test_a_client_that_is_killed_during_the_start_leaves_no_folder(tmp_path):
 
 
 def test_it_ends_when_its_client_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     code = """
 import asyncio, sys
 from kvasir.config import EngineConfig
@@ -265,6 +265,7 @@ def test_an_idle_process_sleeps(start, tmp_path):
 
 
 def test_a_start_collects_rarely_and_what_it_made_stays(monkeypatch):
+    gc.unfreeze()  # what the suite keeps frozen
     met, usual = [], gc.get_threshold()
 
     def build(config):

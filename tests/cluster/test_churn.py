@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from kvasir.bench import churn
 from kvasir.client.journal import Entry
 from kvasir.cluster import placement
 from kvasir.config import Settings
+from kvasir_lab.bench import churn
 
 pytest.importorskip("cryptography")
 BAD = ("failed", "doubled", "lost", "wrong")

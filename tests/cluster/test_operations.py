@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from kvasir.api.server import create_app
-from kvasir.api.text import Text
+from kvasir.api.text.text import Text
 from kvasir.cluster import placement
 from kvasir.cluster.placement import VISIBLE, another
 from kvasir.config import EngineConfig, ServerConfig

@@ -8,7 +8,7 @@ import pytest
 
 from kvasir.client import ipc, messages
 from kvasir.cluster.prefixes import PATIENCE, PrefixMap
-from kvasir.engine.shared_prefixes import share
+from kvasir.engine.pages.shared_prefixes import share
 from kvasir.types import ModelInfo, Request, SamplingParams, Sequence, Variant
 from tests.client.helpers import Reader, beat, run, until
 from tests.client.helpers import request as numbered

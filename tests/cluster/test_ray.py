@@ -17,6 +17,7 @@ from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from tests.client.helpers import Reader, request, run, until
 from tests.cluster.helpers import held
+from tools.checkout import python_path
 
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
@@ -33,8 +34,7 @@ def ray():
     """One local cluster for the whole run: to start one takes ten seconds."""
     ray = pytest.importorskip("ray")
     patch = pytest.MonkeyPatch()
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    patch.setenv("PYTHONPATH", os.pathsep.join((root, os.path.join(root, "src"))))
+    patch.setenv("PYTHONPATH", python_path())
     ray.init(address="local", namespace="kvasir", num_cpus=3, include_dashboard=False, logging_level="ERROR")
     patch.setattr(ray, "shutdown", lambda: None)
     yield ray

@@ -11,51 +11,76 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from kvasir import technique
-from kvasir.api.reasoning import ReasoningParser
-from kvasir.api.tools import ToolParser
+from kvasir.api.calls.reasoning import ReasoningParser
+from kvasir.api.calls.tools import ToolParser
 from kvasir.attention.backend import AttentionBackend
 from kvasir.cluster.router import Router
 from kvasir.convert.converter import Converter
 from kvasir.decoding.processor import Processor
-from kvasir.engine.policy import SchedulerPolicy
+from kvasir.engine.pages.eviction import Eviction
+from kvasir.engine.schedule.policy import SchedulerPolicy
 from kvasir.errors import ConfigError
 from kvasir.hooks.hook import Op
 from kvasir.kv.codec import Codec
-from kvasir.lab.drafters.kind import Kind
-from kvasir.lab.task import Task
+from kvasir.kv.policy import KVPolicy
+from kvasir.kv.tier import Tier
 from kvasir.layers.product_backend import ProductBackend
 from kvasir.layers.recurrence_backend import RecurrenceBackend
 from kvasir.layers.weight_format import WeightFormat
 from kvasir.scaling.strategy import Strategy
 from kvasir.speculation.drafter import Drafter
 from kvasir.technique import Technique
+from kvasir_lab.drafters.kind import Kind
+from kvasir_lab.task import Task
 
 ROOT = Path(__file__).parents[2]
 SEAMS = {
     "kvasir.kv.codecs": Codec,
+    "kvasir.kv.policies": KVPolicy,
+    "kvasir.kv.tiers": Tier,
     "kvasir.layers.formats": WeightFormat,
     "kvasir.attention.backends": AttentionBackend,
     "kvasir.layers.product_backends": ProductBackend,
     "kvasir.layers.recurrences": RecurrenceBackend,
-    "kvasir.engine.schedulers": SchedulerPolicy,
+    "kvasir.engine.pages.evictions": Eviction,
+    "kvasir.engine.schedule.schedulers": SchedulerPolicy,
     "kvasir.cluster.routers": Router,
     "kvasir.speculation.drafters": Drafter,
     "kvasir.decoding.processors": Processor,
     "kvasir.hooks.ops": Op,
     "kvasir.scaling.strategies": Strategy,
     "kvasir.convert.converters": Converter,
-    "kvasir.lab.tasks": Task,
-    "kvasir.lab.trained_drafters": Kind,
-    "kvasir.lab.trained_models": Kind,
-    "kvasir.api.tool_parsers": ToolParser,
-    "kvasir.api.reasoning_parsers": ReasoningParser,
+    "kvasir_lab.tasks": Task,
+    "kvasir_lab.trained_drafters": Kind,
+    "kvasir_lab.trained_models": Kind,
+    "kvasir.api.calls.tool_parsers": ToolParser,
+    "kvasir.api.calls.reasoning_parsers": ReasoningParser,
 }
 PROMISES = {
     # The others compute nothing in a step.
-    "exact": {Codec, WeightFormat, AttentionBackend, RecurrenceBackend, SchedulerPolicy, Drafter, Converter},
-    "affects_kv": {Codec, WeightFormat, AttentionBackend, RecurrenceBackend, SchedulerPolicy, Drafter},
+    "exact": {
+        Codec,
+        KVPolicy,
+        WeightFormat,
+        AttentionBackend,
+        RecurrenceBackend,
+        Eviction,
+        SchedulerPolicy,
+        Drafter,
+        Converter,
+    },
+    "affects_kv": {
+        Codec,
+        KVPolicy,
+        WeightFormat,
+        AttentionBackend,
+        RecurrenceBackend,
+        Eviction,
+        SchedulerPolicy,
+        Drafter,
+    },
 }  # a converter's result is another checkpoint
-SAYS = {Codec, WeightFormat, Drafter, Converter}  # their docstrings say whether they are exact or lossy
+SAYS = {Codec, KVPolicy, WeightFormat, Drafter, Converter}  # their docstrings say whether they are exact or lossy
 FOUND = [(package, name) for package in SEAMS for name in technique.names(package)]
 DOCS = "\n".join(file.read_text() for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
 
@@ -67,11 +92,16 @@ def of(package: str, name: str) -> tuple[type[Technique], type | None, str]:
     return cls, config, sys.modules[cls.__module__].__doc__ or ""
 
 
+def package_of(folder: str) -> str:
+    """The package of a folder as the page names it: those of kvasir without its name."""
+    return ("" if folder.startswith("kvasir_lab/") else "kvasir.") + folder.replace("/", ".")
+
+
 def test_every_seam_of_the_house_is_here():
     """Every folder of techniques is covered by this contract."""
     page = (ROOT / "docs" / "adding-a-technique.md").read_text()
     folders = set(re.findall(r"`([\w/]+)/<name>\.py`", page))
-    assert {"kvasir." + folder.replace("/", ".") for folder in folders} == set(SEAMS)
+    assert set(map(package_of, folders)) == set(SEAMS)
     for package in SEAMS:
         assert technique.names(package), package
 
@@ -166,7 +196,7 @@ def test_its_neighbours_hear_why_it_cannot_run_with_them(package, name):
     for reason in one.conflicts(
         [
             technique.load(p, "plain" if p.endswith("codecs") else "fcfs", SEAMS[p])
-            for p in ("kvasir.kv.codecs", "kvasir.engine.schedulers")
+            for p in ("kvasir.kv.codecs", "kvasir.engine.schedule.schedulers")
         ]
     ):
         assert reason[0].isupper() and reason.endswith(".")

@@ -11,11 +11,11 @@ from kvasir.convert.checkpoint import convert, plain_folder, read_tensors
 from kvasir.convert.converter import load_converter
 from kvasir.convert.converters.outlier_twin import channels
 from kvasir.errors import ConfigError
-from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.evaluation.evaluate import evaluate
-from kvasir.lab.evaluation.stress import LEVELS, damage, round_trip, with_rounded_cache
-from kvasir.lab.export import load
 from kvasir.models import checkpoint
+from kvasir_lab import tokenizer as lab_tokenizer
+from kvasir_lab.evaluation.evaluate import evaluate
+from kvasir_lab.evaluation.stress import LEVELS, damage, round_trip, with_rounded_cache
+from kvasir_lab.export import load
 from tests.checkpoints import write
 
 SERVED = [

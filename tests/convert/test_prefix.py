@@ -12,9 +12,9 @@ import pytest
 from kvasir.convert.calibrate import Run
 from kvasir.convert.converter import Source
 from kvasir.models import checkpoint
+from kvasir_lab.studies.mla_study import Unconverted, layer_errors, one_shot
 from tests.checkpoints import write
 from tests.convert.test_mla import texts
-from tools.mla_study import Unconverted, layer_errors, one_shot
 
 
 @pytest.fixture(scope="module")

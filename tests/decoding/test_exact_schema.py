@@ -57,7 +57,7 @@ def test_in_a_lark_grammar(compiler, tok):
     [
         ({"type": "integer", "minimum": 2**60, "multipleOf": 3}, "multipleOf"),
         ({"type": "number", "minimum": 1e-120, "maximum": 2**60}, "minimum"),
-        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5, "multipleOf": 0.1}, "multipleOf"),
+        ({"type": "number", "exclusiveMinimum": 0, "multipleOf": 0.25}, "multipleOf"),
         ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}], "type": "number"}, "type"),
         ({"$ref": "#/$defs/n", "maximum": 0.5, "$defs": {"n": {"exclusiveMinimum": 0}}}, "maximum"),
         ({"type": "object", "properties": {"a": {"const": BIG}}, "minProperties": 1}, "minProperties"),

@@ -7,6 +7,7 @@ import json
 import llguidance
 import pytest
 
+from kvasir.decoding.grammar import MAX_TEXT_BYTES
 from kvasir.decoding.grammar_source import check_schema
 from kvasir.decoding.json_schema import FORMATS, UNSERVED, served_schema
 from kvasir.errors import RequestError
@@ -230,3 +231,66 @@ def test_a_multiple_of_any_size_is_refused_by_name(multiple, compiler):
     check_schema({"multipleOf": multiple})
     with pytest.raises(RequestError, match="'multipleOf' at # cannot be kept exactly"):
         compiler.compile(Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": multiple})))
+
+
+@pytest.mark.parametrize(
+    "name, kept",
+    [
+        ("https://example.com/schemas/mine", None),
+        ("http://json-schema.org/schema#", None),
+        ("https://spec.openapis.org/oas/3.1/dialect/base", None),
+        ("", None),
+        (5, None),
+        ("https://json-schema.org/draft/2020-12/schema#", "https://json-schema.org/draft/2020-12/schema"),
+        ("https://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-07/schema#"),
+        ("http://json-schema.org/draft-04/schema", "http://json-schema.org/draft-04/schema#"),
+    ],
+)
+def test_an_unknown_dialect_is_an_annotation(name, kept, compiler, tok):
+    own = {"$schema": name, "type": "array", "prefixItems": [{"const": 1}], "items": False, "minItems": 1}
+    assert served_schema(own, "x").get("$schema") == kept
+    matcher = compiler.compile(Grammar("json_schema", json.dumps({"$schema": name, "type": "string"})))
+    assert matcher.accept(ids('"a"', tok[1]))
+    inner = {"type": "object", "properties": {"$schema": {"const": "x"}, "a": {"$schema": name, "type": "string"}}}
+    compiler.compile(Grammar("json_schema", json.dumps(inner)))
+    if kept is None:
+        matcher = compiler.compile(Grammar("json_schema", json.dumps(own)))
+        assert matcher.copy().accept(ids("[1]", tok[1])) and not matcher.copy().accept(ids("[2", tok[1]))
+
+
+def test_annotations_do_not_count(compiler, tok):
+    long = "x" * (MAX_TEXT_BYTES + 1)
+    notes = {
+        "title": long,
+        "description": long,
+        "examples": [long],
+        "example": {"pattern": "("},
+        "$comment": long,
+        "default": {"not": {}},
+        "deprecated": True,
+        "readOnly": False,
+        "writeOnly": False,
+    }
+    names = {name: {"const": 1} for name in notes}
+    plain = {"type": "object", "properties": names, "required": ["title"], "$defs": {"description": {"const": 2}}}
+    noted = {
+        **plain,
+        **notes,
+        "properties": {name: {**schema, **notes} for name, schema in names.items()},
+        "$defs": {"description": {"const": 2, **notes}},
+    }
+    served = served_schema(noted, "x")
+    assert served == plain == served_schema(plain, "x"), "what is named like an annotation stays"
+    assert served_schema({"const": {"title": "x"}, "enum": [{"description": "x"}], "title": "x"}, "x") == {
+        "const": {"title": "x"},
+        "enum": [{"description": "x"}],
+    }
+    matcher = compiler.compile(Grammar("json_schema", json.dumps(served)))
+    assert matcher.copy().accept(ids('{"title": 1}', tok[1])) and not matcher.copy().accept(ids('{"title": 2', tok[1]))
+
+
+def test_a_reference_into_an_annotation_finds_its_schema(compiler, tok):
+    schema = {"examples": [{"const": 1}], "title": "t", "$ref": "#/examples/0", "default": 5}
+    assert served_schema(schema, "x") == {"examples": [{"const": 1}], "$ref": "#/examples/0"}
+    matcher = compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    assert matcher.copy().accept(ids("1", tok[1])) and not matcher.copy().accept(ids("2", tok[1]))

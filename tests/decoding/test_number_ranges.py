@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir.decoding.number_ranges import EXACT, Rounded, integers, is_safe, numbers, read_float
+from kvasir.errors import RequestError
 from kvasir.types import Grammar
 from tests.decoding.grammars import ids
 
@@ -113,6 +114,46 @@ def test_no_number_outside_a_range_gets_through(compiler, tok):
                 assert any(found) if right else not any(found), (text, forms)
             zero = low < 0 < high or not low and not above or not high and not below
             assert zero or not _accepts(pristine.copy(), "-0", tok), text
+
+
+STEPS = ("0.1", "0.05", "0.25", "0.3", "0.125", "2.5", "-0.5", "0.01")
+STEP_ENDS = (None, "-1000", "-1.1", "-0.7", "0", "0.3", "0.6", "0.7", "2.1", "1000")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_multiples_between_bounds(step, compiler, tok):
+    """The grammar library finds no multiple of 0.1 from 0.3 to 0.3, and none at 0.5 of 0.25 above 0."""
+    size, served = Decimal(step), 0
+    values = {k * size for k in range(-9, 10)} | {Decimal(text) for text in ("0.35", "0.6", "-0.7", "2.1", "900")}
+    for low, high in itertools.product(STEP_ENDS, repeat=2):
+        for names in (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")):
+            given = dict(zip(names, (low, high)))
+            text = "".join(f', "{name}": {end}' for name, end in given.items() if end is not None)
+            text = f'{{"type": "number", "multipleOf": {step}{text}}}'
+            inside = [
+                value % size == 0
+                and (low is None or value > Decimal(low) or (value == Decimal(low) and names[0] == "minimum"))
+                and (high is None or value < Decimal(high) or (value == Decimal(high) and names[0] == "minimum"))
+                for value in values
+            ]
+            try:
+                pristine = compiler.compile(Grammar("json_schema", text))
+            except RequestError as e:
+                assert not any(inside) or "side" in str(e) or "more than" in str(e), text
+                continue
+            served += any(inside)
+            for value, right in zip(values, inside):
+                form = f"{value:f}"
+                forms = {form, form.rstrip("0").rstrip(".") if "." in form else form}
+                found = any(_accepts(pristine.copy(), written, tok) for written in forms)
+                assert found == right or value == 0, (text, forms)
+    assert served > 25
+
+
+@pytest.mark.parametrize("kind", ["integer", ["integer", "null"]])
+def test_integers_that_are_multiples_of_a_fraction(kind, compiler, tok):
+    text = json.dumps({"type": kind, "multipleOf": 0.25, "exclusiveMinimum": 0, "maximum": 1e4})
+    assert _accepts(compiler.compile(Grammar("json_schema", text)), "7", tok)
 
 
 def _accepts(matcher, text, tok):

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
-from kvasir.engine.build import ways_to_run
-from kvasir.engine.capture import call_through
 from kvasir.engine.engine import Engine
-from kvasir.engine.runner import Runner
+from kvasir.engine.start import build
+from kvasir.engine.start.build import ways_to_run
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.runner import Runner
+from kvasir.models.checkpoint import is_packaged
 from kvasir.types import Event, Request, SamplingParams
 from tests.engine.stepwise import Stepwise
+
+FACTS = build._tokenizer_facts
+FACTS_ONCE = functools.cache(FACTS)
+
+
+def tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
+    """The facts that an engine asks of a tokenizer. Those of the package do not change, and loading one with its chat
+    template takes twice as long as the rest of an engine's start."""
+    return (FACTS_ONCE if is_packaged(file.parent) else FACTS)(file)
 
 
 def use_ways(runner: Runner, *how: Any) -> None:
@@ -44,7 +58,8 @@ class Driver:
             "max_queued_tokens": 1 << 20,
             "num_threads": 1,
         } | options
-        self.engine = Engine(EngineConfig.of(model=model, **options))
+        with mock.patch.object(build, "_tokenizer_facts", tokenizer_facts):
+            self.engine = Engine(EngineConfig.of(model=model, **options))
         if static or pieces:
             capture, stepwise = call_through if static else None, Stepwise() if pieces else None
             use_ways(self.engine.runner, capture, 0, stepwise, self.engine.steps.full_rows)
@@ -89,7 +104,7 @@ class Driver:
 
     def preempt(self, seq) -> None:
         """Take everything from a running sequence, as a preemption does, and queue it again."""
-        self.engine._close_seat(seq)
+        self.engine.requests.close_seat(seq)
         self.engine.scheduler.block(seq)
         self.engine.scheduler.unblock(seq)
 
@@ -113,9 +128,11 @@ class Driver:
         """Assert that all pages, seats and requests are given back, once a step in flight has ended."""
         engine = self.engine
         while engine.has_work():
-            assert not engine._live
+            assert not engine.requests.live
             self._take(engine.step())
-        assert not engine._live and not engine.has_work()
+        assert not engine.requests.live and not engine.has_work()
+        if engine.tiers is not None:
+            engine.tiers.drain()
         assert engine.pages.num_free == engine.pages.num_total
         engine.scheduler.check()
         engine.scheduler.room.check()

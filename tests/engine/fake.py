@@ -11,10 +11,10 @@ import random
 from itertools import count
 
 from kvasir.config import SchedulerConfig
-from kvasir.engine.pages import PageManager
-from kvasir.engine.scheduler import Scheduler
-from kvasir.engine.schedulers.fcfs import Fcfs
-from kvasir.engine.spans import ROW_TILE
+from kvasir.engine.pages.pages import PageManager
+from kvasir.engine.schedule.scheduler import Scheduler
+from kvasir.engine.schedule.schedulers.fcfs import Fcfs
+from kvasir.engine.schedule.spans import ROW_TILE
 from kvasir.types import CacheGroup, CacheRow, Plan, Request, SamplingParams, Sequence, Status
 
 VOCAB = 7
@@ -45,10 +45,12 @@ def sequence(prompt, branch=0, **options) -> Sequence:
 
 
 def manager(
-    num_pages=20, page_slots=4, groups=(FULL,), prefix_root=b"root", on_free=None, state_interval=0
+    num_pages=20, page_slots=4, groups=(FULL,), prefix_root=b"root", on_free=None, state_interval=0, eviction=None
 ) -> PageManager:
     pages = [num_pages] * len(groups) if isinstance(num_pages, int) else num_pages
-    return PageManager(groups, pages, page_slots, prefix_root, on_free=on_free, state_interval=state_interval)
+    return PageManager(
+        groups, pages, page_slots, prefix_root, on_free=on_free, state_interval=state_interval, eviction=eviction
+    )
 
 
 def scheduler(pages: PageManager | None = None, policy=None, *, max_rows=64, max_model_len=1000, **config) -> Scheduler:

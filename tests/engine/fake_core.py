@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 from kvasir.client import page_keys
 from kvasir.config import EngineConfig
-from kvasir.engine.page_log import PageChanges
+from kvasir.engine.pages.page_log import PageChanges
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import EngineStats, Event, Load, ModelInfo, Plan, Request
 

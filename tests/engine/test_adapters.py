@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvasir.engine import filling
-from kvasir.engine.capture import call_through
-from kvasir.engine.decode_tapes import DecodeTapes
-from kvasir.engine.graphs import DecodeGraphs
-from kvasir.engine.mixed_steps import MixedSteps
-from kvasir.engine.native_decodes import NativeDecodes
+from kvasir.engine.variants import filling
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.decode_tapes import DecodeTapes
+from kvasir.engine.ways.graphs import DecodeGraphs
+from kvasir.engine.ways.mixed_steps import MixedSteps
+from kvasir.engine.ways.native_decodes import NativeDecodes
 from kvasir.errors import ConfigError
 from kvasir.kernels import lora
 from kvasir.layers import adapters as slots
@@ -141,7 +141,7 @@ ASKED = [("", 0.0), ("a", 0.0), ("a", 1.0), ("c", 1.0), ("d", 0.0), ("g", 1.0), 
 
 def fleet_of(d: Driver, i: int):
     name, t = ASKED[i]
-    return request(d, str(i), name, TEXT[: 20 + 5 * i], temperature=t, seed=i, max_tokens=24)
+    return request(d, str(i), name, TEXT[: 20 + 5 * i], temperature=t, seed=i, max_tokens=16)
 
 
 def fleet(d: Driver) -> list:
@@ -188,7 +188,7 @@ def test_no_token_depends_on_what_runs_beside(way, folders, alone):
         single.close()
     d.run(fleet(d), gap=2, preempt_every=5)
     assert {key: out.tokens for key, out in d.outputs.items()} == alone
-    if d.engine._drafting is not None:
+    if d.engine.proposals.drafting is not None:
         assert d.engine.stats().drafted_tokens > 0
     for way in d.engine.runner.ways:
         if type(way) in (DecodeGraphs, MixedSteps) and way._varied:  # not chains, which nothing forces here

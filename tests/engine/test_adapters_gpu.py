@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir.engine.graphs import DecodeGraphs
-from kvasir.engine.mixed_steps import MixedSteps
+from kvasir.engine.ways.graphs import DecodeGraphs
+from kvasir.engine.ways.mixed_steps import MixedSteps
 from kvasir.kernels.lora import MAX_ROWS
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
@@ -92,8 +92,8 @@ def alone(folders):
 
 @pytest.mark.parametrize("how", [dict(), dict(gap=2), dict(gap=1, preempt_every=4)], ids=str)
 def test_captured_steps_with_and_without_adapters(how, folders, alone, monkeypatch):
-    monkeypatch.setattr("kvasir.engine.graph_buckets.EAGER_STEPS", 1)
-    monkeypatch.setattr("kvasir.engine.mixed_steps.EAGER_STEPS", 1)
+    monkeypatch.setattr("kvasir.engine.ways.graph_buckets.EAGER_STEPS", 1)
+    monkeypatch.setattr("kvasir.engine.ways.mixed_steps.EAGER_STEPS", 1)
     d = driver(folders, overlap=True)
     for _ in range(2):
         d.outputs.clear()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
-from kvasir.engine import attention_choice
-from kvasir.engine.attention_choice import DECODES, PROMPT, choose_backend, quickest, seconds_of
+from kvasir.engine.start import attention_choice
+from kvasir.engine.start.attention_choice import DECODES, PROMPT, choose_backend, quickest, seconds_of
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.technique import load
 

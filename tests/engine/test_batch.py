@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvasir.engine.batch import Packer
+from kvasir.engine.ways.batch import Packer
 from kvasir.types import Request, SamplingParams, Sequence, Span
 
 BYTES = 16  # to a Triton kernel, a pointer that is not a multiple of this is another type of argument

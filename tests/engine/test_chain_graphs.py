@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 
 from kvasir.decoding.sampler import StepOutput
-from kvasir.engine.build import ways_to_run
-from kvasir.engine.capture import call_through
-from kvasir.engine.chain_graphs import MAX_CHAIN, MAX_ROWS, ChainGraphs
-from kvasir.engine.graph_buckets import SHARED_ROWS
-from kvasir.engine.graphs import DecodeGraphs
+from kvasir.engine.start.build import ways_to_run
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.chain_graphs import MAX_CHAIN, MAX_ROWS, ChainGraphs
+from kvasir.engine.ways.graph_buckets import SHARED_ROWS
+from kvasir.engine.ways.graphs import DecodeGraphs
 from tests.engine.driver import Driver
 from tests.engine.stepwise import Stepwise
 from tests.engine.test_draft_graphs import FORMS, use_graphs
@@ -27,7 +27,7 @@ def forced(**given) -> Driver:
 @pytest.fixture(scope="module")
 def plain():
     driver = Driver(overlap=False)
-    driver.engine._forcing.wanted = lambda drafting: False
+    driver.engine.proposals.forcing.wanted = lambda drafting: False
     driver.run(list(fleet(driver)))
     return outcome(driver)
 
@@ -73,7 +73,7 @@ def test_without_a_way_for_chains_the_check_fails(plain):
 
 
 def test_servers_without_grammars_pay_nothing():
-    driver = forced()
+    driver = forced(max_num_seqs=16)  # few buckets of decodes, and those of chains up to the most rows and beyond
     way = driver.engine.runner.chains
     driver.run([driver.request(f"r{i}", [300 + i] * i, max_tokens=12, seed=i) for i in range(9, 12)])
     for _ in range(99):
@@ -110,7 +110,7 @@ def test_buckets_are_those_that_a_drafter_would_get(max_seqs, most):
     use_graphs(driver, 0)
     runner = driver.engine.runner
     assert runner.chains.most_drafted == runner.chains.buckets[-1] == most
-    assert runner.graphs.buckets[-1] == max_seqs and driver.engine._forcing.most_rows == min(most, MAX_ROWS)
+    assert runner.graphs.buckets[-1] == max_seqs and driver.engine.proposals.forcing.most_rows == min(most, MAX_ROWS)
     kinds = [type(way) for way in ways_to_run(runner.parts, call_through, 4, Stepwise(), 64)]
     assert DecodeGraphs in kinds and ChainGraphs not in kinds, "a drafter's graphs take chains, too"
     driver.close()

@@ -2,7 +2,7 @@
 
 import random
 
-from kvasir.engine.chain_times import FIRST_SHARE, STALE, SURE, ChainTimes
+from kvasir.engine.drafts.chain_times import FIRST_SHARE, STALE, SURE, ChainTimes
 
 
 class Steps:

@@ -16,14 +16,14 @@ import torch
 
 from kvasir.decoding.sampler import NUMERIC_ERROR, StepOutput
 from kvasir.decoding.walk import resolve_span
-from kvasir.engine import graph_buckets
-from kvasir.engine.capture import call_through
-from kvasir.engine.device_seats import ROW_WORDS, draft_words
-from kvasir.engine.draft_times import DraftTimes
-from kvasir.engine.graph_buckets import ROW_BY_ROW
-from kvasir.engine.graph_handle import DecodeHandle
-from kvasir.engine.spans import ONE_SAMPLE
-from kvasir.engine.step_time import Roofline
+from kvasir.engine.drafts.draft_times import DraftTimes
+from kvasir.engine.schedule.spans import ONE_SAMPLE
+from kvasir.engine.schedule.step_time import Roofline
+from kvasir.engine.ways import graph_buckets
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.device_seats import ROW_WORDS, draft_words
+from kvasir.engine.ways.graph_buckets import ROW_BY_ROW
+from kvasir.engine.ways.graph_handle import DecodeHandle
 from kvasir.kernels.paged_attention import spans_of
 from kvasir.types import Request, SamplingParams, Sequence, Span, Status
 from tests.engine.driver import Driver, use_ways
@@ -95,8 +95,8 @@ def test_same_tokens_from_static_buffers(params, guests, expected):
     d.run(requests(d, 1.0, 2, **params), preempt_every=7)
     assert not d.errors and {key: out.tokens for key, out in d.outputs.items()} == wanted
     assert d.engine.stats().accepted_tokens > 20 and {most for most, _ in backend.seen} >= {FORMS[1]}
-    assert not guests or d.engine._drafting.drafter.heard > 10
-    assert not d.engine._drafting._failures
+    assert not guests or d.engine.proposals.drafting.drafter.heard > 10
+    assert not d.engine.proposals.drafting._failures
     d.close()
 
 
@@ -143,7 +143,7 @@ def test_a_chain_of_more_rows_than_a_word_has_bits_runs_row_by_row():
     prompt = list(range(300, 340))
     tokens = alone.run([alone.request("r", prompt, **given)])["r", 0].tokens
     d = driver("replay", max_draft_tokens=100, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=256)
-    d.engine._drafting.drafter.load({tuple(prompt): tokens}, 1)
+    d.engine.proposals.drafting.drafter.load({tuple(prompt): tokens}, 1)
     use_graphs(d, 100)
     assert d.run([d.request("r", prompt, **given)])["r", 0].tokens == tokens
     assert d.engine.stats().accepted_tokens > 64 and d.engine.runner.graphs.choice._uses.keys() >= {

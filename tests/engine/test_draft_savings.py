@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.api.metrics import Metrics
-from kvasir.engine.draft_savings import Savings
-from kvasir.engine.drafting import MAX_FAILURES
+from kvasir.api.http.metrics import Metrics
+from kvasir.engine.drafts.draft_savings import Savings
+from kvasir.engine.drafts.drafting import MAX_FAILURES
 from tests.speculation.helpers import driver, requests
 
 
@@ -55,7 +55,7 @@ def test_a_run_counts_forwards_and_crosses_depth_with_drafter():
 def test_a_run_that_also_decodes_without_drafts_knows_what_was_saved():
     """If every step takes the same time, the saving is the steps that were not needed."""
     d, now = driver("replay", max_num_seqs=4), [0.0]
-    drafting, step = d.engine._drafting, d.engine.step
+    drafting, step = d.engine.proposals.drafting, d.engine.step
     drafting._clock = lambda: now[0]
 
     def timed():

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvasir.engine.drafting import Drafting
+from kvasir.engine.drafts.drafting import Drafting
 from tests.engine.driver import Driver
 
 PROMPT = [300, 301, 302, 303] * 8

@@ -25,7 +25,7 @@ FACTORS = {
     "static": [True, False],  # decode steps over the static buffers that a GPU captures
     "logprobs": [None, 0],  # with them, the sampler draws; without, the step itself
 }
-LENGTHS = [5, 16, 33, 48, 64, 90]
+LENGTHS = [5, 16, 33, 48, 68]
 OUTPUT = 10
 
 

@@ -14,7 +14,6 @@ from kvasir.client import engine_process as process
 from kvasir.client import messages
 from kvasir.decoding.grammar import GrammarCompiler
 from kvasir.decoding.matcher import Matcher
-from kvasir.engine import engine as engine_module
 from kvasir.engine.grammars import NUM_TURNS
 from kvasir.types import Grammar
 from tests.engine.driver import Driver, Output
@@ -220,7 +219,7 @@ def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
     request was refused.
     """
     driver, sent, inbox = Driver(grammar_timeout=0.6), [], queue.SimpleQueue()
-    driver.engine._grammars._tried_by = "tests.decoding.slow_compiler:SlowCompiler"
+    driver.engine.compiling.grammars._tried_by = "tests.decoding.slow_compiler:SlowCompiler"
     beats_before_refusal = []
 
     def send(frame: bytes) -> None:
@@ -256,7 +255,7 @@ def test_a_grammar_is_accepted_when_it_is_compiled():
         first = driver.engine.submit(
             driver.request(pattern, PROMPTS[2], max_tokens=4, grammar=Grammar("regex", pattern))
         )
-        while driver.engine._live:
+        while driver.engine.requests.live:
             of += driver.engine.step()
         return [e.kind for e in first]
 
@@ -470,9 +469,9 @@ def test_the_first_tokens_say_how_long_the_request_was_queued():
 
 def test_a_grammar_that_waits_too_long_for_its_turn_gets_503(monkeypatch):
     """The grammars before it never end, so that it can only wait; the one whose turn came is not failed for waiting."""
-    monkeypatch.setattr(engine_module, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("kvasir.engine.compiling.PATIENCE_SECONDS", 0.0)
     driver = Driver(grammar_timeout=600.0)
-    driver.engine._grammars._tried_by = "tests.decoding.slow_compiler:SlowCompiler"
+    driver.engine.compiling.grammars._tried_by = "tests.decoding.slow_compiler:SlowCompiler"
     for i in range(NUM_TURNS):
         driver.submit(driver.request(f"slow{i}", PROMPTS[2], max_tokens=5, grammar=Grammar("regex", f"slow{i}")))
     driver.submit(driver.request("late", PROMPTS[2], max_tokens=5, grammar=Grammar("regex", "a")))

@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 
 from kvasir.decoding.matcher import Matcher
-from kvasir.engine.chain_times import FIRST_SHARE
+from kvasir.engine.drafts.chain_times import FIRST_SHARE
 from kvasir.types import Grammar
 from tests.engine.driver import Driver
 
@@ -50,7 +50,7 @@ def outcome(driver: Driver) -> dict:
 def plain():
     """Outputs of each request alone, one token a step."""
     driver = Driver(overlap=False)
-    driver.engine._forcing.wanted = lambda drafting: False
+    driver.engine.proposals.forcing.wanted = lambda drafting: False
     for request in fleet(driver):
         driver.run([request])
     assert driver.engine.stats().forced_tokens == 0
@@ -60,7 +60,7 @@ def plain():
 
 def by_share(driver: Driver) -> Driver:
     """The driver, whose engine measures no times, so that how busy this machine is decides about no step."""
-    driver.engine._forcing.times.ended = lambda step, now: None
+    driver.engine.proposals.forcing.times.ended = lambda step, now: None
     return driver
 
 
@@ -90,7 +90,7 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding(how, plain):
 @pytest.mark.parametrize("static", [False, True])
 def test_steps_with_chains_and_without_may_take_turns(static, plain):
     driver, turns = Driver(overlap=True, static=static), cycle([True, True, False, True, False, False])
-    driver.engine._forcing.times.pays = lambda decodes, share: next(turns)
+    driver.engine.proposals.forcing.times.pays = lambda decodes, share: next(turns)
     driver.run(list(fleet(driver)), gap=1)
     assert outcome(driver) == plain and driver.engine.stats().forced_tokens > 20
     driver.close()
@@ -136,7 +136,7 @@ def test_a_run_one_token_too_long_is_seen(monkeypatch, plain, extra):
 def test_reading_first_follows_the_share_of_forced_text():
     """Free text is decoded without reading first, and chains come back with the text that is forced."""
     driver = by_share(Driver(overlap=True))
-    forcing = driver.engine._forcing
+    forcing = driver.engine.proposals.forcing
     driver.run(list(fleet(driver, [dict(grammar=Grammar("regex", "[a-z ]{120}"), max_tokens=130)])))
     assert forcing.num_forced == 0 and not forcing._share >= FIRST_SHARE
     tail = Grammar("regex", "[a-z]{3}" + " the tail of it is fixed," * 8)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-import kvasir
 from kvasir.client.admission import admit
 from kvasir.decoding.grammar import GrammarCompiler
 from kvasir.decoding.processor import PACKAGE, Processor
+from kvasir.models import checkpoint
 from kvasir.technique import load
 from kvasir.types import Grammar, ProcessorParams, SamplingParams, Thinking
 from tests.engine.driver import Driver
 
-FILE = Path(kvasir.__file__).parent / "assets/nano/tokenizer.json"
+FILE = checkpoint.resolve("nano") / "tokenizer.json"
 TOKENIZER = Tokenizer.from_file(str(FILE))
 SIZE = TOKENIZER.get_vocab_size()
 MARK = 400  # ends the thinking of the requests that think
@@ -188,7 +188,7 @@ def outcome(driver: Driver) -> dict:
 def plain(eos):
     """Outcomes of each request alone, one token a step."""
     driver = Driver(overlap=False)
-    driver.engine._forcing.wanted = lambda drafting: False
+    driver.engine.proposals.forcing.wanted = lambda drafting: False
     for request in fleet(driver, eos):
         driver.run([request])
     found = outcome(driver)
@@ -219,7 +219,9 @@ def test_the_grammar_wins_or_the_request_fails_by_name(name, plain, eos):
 @pytest.mark.parametrize("how", HOW)
 def test_every_way_to_run_steps_agrees(how, plain, eos):
     driver = Driver(**HOW[how])
-    driver.engine._forcing.times.ended = lambda step, now: None  # chains by their share, not by this machine's speed
+    driver.engine.proposals.forcing.times.ended = lambda step, now: (
+        None
+    )  # chains by their share, not by this machine's speed
     driver.run(list(fleet(driver, eos)), gap=1)
     assert outcome(driver) == plain
     driver.close()

@@ -15,7 +15,7 @@ def run(forcing: bool, repeats: int = 1, **options) -> tuple[dict, int]:
     """Tokens and ends of the last of several rounds, and the number of forced tokens."""
     d = driver(**options)
     if not forcing:
-        d.engine._forcing.wanted = lambda drafting: False
+        d.engine.proposals.forcing.wanted = lambda drafting: False
     for _ in range(repeats):
         d.outputs.clear()
         d.run(list(fleet(d, KINDS)), gap=1)
@@ -42,7 +42,7 @@ def test_same_tokens(forcing, overlap, graphs, plain):
 def test_a_late_draw_waits_for_nothing_on_the_device(monkeypatch):
     """Neither the launch nor the draw of a step under a grammar makes the host wait."""
     d = driver(overlap=True)
-    d.engine._forcing.wanted = lambda drafting: False
+    d.engine.proposals.forcing.wanted = lambda drafting: False
     for _ in range(3):  # kernels are compiled and graphs captured in the first rounds
         d.run(list(fleet(d, KINDS[:3])))
         d.outputs.clear()

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvasir.decoding.sampler import StepOutput
-from kvasir.engine.capture import EAGER_STEPS
-from kvasir.engine.graph_buckets import DECODES, DRAFT_ROWS, ROW_BY_ROW, STAND_INS, Buckets, GraphKey, buckets
-from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.engine.schedule.spans import ONE_SAMPLE
+from kvasir.engine.ways.capture import EAGER_STEPS
+from kvasir.engine.ways.graph_buckets import DECODES, DRAFT_ROWS, ROW_BY_ROW, STAND_INS, Buckets, GraphKey, buckets
 
 DRAWS, REPORTS = StepOutput.DRAWS, StepOutput.REPORTS
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvasir.decoding.sampler import StepOutput
-from kvasir.engine.capture import CudaCapture, call_through
-from kvasir.engine.mixed_steps import MixedSteps
+from kvasir.engine.ways.capture import CudaCapture, call_through
+from kvasir.engine.ways.mixed_steps import MixedSteps
 from tests.engine.driver import Driver, use_ways
 from tests.engine.test_mixed_steps import forced
 

@@ -103,9 +103,9 @@ def test_ends_of_an_earlier_engine_count():
         emitted=[[4], [4, 4, 2], [4, 4, 4]],
         ended=[1, 2],
     )
-    groups = Groups()
+    groups = Groups(frozenset({2}))
     for branch in (1, 2):
-        groups.replayed(Sequence(again, branch), frozenset({2}))
+        groups.replayed(Sequence(again, branch))
     running = Sequence(again, 0)
     assert groups.decided() == ["r"] and groups.beaten([running]) == []
     running.tokens += [4, 4]

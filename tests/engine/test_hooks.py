@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.engine.capture import call_through
-from kvasir.engine.decode_tapes import DecodeTapes
-from kvasir.engine.graphs import DecodeGraphs
-from kvasir.engine.mixed_steps import MixedSteps
-from kvasir.engine.native_decodes import NativeDecodes
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.decode_tapes import DecodeTapes
+from kvasir.engine.ways.graphs import DecodeGraphs
+from kvasir.engine.ways.mixed_steps import MixedSteps
+from kvasir.engine.ways.native_decodes import NativeDecodes
 from kvasir.errors import ConfigError, RequestError
 from kvasir.hooks.hook import Gate, Hook, Made
 from kvasir.kernels.steer import MAX_HOOKS
@@ -164,7 +164,7 @@ def test_no_token_depends_on_what_runs_beside(way, folders, alone):
         use_ways(d.engine.runner, call_through, 8)
     d.run(fleet(d), gap=2, preempt_every=5)
     assert {key: out.tokens for key, out in d.outputs.items()} == alone
-    if d.engine._drafting is not None:
+    if d.engine.proposals.drafting is not None:
         assert d.engine.stats().drafted_tokens > 0
     for way in d.engine.runner.ways:
         if type(way) in (DecodeGraphs, MixedSteps) and way._varied:
@@ -185,7 +185,7 @@ def test_a_gate_on_the_spans_length_fails_the_preemption_test(folders, monkeypat
         """The mutation: hooks act on what is decoded, so a recomputed answer is taken for a prompt."""
         out[:] = span.seq.hook << HOOK_SHIFT if span.length == 1 else 0
 
-    monkeypatch.setattr("kvasir.engine.batch.row_variants", by_length)
+    monkeypatch.setattr("kvasir.engine.ways.batch.row_variants", by_length)
     d = serving(folders)
     for made in fleet(d):
         d.run([made])

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from kvasir.engine.decode_tapes import DecodeTapes
+from kvasir.engine.ways.decode_tapes import DecodeTapes
 from kvasir.errors import ConfigError
 from kvasir.hooks.hook import Gate, Hook
 from kvasir.kv.codecs.plain import PlainCodec

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvasir.bench.workloads import SHAPES
-from kvasir.engine.batch import Packer
-from kvasir.engine.capture import EAGER_STEPS
-from kvasir.engine.mixed_steps import MixedSteps, most_rows, sizes
+from kvasir.engine.ways.batch import Packer
+from kvasir.engine.ways.capture import EAGER_STEPS
+from kvasir.engine.ways.mixed_steps import MixedSteps, most_rows, sizes
 from kvasir.models.families import build_spec
 from kvasir.types import Sequence, Span
 from tests import checkpoints
@@ -88,7 +88,7 @@ def test_trees_beside_prompts(guests):
 
         mixed.forward = seen
         driver.run(helpers.requests(driver, 1.0), gap=1, preempt_every=7)
-        assert not driver.engine._drafting._failures and False in with_trees
+        assert not driver.engine.proposals.drafting._failures and False in with_trees
         found, stats = helpers.outputs(driver), driver.engine.stats()
         driver.close()
         assert blind or stats.accepted_tokens > 10
@@ -256,7 +256,7 @@ def test_sizes():
 def test_large_models_are_launched_as_they_are():
     gpu = torch.device("cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvasir.engine.mixed_steps.rates", lambda device, dtype: (4.8e12, 989e12))
+        patch.setattr("kvasir.engine.ways.mixed_steps.rates", lambda device, dtype: (4.8e12, 989e12))
         most = {
             name: most_rows(build_spec(SHAPES[name]), gpu, torch.bfloat16, 8192) for name in ("qwen3-0.6b", "llama-8b")
         }

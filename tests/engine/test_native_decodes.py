@@ -4,7 +4,7 @@ sampler."""
 import pytest
 import torch
 
-from kvasir.engine.native_decodes import NativeDecodes
+from kvasir.engine.ways.native_decodes import NativeDecodes
 from kvasir.kernels.native import program
 from kvasir.kernels.native.library import native
 from kvasir.models import native_decoder
@@ -76,7 +76,7 @@ LOADS = {
     "a grammar": (GRAMMAR, {}),
     "branches": (DRAWN_HERE[1:3], dict(n=3)),
     "overlapping": (DRAWN_HERE, dict(overlap=True)),
-    "short of pages": (DRAWN_HERE * 2, dict(num_pages=26, gap=0, max_model_len=200)),
+    "short of pages": (DRAWN_HERE * 2, dict(num_pages=26, gap=0, max_model_len=200, prefix_eviction="lru")),
     "drafts": (DRAWN_HERE, dict(drafter="ngram")),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.engine.graph_buckets import DECODES, ROW_BY_ROW, STAND_INS
+from kvasir.engine.ways.graph_buckets import DECODES, ROW_BY_ROW, STAND_INS
 from kvasir.types import Grammar
 from tests.engine.driver import Driver, use_ways
 
@@ -70,12 +70,19 @@ def test_same_tokens_and_ends(mode, rows, gap, alone):
     assert reasons == {"stop", "length"}, "both ways to end must occur"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("forcing, preempt_every", [(True, 0), (False, 0), (False, 4)])
+# Every mode with forced tokens and with preemptions; without either, the one that has most to go wrong.
+DEPENDENT = [
+    pytest.param(mode, *how, marks=[pytest.mark.slow] * (how == (False, 0) and mode != "static1"))
+    for mode in MODES
+    for how in ((True, 0), (False, 0), (False, 4))
+]
+
+
+@pytest.mark.parametrize("mode, forcing, preempt_every", DEPENDENT)
 def test_requests_that_depend_on_what_was_drawn(mode, forcing, preempt_every, alone):
     driver = Driver(**MODES[mode], max_num_batched_tokens=32, max_num_seqs=16)
     if not forcing:
-        driver.engine._forcing.wanted = lambda drafting: False
+        driver.engine.proposals.forcing.wanted = lambda drafting: False
     driver.run(fleet(driver, KINDS + BOUND), gap=1, preempt_every=preempt_every)
     assert outcome(driver) == alone
     assert driver.engine.runner.sampler.num_bound == 0
@@ -128,7 +135,7 @@ def test_the_next_step_is_launched_before_a_step_is_read():
 @pytest.mark.parametrize("kind", BOUND, ids=["penalty", "bad words", "grammar"])
 def test_a_draw_that_needs_the_last_token_waits_for_the_read_and_the_forward_does_not(kind):
     driver = Driver(overlap=True, max_num_seqs=4)
-    driver.engine._forcing.wanted = lambda drafting: False
+    driver.engine.proposals.forcing.wanted = lambda drafting: False
     calls = record(driver, "r1")
     driver.run(fleet(driver, [dict(max_tokens=24), kind]))
     launched = [step for what, step in calls if what == "launch"]
@@ -161,8 +168,15 @@ def test_cancel_while_a_step_is_in_flight(mode, after, alone):
     driver.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("at", [1, 2, 7])
+# Every way to fail with the steps that overlap, and the first and a later one with those that do not.
+FAILS = [
+    pytest.param(mode, at, marks=[pytest.mark.slow] * ((mode, at) in {("depth0", 2), ("depth0", 7), ("static0", 2)}))
+    for mode in MODES
+    for at in (1, 2, 7)
+]
+
+
+@pytest.mark.parametrize("mode, at", FAILS)
 def test_a_step_that_fails_when_it_is_read_is_run_again_and_so_is_the_next(mode, at, alone):
     driver = Driver(**MODES[mode], max_num_seqs=16)
     runner, launches = driver.engine.runner, []
@@ -191,7 +205,7 @@ def test_a_step_that_fails_when_it_is_read_is_run_again_and_so_is_the_next(mode,
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_a_late_draw_that_fails_is_run_again(mode, at, alone, monkeypatch):
     driver = Driver(**MODES[mode], max_num_seqs=16)
-    driver.engine._forcing.wanted = lambda drafting: False
+    driver.engine.proposals.forcing.wanted = lambda drafting: False
     parts, draws = driver.engine.runner.parts, []
     draw_late = parts.draw_late
 
@@ -210,7 +224,7 @@ def test_a_late_draw_that_fails_is_run_again(mode, at, alone, monkeypatch):
 def test_a_draw_made_before_the_read_is_seen(mode, alone, monkeypatch):
     """Negative control: draws that do not wait for the tokens before them give other outputs, or an error."""
     driver = Driver(**MODES[mode], max_num_seqs=16)
-    driver.engine._forcing.wanted = lambda drafting: False
+    driver.engine.proposals.forcing.wanted = lambda drafting: False
     runner = driver.engine.runner
     launch = runner.launch
     monkeypatch.setattr(runner, "launch", lambda plan, late=False: launch(plan))

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from kvasir.config import SchedulerConfig
-from kvasir.engine.capture import call_through
-from kvasir.engine.pace import ALIKE_SHARE, SEVERAL_DECODES, MixedRows, Pace, StepClock, mixed_rows
-from kvasir.engine.scheduler import Scheduler
-from kvasir.engine.schedulers.fcfs import Fcfs
-from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
+from kvasir.engine.schedule.pace import SEVERAL_DECODES, MixedRows, Pace, mixed_rows
+from kvasir.engine.schedule.scheduler import Scheduler
+from kvasir.engine.schedule.schedulers.fcfs import Fcfs
+from kvasir.engine.schedule.step_time import Roofline, StepShape, StepTimeModel
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.step_clock import ALIKE_SHARE, StepClock
 from tests.engine.driver import Driver
 from tests.engine.fake import manager, sequence
 
@@ -155,7 +156,7 @@ def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
     ],
 )
 def test_several_decodes_wait_for_shorter_steps(monkeypatch, prompt, long, short):
-    monkeypatch.setattr("kvasir.engine.pace.TILE_ROWS", 32)
+    monkeypatch.setattr("kvasir.engine.schedule.pace.TILE_ROWS", 32)
     for num_decodes, expected in ((FEW, long), (SEVERAL, short), (MANY, long)):
         s, lengths = make(None, num_decodes, MIXED), []
         s.add(sequence([7] * prompt, max_tokens=4, arrival=0.1, name="p"))

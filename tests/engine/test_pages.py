@@ -260,7 +260,7 @@ def test_a_hit_needs_every_group():
     other = sequence([90] * 40)
     pages.admit(other, 0)
     window.unlist(in_use[-1])  # as an eviction of the last window page would
-    window.cached.pop(in_use[-1])
+    window.cached.remove(in_use[-1])
     window.free.append(in_use[-1])
     assert pages.match(sequence(21)) == 16, "the window group still has the pages of a shorter prefix"
     hit = sequence(21)

@@ -7,16 +7,16 @@ import random
 import pytest
 
 from kvasir import technique
-from kvasir.engine.policy import SchedulerPolicy
-from kvasir.engine.schedulers.fcfs import Fcfs
-from kvasir.engine.schedulers.priority import Config, Priority
+from kvasir.engine.schedule.policy import SchedulerPolicy
+from kvasir.engine.schedule.schedulers.fcfs import Fcfs
+from kvasir.engine.schedule.schedulers.priority import Config, Priority
 from kvasir.errors import ConfigError
 from kvasir.types import Status
 from tests.engine.driver import Driver as EngineDriver
 from tests.engine.fake import Driver, expected_output, manager, scheduler, sequence
 from tests.engine.scheduling import rows, unique
 
-PACKAGE = "kvasir.engine.schedulers"
+PACKAGE = "kvasir.engine.schedule.schedulers"
 POLICIES = technique.names(PACKAGE)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.engine.prefix import PrefixIndex
+from kvasir.engine.pages.prefix import PrefixIndex
 from tests.engine.fake import manager, sequence
 
 

@@ -57,7 +57,7 @@ def outcome(driver: Driver) -> dict:
 def plain():
     """Outputs of each request alone, one token a step."""
     driver = Driver(overlap=False)
-    driver.engine._forcing.wanted = lambda drafting: False
+    driver.engine.proposals.forcing.wanted = lambda drafting: False
     for request in fleet(driver):
         driver.run([request])
     assert driver.engine.stats().forced_tokens == 0

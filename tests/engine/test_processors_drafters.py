@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from kvasir.decoding import steering
+from kvasir.models.checkpoint import read_config, resolve
 from kvasir.technique import own
 from tests.engine.driver import Driver
 from tests.engine.test_processors import BUDGET, KINDS, TIP, WAVE, fleet, outcome, plain, processor  # noqa: F401
+from tests.speculation.blocks import random_block
 from tests.speculation.trained import random_head
 
 DRAFTERS = {
@@ -22,6 +24,7 @@ DRAFTERS = {
     "replay": "replay:accept=0.7",
     "medusa": "",
     "eagle": "",
+    "dflash": "",
     "ppd": "",
 }
 USUAL = ("ngram", "suffix", "token_recycling")
@@ -30,26 +33,30 @@ WORSE = 5  # standard deviations of a chi-square that no equal distributions rea
 
 
 def test_every_drafter_is_here():
-    """All but I-DLM's, whose guests ignore processors and are verified all the same (``test_idlm``)."""
-    assert sorted({*DRAFTERS, "idlm"}) == own("kvasir.speculation.drafters")
+    """All but I-DLM's, whose guests ignore processors and are verified all the same (``test_idlm``), and the one that
+    needs a layer in the served checkpoint (``test_identity``)."""
+    assert sorted({*DRAFTERS, "idlm", "mtp"}) == own("kvasir.speculation.drafters")
 
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
     """Random weights: their drafts are seldom right, and are verified all the same."""
     root = tmp_path_factory.mktemp("heads")
-    names = [name for name, spec in DRAFTERS.items() if not spec]
-    return {name: f"{name}:model={random_head(name, root / name)}" for name in names}
+    names = [name for name, spec in DRAFTERS.items() if not spec and name != "dflash"]
+    found = {name: f"{name}:model={random_head(name, root / name)}" for name in names}
+    shape = read_config(resolve("nano"))
+    sizes = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
+    return found | {"dflash": f"dflash:model={random_block(root / 'dflash', *sizes)}"}
 
 
 def drafting(name: str, heads: dict[str, str], known: dict[tuple[int, ...], list[int]], **options) -> Driver:
     """An engine with a drafter that drafts from the first step on. ``known``: outputs by prompt, for ``replay``."""
     driver = Driver(drafter=DRAFTERS[name] or heads[name], draft_control="fixed", **options)
     if name == "replay":
-        driver.engine._drafting.drafter.load(known, 1)
+        driver.engine.proposals.drafting.drafter.load(known, 1)
     if name == "layer_skip":  # by itself it drafts nothing for so small a model
         turns = cycle([(1, 3), (2, 2)])
-        driver.engine._drafting.drafter._choose = lambda seqs: next(turns)
+        driver.engine.proposals.drafting.drafter._choose = lambda seqs: next(turns)
     return driver
 
 
@@ -75,7 +82,7 @@ def test_tokens_are_those_of_plain_decoding(name, heads, plain):  # noqa: F811
     found = outcome(driver)
     assert found == {key: plain[key] for key in found}
     stats = driver.engine.stats()
-    assert stats.drafted_tokens > 0 and not driver.engine._drafting._failures
+    assert stats.drafted_tokens > 0 and not driver.engine.proposals.drafting._failures
     driver.close()
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvasir.engine import recurrence_choice
+from kvasir.engine.start import recurrence_choice
 from kvasir.errors import ConfigError
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.layers.mixers import gated_delta, kda

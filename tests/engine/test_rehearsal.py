@@ -12,8 +12,9 @@ import pytest
 
 from kvasir.client import engine_process as process
 from kvasir.config import EngineConfig
-from kvasir.engine import build, engine, rehearsal
-from kvasir.engine.second_model import EngineHost
+from kvasir.engine import engine
+from kvasir.engine.start import build, rehearsal
+from kvasir.engine.start.draft_models import EngineHost
 from kvasir.speculation.router import load_drafter
 from tests.engine.driver import Driver
 
@@ -59,9 +60,9 @@ products.matrix = plain.matrix = decoder.matrix = dense
 
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.decoding.sampler import Sampler
-from kvasir.engine import rehearsal
-from kvasir.engine.rehearsal import rehearse
-from kvasir.engine.step_way import StepParts
+from kvasir.engine.start import rehearsal
+from kvasir.engine.start.rehearsal import rehearse
+from kvasir.engine.ways.step_way import StepParts
 from kvasir.kernels.norm import rms_norm
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
@@ -167,7 +168,7 @@ def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_p
     assert found["launched"] is not True, "outside a rehearsal kernels are launched"
 
 
-@pytest.mark.parametrize("codec", ["plain", "int8"])
+@pytest.mark.parametrize("codec", [pytest.param("plain", marks=pytest.mark.slow), "int8"])
 def test_drafted_steps_are_compiled_ahead_with_a_drafter(codec, tmp_path):
     """Steps that verify drafts, and trees beside prompts, meet no kernel that was not compiled. Negative control:
     without a drafter they are not gone through, and the first drafted steps compile."""

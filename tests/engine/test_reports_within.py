@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvasir.decoding.sampler import NUMERIC_ERROR, Sampler, StepOutput
-from kvasir.engine import graphs as graphs_file
-from kvasir.engine.capture import call_through
-from kvasir.engine.graph_buckets import DECODES, ROW_BY_ROW
-from kvasir.engine.graph_handle import DecodeHandle
-from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.engine.schedule.spans import ONE_SAMPLE
+from kvasir.engine.ways import graphs as graphs_file
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.graph_buckets import DECODES, ROW_BY_ROW
+from kvasir.engine.ways.graph_handle import DecodeHandle
 from kvasir.types import Request, SamplingParams, Sequence, Span
 from tests.decoding.helpers import decode_span, sequence
 from tests.engine.driver import Driver, use_ways

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.config import SchedulerConfig
-from kvasir.engine.schedulers.priority import Config, Priority
+from kvasir.engine.schedule.schedulers.priority import Config, Priority
 from kvasir.types import Sequence, Status
 from tests.engine.fake import expected_output, request, sequence
 from tests.engine.scheduling import driver, rows, running, unique

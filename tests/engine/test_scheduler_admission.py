@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from kvasir.engine.queue import Queue
-from kvasir.engine.scheduler import LOOK_AHEAD, MAX_VISITS
-from kvasir.engine.schedulers.fcfs import Fcfs
-from kvasir.engine.schedulers.priority import Config, Priority
+from kvasir.engine.schedule.queue import Queue
+from kvasir.engine.schedule.scheduler import LOOK_AHEAD, MAX_VISITS
+from kvasir.engine.schedule.schedulers.fcfs import Fcfs
+from kvasir.engine.schedule.schedulers.priority import Config, Priority
 from kvasir.types import Sequence, Status
 from tests.engine.fake import FULL, expected_output, request, sequence, window_group
 from tests.engine.scheduling import driver, rows, running, unique

@@ -6,9 +6,9 @@ from itertools import chain
 
 import pytest
 
-from kvasir.engine.room import CAUTION_STEPS, MAX_PREEMPTIONS
-from kvasir.engine.schedulers.fcfs import Fcfs
-from kvasir.engine.schedulers.priority import Config, Priority
+from kvasir.engine.schedule.room import CAUTION_STEPS, MAX_PREEMPTIONS
+from kvasir.engine.schedule.schedulers.fcfs import Fcfs
+from kvasir.engine.schedule.schedulers.priority import Config, Priority
 from kvasir.types import Status
 from tests.engine.fake import FULL, expected_output, window_group
 from tests.engine.scheduling import crowd, driver, rows, unique, until_preemption

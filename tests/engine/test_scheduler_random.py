@@ -6,17 +6,19 @@ import random
 
 import pytest
 
-from kvasir.engine.pace import MixedRows
-from kvasir.engine.schedulers.affinity import Affinity
-from kvasir.engine.schedulers.fcfs import Fcfs
-from kvasir.engine.schedulers.priority import Config, Priority
-from kvasir.engine.schedulers.shortest import Shortest
+from kvasir.engine.pages.evictions.expected_loss import ExpectedLoss
+from kvasir.engine.pages.evictions.lru import Lru
+from kvasir.engine.schedule.pace import MixedRows
+from kvasir.engine.schedule.schedulers.affinity import Affinity
+from kvasir.engine.schedule.schedulers.fcfs import Fcfs
+from kvasir.engine.schedule.schedulers.priority import Config, Priority
+from kvasir.engine.schedule.schedulers.shortest import Shortest
 from kvasir.types import Request, SamplingParams, Sequence, Status
 from tests.engine.fake import FULL, STATE, Driver, FakeModel, manager, scheduler, window_group
 
 EPISODES = 20  # per seed
 STEPS = 250  # per episode, then until all is done
-SEEDS, SHORT = 20, 8  # seeds in all, and those of `make test`
+SEEDS, SHORT = 20, 4  # seeds in all, and those of `make test`
 
 GROUPS = [
     (FULL,),
@@ -26,6 +28,21 @@ GROUPS = [
     (FULL, STATE),
     (window_group(6), FULL, STATE),
 ]
+
+
+def matched(pages, seq) -> tuple[int, int]:
+    """Reference of ``PageManager._match``: a walk from the start of the prompt."""
+    if pages.index is None:
+        return 0, 0
+    held = best = 0
+    nodes = list(pages.index.walk(seq, (seq.num_tokens - 1) // pages.page_slots))
+    for end in range(1, len(nodes) + 1):
+        seen = [nodes[pages.first(pool, end * pages.page_slots) : end] for pool in pages.pools]
+        if all(node.pages[pool.group] for pool, part in zip(pages.pools, seen) for node in part):
+            held = end
+            if pages.states is None or nodes[end - 1].pages[pages.states.group]:
+                best = end
+    return held * pages.page_slots, best * pages.page_slots
 
 
 class World:
@@ -44,6 +61,7 @@ class World:
             groups,
             None if rng.random() < 0.2 else b"root",
             state_interval=self.page_slots * rng.choice([1, 2, 4]),
+            eviction=random.Random(seed).choice([Lru(), ExpectedLoss()]),
         )
         if pages.states is not None:
             pages.states.rows = rng.choice([2, 5, 16])
@@ -154,6 +172,10 @@ class World:
                 delay=self.delayed and rng.random() < 0.7,
                 late=rng.random() < self.late,
             )
+            for seq in list(self.scheduler.backlog.waiting)[:4]:
+                assert self.scheduler.pages._match(seq) == matched(self.scheduler.pages, seq), (
+                    "a stale memory of a walk"
+                )
         for seq in list(self.scheduler.backlog.blocked):
             self.scheduler.unblock(seq)
         self.driver.drain()
@@ -168,8 +190,8 @@ class World:
     "seed", [*range(SHORT), *(pytest.param(s, marks=pytest.mark.slow) for s in range(SHORT, SEEDS))]
 )
 def test_random_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvasir.engine.pace.SEVERAL_DECODES", range(2, 6))
-    monkeypatch.setattr("kvasir.engine.pace.TILE_ROWS", 2)
+    monkeypatch.setattr("kvasir.engine.schedule.pace.SEVERAL_DECODES", range(2, 6))
+    monkeypatch.setattr("kvasir.engine.schedule.pace.TILE_ROWS", 2)
     seen: dict[str, int] = {"steps": 0, "preemptions": 0, "hits": 0, "finished": 0, "resumed": 0}
     for episode in range(EPISODES):
         world = World(seed * EPISODES + episode)

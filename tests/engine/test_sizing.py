@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvasir.engine.sizing import GIB, OUTSIDE_ALLOCATOR, own_bytes
+from kvasir.engine.start.sizing import GIB, OUTSIDE_ALLOCATOR, own_bytes
 
 
 @pytest.mark.parametrize(

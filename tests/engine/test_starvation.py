@@ -8,13 +8,13 @@ from collections import Counter, abc
 import pytest
 
 from kvasir import technique
-from kvasir.engine.pace import MixedRows
-from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
+from kvasir.engine.schedule.pace import MixedRows
+from kvasir.engine.schedule.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.types import Sequence, Status
 from tests.engine.fake import Driver, manager, scheduler
 from tests.engine.scheduling import unique
 
-PACKAGE = "kvasir.engine.schedulers"
+PACKAGE = "kvasir.engine.schedule.schedulers"
 SEEDS = 5
 OLD = 4  # sequences that wait while others keep coming
 QUEUE = 7  # sequences in the queue, those that keep coming included
@@ -126,7 +126,7 @@ def test_starvation_bound(name, mixed):
 @pytest.mark.parametrize("mixed", [False, True], ids=["fixed", "mixed"])
 @pytest.mark.parametrize("name", [*GREEDY, "priority"])
 def test_without_ageing_a_policy_that_prefers_the_others_starves_the_old(name, mixed, monkeypatch):
-    monkeypatch.setattr("kvasir.engine.backlog.MAX_SKIPS", 10**9)
+    monkeypatch.setattr("kvasir.engine.schedule.backlog.MAX_SKIPS", 10**9)
     for seed in range(SEEDS):
         world = Crowded((POLICIES | GREEDY)[name](), seed, mixed)
         world.live()

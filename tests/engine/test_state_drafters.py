@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.speculation.drafter import Ask
 from kvasir.speculation.tree import DraftTree
+from kvasir_lab import export
+from kvasir_lab.tokenizer import shipped_tokenizer
 from tests.engine.driver import Driver
 from tests.engine.test_states import without_the_walk
 from tests.lab.test_hybrid import lively
@@ -30,10 +30,9 @@ DRAFTERS = (
     "suffix:min_match=1",
     "token_recycling",
     "draft_model:model=embedded",
-    pytest.param("draft_model:model=embedded,tree=dyspec,max_depth=5", marks=pytest.mark.slow),
-    pytest.param("ngram:min_match=1+suffix", marks=pytest.mark.slow),
     "replay:accept=0.7",
     *HEADS,
+    *(LATER := ("draft_model:model=embedded,tree=dyspec,max_depth=5", "ngram:min_match=1+suffix")),
 )
 
 
@@ -94,11 +93,26 @@ def scripted(real: Callable, outputs: dict, right: int) -> Callable:
     return propose
 
 
-@pytest.mark.parametrize("right", [None, 0, 1, 99], ids=["its own", "none right", "one right", "all right"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+# How many drafted tokens are right (None: the drafter's own are drafted). Each drafter has its own drafts and one of
+# the others, in turn. `make test-all` runs all, and the drafters of LATER.
+RIGHT = {"its own": None, "none right": 0, "one right": 1, "all right": 99}
+
+
+def slow(i: int, drafter: str, place: int) -> list:
+    return [pytest.mark.slow] * (drafter in LATER or place not in (0, 1 + i % 3))
+
+
+CASES = [
+    pytest.param(drafter, right, id=f"{drafter}-{name}", marks=slow(i, drafter, place))
+    for i, drafter in enumerate(DRAFTERS)
+    for place, (name, right) in enumerate(RIGHT.items())
+]
+
+
+@pytest.mark.parametrize("drafter, right", CASES)
 def test_drafts_leave_no_trace(drafter, right, folder, heads, alone):
     driver = engine(folder, heads.get(drafter, drafter), max_num_batched_tokens=40)
-    drafting = driver.engine._drafting
+    drafting = driver.engine.proposals.drafting
     drafting.controller._rest = 0  # from the first step on
     if drafter.startswith("replay"):
         drafting.drafter.load({tuple(PROMPTS[int(name[1:])]): found for (name, _), found in alone.items()}, 1)
@@ -116,8 +130,10 @@ def test_drafts_leave_no_trace(drafter, right, folder, heads, alone):
 def test_a_row_too_many_is_seen(folder, alone, monkeypatch):
     """The control of the test above: one draft more than the walk accepted is folded."""
     driver = engine(folder, "ngram:min_match=1", max_num_batched_tokens=40)
-    driver.engine._drafting.controller._rest = 0
-    driver.engine._drafting.drafter.propose = scripted(driver.engine._drafting.drafter.propose, alone, 1)
+    driver.engine.proposals.drafting.controller._rest = 0
+    driver.engine.proposals.drafting.drafter.propose = scripted(
+        driver.engine.proposals.drafting.drafter.propose, alone, 1
+    )
     without_the_walk(monkeypatch)
     try:
         driver.run(requests(driver))

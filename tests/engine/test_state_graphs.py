@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir.engine.capture import call_through
-from kvasir.engine.device_seats import DeviceSeats
-from kvasir.engine.eager_steps import EagerSteps
-from kvasir.engine.graphs import DecodeGraphs
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.device_seats import DeviceSeats
+from kvasir.engine.ways.eager_steps import EagerSteps
+from kvasir.engine.ways.graphs import DecodeGraphs
 from tests.engine.driver import Driver, use_ways
 from tests.engine.stepwise import Stepwise
 from tests.engine.test_draft_graphs import FORMS, FromTheDevice

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir.engine.graph_buckets import DECODES, ROW_BY_ROW
-from kvasir.engine.graphs import DecodeGraphs
+from kvasir.engine.ways.graph_buckets import DECODES, ROW_BY_ROW
+from kvasir.engine.ways.graphs import DecodeGraphs
 from tests import checkpoints
 from tests.engine.test_mixed_steps import forced
 from tests.engine.test_states import Scripted, answers, engine, first, fleet

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvasir.engine.step_time import TILE_ROWS, Roofline, StepShape, StepTimeModel, retry_after, step_budget
+from kvasir.engine.schedule.step_time import TILE_ROWS, Roofline, StepShape, StepTimeModel, retry_after, step_budget
 
 # Llama-8B in bf16 on an H200: bytes/s, FLOP/s, bytes of weights, FLOP a row, FLOP a pair, KV bytes a token.
 ROOFLINE = Roofline(4.8e12, 989e12, 16e9, 2 * 8e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)

@@ -4,17 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvasir.engine.build import ways_to_run
-from kvasir.engine.capture import call_through
-from kvasir.engine.chain_graphs import ChainGraphs
-from kvasir.engine.decode_tapes import DecodeTapes
-from kvasir.engine.eager_steps import EagerSteps
-from kvasir.engine.graphs import DecodeGraphs
-from kvasir.engine.mixed_steps import MixedSteps
-from kvasir.engine.native_decodes import NativeDecodes
-from kvasir.engine.native_steps import NativeSteps
-from kvasir.engine.spans import ONE_SAMPLE
-from kvasir.engine.step_way import CapturingWay, StepWay
+from kvasir.engine.schedule.spans import ONE_SAMPLE
+from kvasir.engine.start.build import ways_to_run
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.chain_graphs import ChainGraphs
+from kvasir.engine.ways.decode_tapes import DecodeTapes
+from kvasir.engine.ways.eager_steps import EagerSteps
+from kvasir.engine.ways.graphs import DecodeGraphs
+from kvasir.engine.ways.mixed_steps import MixedSteps
+from kvasir.engine.ways.native_decodes import NativeDecodes
+from kvasir.engine.ways.native_steps import NativeSteps
+from kvasir.engine.ways.step_way import CapturingWay, StepWay
 from kvasir.kernels.native.library import native
 from tests.engine.driver import Driver
 from tests.engine.stepwise import Stepwise

@@ -5,8 +5,9 @@ import gc
 import pytest
 import torch
 
-from kvasir.engine import build, decode_tapes
-from kvasir.engine.tape import Arena, record
+from kvasir.engine.start import build
+from kvasir.engine.ways import decode_tapes
+from kvasir.engine.ways.tape import Arena, record
 from tests.engine.driver import Driver
 
 

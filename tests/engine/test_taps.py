@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir.engine.capture import EAGER_STEPS, call_through
-from kvasir.engine.decode_tapes import DecodeTapes
-from kvasir.lab import export
+from kvasir.engine.ways.capture import EAGER_STEPS, call_through
+from kvasir.engine.ways.decode_tapes import DecodeTapes
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Grammar
+from kvasir_lab import export
 from tests.engine.driver import use_ways
 from tests.engine.test_mixed_steps import forced
 from tests.speculation.helpers import LENGTHS, Hostile, driver, install, outputs, plain, requests
@@ -102,7 +102,7 @@ def test_every_committed_row_is_handed_over(options, drafts, expected):
         right = truth(ids[: max(rows) + 1], layers)
         for position, row in rows.items():
             torch.testing.assert_close(row, right[position], rtol=2e-3, atol=2e-3)
-    assert not d.engine._drafting._failures
+    assert not d.engine.proposals.drafting._failures
     d.close()
 
 
@@ -121,7 +121,7 @@ def test_rows_of_forced_chains_are_handed_over(static):
         right = truth(ids[: max(rows) + 1])
         for position, row in rows.items():
             torch.testing.assert_close(row, right[position], rtol=2e-3, atol=2e-3)
-    assert not d.engine._drafting._failures
+    assert not d.engine.proposals.drafting._failures
     d.close()
 
 
@@ -148,7 +148,7 @@ def test_drafts_over_static_buffers_larger_than_they_need(expected):
     for key, rows in recorder.rows.items():
         right = truth(recorder.ids[key][: max(rows) + 1])
         torch.testing.assert_close(torch.stack([*rows.values()]), right[[*rows]], rtol=2e-3, atol=2e-3)
-    assert not d.engine._drafting._failures
+    assert not d.engine.proposals.drafting._failures
     d.close()
 
 
@@ -158,7 +158,7 @@ def test_taps_that_are_off_cost_nothing(expected):
     taps, taken = d.engine.runner.parts.taps, []
     real = taps.taken
     taps.taken = lambda *args: taken.append(taps.on) or real(*args)
-    d.engine._drafting.controller._fixed, d.engine._drafting.controller._rest = False, 1000
+    d.engine.proposals.drafting.controller._fixed, d.engine.proposals.drafting.controller._rest = False, 1000
     d.run(requests(d, 1.0))
     assert taken and not any(taken) and outputs(d) == expected
     d.close()
@@ -169,7 +169,7 @@ def test_two_listeners_get_their_own_layers_and_rest_by_themselves(expected):
     d = driver("replay", static=True)
     install(d, recorder := Recorder())
     second = d.engine.runner.listen((1, 2))
-    taps, drafting, heard = d.engine.runner.parts.taps, d.engine._drafting, []
+    taps, drafting, heard = d.engine.runner.parts.taps, d.engine.proposals.drafting, []
     assert taps.layers == (0, 1, 2, 3) and second.columns == [1, 2]
     drafting.controller._fixed, drafting.controller._rest = False, 1000
     commit = d.engine._commit

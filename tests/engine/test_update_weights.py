@@ -19,7 +19,7 @@ def run(d: Driver, name: str) -> tuple[list[int], int]:
 @pytest.mark.parametrize("native", [True, False])
 def test_outputs_follow_and_prefixes_are_forgotten(native, monkeypatch):
     if not native:
-        monkeypatch.setattr("kvasir.engine.build.why_not", lambda *_: "not wanted")
+        monkeypatch.setattr("kvasir.engine.start.build.why_not", lambda *_: "not wanted")
     d = Driver()
     first, _ = run(d, "first")
     again, cached = run(d, "again")

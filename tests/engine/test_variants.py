@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvasir.client import journal
-from kvasir.engine.batch import Frame, Packer
-from kvasir.engine.device_seats import ROW_WORDS, DeviceSeats, draft_words
-from kvasir.engine.prefix import PrefixIndex
+from kvasir.engine.pages.prefix import PrefixIndex
+from kvasir.engine.ways.batch import Frame, Packer
+from kvasir.engine.ways.device_seats import ROW_WORDS, DeviceSeats, draft_words
 from kvasir.types import Request, SamplingParams, Sequence, Span, Variant
 
 PAGE = 4
@@ -50,7 +50,7 @@ def by_length(span: Span, out: np.ndarray) -> None:
 
 
 def test_a_gate_on_the_spans_length_would_fail(monkeypatch):
-    monkeypatch.setattr("kvasir.engine.batch.row_variants", by_length)
+    monkeypatch.setattr("kvasir.engine.ways.batch.row_variants", by_length)
     with pytest.raises(AssertionError, match="10"):
         test_a_row_has_its_variant_by_position_alone(3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.config import EngineConfig
-from kvasir.engine import build
+from kvasir.engine.start import build
 from kvasir.models.native_decoder import why_not
 from tests.engine.driver import Driver
 

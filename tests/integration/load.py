@@ -1,4 +1,4 @@
-"""Mixed load on a running server and the checks after it, for ``test_load.py`` and ``tools/gpu_soak.py``.
+"""Mixed load on a running server and the checks after it, for ``test_load.py`` and ``kvasir_lab/studies/gpu_soak.py``.
 
 It needs neither torch nor the server's packages, so it can run where the server is installed elsewhere.
 """

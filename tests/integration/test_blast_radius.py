@@ -1,5 +1,5 @@
-"""Thirty-one healthy requests and one bad one at a time, from the whole catalogue: the real server refuses each bad
-one, and the healthy ones get the same tokens as without it."""
+"""Eleven healthy requests (31 in `make test-all`) and one bad one at a time, from the whole catalogue: the real server
+refuses each bad one, and the healthy ones get the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.api.test_bad_input import CHAT, IN_CHAT, IN_RESPONSES, IN_TEXT, JSON, RAW, RESPONSES, TEXT, USER
 from tests.integration.serving import Served, served
 
-HEALTHY = 31
+HEALTHY = [11, pytest.param(31, marks=pytest.mark.slow)]  # eleven are all kinds of `healthy`
 # What passes every check at the door and fails in the engine.
 LATE = {
     "grammar-without-tokens": (TEXT, {"prompt": "x", "guided_regex": "[0-9]+", "allowed_token_ids": [5]}),
@@ -92,17 +92,17 @@ async def hung_up(http: httpx.AsyncClient) -> None:
             return
 
 
-async def rounds(server: Served) -> AsyncIterator[list[tuple]]:
+async def rounds(server: Served, count: int) -> AsyncIterator[list[tuple]]:
     """The healthy requests run alone, then again and again with a third of the catalogue, until all of it was sent."""
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as http:
-        yield await asyncio.gather(*(healthy(http, i) for i in range(HEALTHY)))
+        yield await asyncio.gather(*(healthy(http, i) for i in range(count)))
         left = catalogue()
         third = len(left) // 3 + 1
         while left:
             later = max(0, len(left) - third)
             async with asyncio.TaskGroup() as group:
-                crowd = [group.create_task(healthy(http, i)) for i in range(HEALTHY)]
+                crowd = [group.create_task(healthy(http, i)) for i in range(count)]
                 await hung_up(http)
                 while len(left) > later and not all(task.done() for task in crowd):
                     await refused(http, *left.pop())
@@ -123,10 +123,11 @@ async def refused(http: httpx.AsyncClient, path: str, arguments: dict) -> None:
     assert r.json()["error"]["message"], what
 
 
-def test_the_healthy_do_not_notice(server):
+@pytest.mark.parametrize("crowd", HEALTHY)
+def test_the_healthy_do_not_notice(server, crowd):
     async def run() -> int:
         count, alone = 0, None
-        async for outputs in rounds(server):
+        async for outputs in rounds(server, crowd):
             alone = alone or outputs
             assert outputs == alone
             count += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.engine.driver import Driver, Output
 
 PAGE = 4
 PROMPT = 41
+LONG = 80  # several times every window
 OUTPUT = 24  # every window of the checkpoints is shorter than the prompt, and slides on through the output
 CLOSE = 1e-3
 
@@ -72,18 +74,45 @@ def options(folder: str) -> dict[str, int]:
     return {"state_interval": PAGE} if family.startswith(HYBRIDS) else {}
 
 
+class Served(NamedTuple):
+    """One variant: its folder, the reference model, the reference's answers to the prompts, and its place in SERVED."""
+
+    folder: str
+    model: Any
+    wanted: list[list[int]]
+    place: int
+
+
 @pytest.fixture(scope="module", params=SERVED)
-def served(request, tmp_path_factory):
-    """Folder, reference model, and the reference's answers to the prompts, for one variant."""
+def served(request, tmp_path_factory) -> Served:
     folder = checkpoints.write(tmp_path_factory.mktemp("model"), request.param)
     model = checkpoints.reference(folder)
     model.generation_config.eos_token_id = None
-    return str(folder), model, [greedy(model, p) for p in prompts()]
+    return Served(str(folder), model, [greedy(model, p) for p in prompts()], request.param_index)
 
 
-@pytest.mark.parametrize("rows, exact", [(7, True), (256, False)])
-def test_tokens_and_prefix_hits(served, rows, exact):
-    folder, _, wanted = served
+# Rows of a step, and whether the mode is exact. Families take turns: each has one for tokens and the opposite one for
+# log-probabilities, so that every pair of family, rows, mode and test occurs. `make test-all` runs the product.
+WAYS = [(7, True), (7, False), (256, False), (256, True)]
+
+
+def test_tokens_and_prefix_hits(served):
+    check_tokens(served, *WAYS[served.place % 4])
+
+
+def test_log_probabilities(served):
+    check_log_probabilities(served, *WAYS[(served.place + 2) % 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["tokens", "log-probabilities"])
+@pytest.mark.parametrize("rows, exact", WAYS)
+def test_every_way(served, rows, exact, check):
+    (check_tokens if check == "tokens" else check_log_probabilities)(served, rows, exact)
+
+
+def check_tokens(served, rows, exact):
+    folder, _, wanted, _ = served
     given = dict(page_slots=PAGE, max_num_batched_tokens=rows, max_model_len=128, batch_invariant=exact)
     driver = Driver(folder, **given, **options(folder))
     outputs = [serve(driver, f"p{i}", p) for i, p in enumerate(prompts())]
@@ -95,9 +124,8 @@ def test_tokens_and_prefix_hits(served, rows, exact):
     driver.close()
 
 
-@pytest.mark.parametrize("rows, exact", [(7, False), (256, True)])
-def test_log_probabilities(served, rows, exact):
-    folder, model, wanted = served
+def check_log_probabilities(served, rows, exact):
+    folder, model, wanted, _ = served
     given = dict(page_slots=PAGE, max_num_batched_tokens=rows, max_model_len=128, batch_invariant=exact)
     driver = Driver(folder, **given, **options(folder))
     serve(driver, "warm", prompts()[1])
@@ -117,7 +145,7 @@ def test_log_probabilities(served, rows, exact):
 
 def test_all_at_once(served):
     """The three prompts in one batch, staggered and with preemptions, still give the reference's tokens."""
-    folder, _, wanted = served
+    folder, _, wanted, _ = served
     driver = Driver(folder, page_slots=PAGE, max_num_batched_tokens=16, max_model_len=128, max_num_seqs=4)
     driver.run(
         [
@@ -137,20 +165,20 @@ def test_all_at_once(served):
 def test_window_groups_let_go_of_pages(variant, tmp_path):
     """During a long generation a window group holds no more pages than its window and one step's rows need."""
     driver = Driver(
-        str(checkpoints.write(tmp_path, variant)), page_slots=PAGE, max_num_batched_tokens=16, max_model_len=220
+        str(checkpoints.write(tmp_path, variant)), page_slots=PAGE, max_num_batched_tokens=16, max_model_len=128
     )
-    driver.submit(driver.request("long", prompts()[0], temperature=0.0, max_tokens=170, ignore_eos=True))
+    driver.submit(driver.request("long", prompts()[0], temperature=0.0, max_tokens=LONG, ignore_eos=True))
     pools, most = driver.engine.pages.pools, {}
     while driver.engine.has_work():
         driver.step()
         for pool in pools:
             most[pool.group] = max(most.get(pool.group, 0), sum(count > 0 for count in pool.refs))
-    assert len(driver.outputs["long", 0].tokens) == 170
+    assert len(driver.outputs["long", 0].tokens) == LONG
     windows = [pool for pool in pools if pool.window is not None]
     assert windows
     for pool in pools:
         if pool.window is None:
-            assert most[pool.group] == -(-(PROMPT + 169) // PAGE)
+            assert most[pool.group] == -(-(PROMPT + LONG - 1) // PAGE)
         else:
             assert most[pool.group] <= -(-(pool.window + 16) // PAGE) + 1
     driver.assert_clean()

@@ -17,9 +17,9 @@ from kvasir.client.admission import admit
 from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
 from kvasir.hooks.hook import Gate, Hook
-from kvasir.lab import export
-from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.types import Event, Grammar, ModelInfo, Request, SamplingParams
+from kvasir_lab import export
+from kvasir_lab.tokenizer import shipped_tokenizer
 from tests.hooks import write_hooks
 from tests.lab.test_hybrid import lively
 

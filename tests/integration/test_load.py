@@ -19,7 +19,7 @@ from tests.integration.load import Watch, ask, body, client, soak
 from tests.integration.serving import Served, served
 
 OVERLOAD_SECONDS = 60
-SOAK_SECONDS = 3600  # `tools/gpu_soak.py` is the same for minutes, and on a GPU
+SOAK_SECONDS = 3600  # `kvasir_lab/studies/gpu_soak.py` is the same for minutes, and on a GPU
 STORM_KILLS = 8
 SMALL = (
     "--max-model-len",

@@ -7,7 +7,6 @@ import asyncio
 import time
 
 from kvasir.config import EngineConfig
-from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Sampling
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.ledger import Budget
@@ -15,6 +14,7 @@ from kvasir.scaling.primitives import opened
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab.lookup import load_task
 from tests.integration.serving import Served, served
 
 ENGINE = dict(

@@ -15,8 +15,8 @@ import openai
 import psutil
 import pytest
 
-from kvasir.lab.lookup import load_task
-from kvasir.lab.tasks.tool import Tool
+from kvasir_lab.lookup import load_task
+from kvasir_lab.tasks.tool import Tool
 from tests.integration.serving import Served, served
 
 PROMPT = "Once upon a time there was a king who had"

@@ -1,10 +1,9 @@
-"""The verdict of a soak on made-up figures, and ``tools/gpu_soak.py`` run for seconds on a CPU."""
+"""The verdict of a soak on made-up figures, and ``kvasir_lab/studies/gpu_soak.py`` run for seconds on a CPU."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,12 +11,12 @@ import httpx
 import pytest
 
 from kvasir.bench.workloads import SHAPES
+from kvasir_lab.studies import gpu_soak as tool
 from tests.bench.helpers import SMALL
 from tests.bench.test_result import check
 from tests.integration import load
 from tests.integration.load import BAD, KINDS, busy, gpu_mib, leaks, mixed, quarters
 from tests.integration.serving import served
-from tools import gpu_soak as tool
 
 IDLE = {
     "kvasir:num_requests_running": 0,
@@ -91,8 +90,7 @@ def test_what_a_greedy_reply_lost(tmp_path):
 
 
 def run(monkeypatch, tmp_path, *argv) -> tuple[int, dict]:
-    monkeypatch.setattr(sys, "argv", ["tools/gpu_soak.py", str(tmp_path / "r.json"), *argv])
-    status = tool.main()
+    status = tool.main([str(tmp_path / "r.json"), *argv])
     return status, json.loads(Path(tmp_path / "r.json").read_text())
 
 

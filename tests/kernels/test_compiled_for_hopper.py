@@ -510,6 +510,8 @@ def test_the_ends_of_a_decode_step():
             "tables_out",
             "top_k_out",
             "stream_out",
+            "forgotten_ptr",
+            "places_out",
         )
     }
     wide = {name: "i64" for name in ("rows_ptr", "starts_ptr", "given_ptr", "ids_out", "slots_out")}
@@ -517,12 +519,15 @@ def test_the_ends_of_a_decode_step():
         name: "fp32"
         for name in ("temperature_ptr", "top_p_ptr", "min_p_ptr", "temperature_out", "top_p_out", "min_p_out")
     }
-    opened = compiled(
-        "decode_rows",
-        "_open_rows",
-        {"num_warps": 4},
-        {"K": 2, "P": 16, "BLOCK": 1024, "GIVEN": True},
-        {**words, **wide, **single},
+    opened, forgetful = (
+        compiled(
+            "decode_rows",
+            "_open_rows",
+            {"num_warps": 4},
+            {"K": 2, "P": 16, "BLOCK": 1024, "GIVEN": True, "FORGETS": forgets},
+            {**words, **wide, **single},
+        )
+        for forgets in (False, True)
     )
     closed = compiled(
         "decode_rows",
@@ -531,7 +536,7 @@ def test_the_ends_of_a_decode_step():
         {"BLOCK": 256, "PDL": True},
         {"draws_ptr": "fp32", "out_ptr": "fp32", "token_ptr": "i32", "rows_ptr": "i64"},
     )
-    assert not opened["spilled"] and not closed["spilled"]
+    assert not opened["spilled"] and not forgetful["spilled"] and not closed["spilled"]
 
 
 LORA = {name: "bf16" for name in ("x_ptr", "a_ptr", "b_ptr", "y_ptr", "w_ptr", "out_ptr", "scale_ptr", "bias_ptr")}

@@ -1,4 +1,4 @@
-"""`python -m tools.kernels`: the list, the command line, and the shared frame as far as it needs no GPU."""
+"""`python -m kvasir_lab.kernels`: the list, the command line, and the shared frame as far as it needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.kernels import frame
-from tools.kernels.__main__ import described, main
+from kvasir_lab.kernels import frame
+from kvasir_lab.kernels.__main__ import described, main
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_list_needs_no_torch():
-    code = "import sys, tools.kernels.__main__ as m; m.main(['--list']); assert 'torch' not in sys.modules"
+    code = "import sys, kvasir_lab.kernels.__main__ as m; m.main(['--list']); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     listed = [line.split()[0] for line in done.stdout.splitlines()]
@@ -33,7 +33,7 @@ def test_an_unknown_name_is_refused(capsys):
 @pytest.mark.parametrize("name", described())
 def test_every_experiment_has_the_two_functions(name):
     pytest.importorskip("triton")
-    module = importlib.import_module(f"tools.kernels.{name}")
+    module = importlib.import_module(f"kvasir_lab.kernels.{name}")
     assert list(inspect.signature(module.arguments).parameters) == ["parser"]
     assert list(inspect.signature(module.run).parameters) == ["options"]
     for grid in getattr(module, "GRIDS", {}).values():
@@ -41,7 +41,7 @@ def test_every_experiment_has_the_two_functions(name):
 
 
 def test_a_report_is_kept_and_says_what_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["python", "-m", "tools.kernels", "x", "r.json"])
+    monkeypatch.setattr(sys, "argv", ["python", "-m", "kvasir_lab.kernels", "x", "r.json"])
     report = frame.Report("case", tmp_path / "new" / "r.json")
     report.add("one", {"rows": 1}, {"us": 2.0})
     assert report.end() == 0
@@ -49,7 +49,7 @@ def test_a_report_is_kept_and_says_what_failed(tmp_path, monkeypatch):
     assert report.end() == 1
     found = json.loads((tmp_path / "new" / "r.json").read_text())
     assert [a["name"] for a in found["arms"]] == ["one", "two"] and found["limits"]["failed_checks"] == 3
-    assert found["command"] == "python -m tools.kernels x r.json"
+    assert found["command"] == "python -m kvasir_lab.kernels x r.json"
 
 
 GRIDS = {"even": frame.Grid(lambda: range(4), lambda case, dtype, device: {"kernel": 1 / (1 - case % 2)}, {})}

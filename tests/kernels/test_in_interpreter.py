@@ -6,6 +6,7 @@ To work on a kernel: ``TRITON_INTERPRET=1 python -m pytest tests/kernels/triton`
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -43,28 +44,47 @@ PARTS = {
 SLOW = {"test_lab_chunks.py"}
 
 
-def runs():
-    """List (file, part): the whole file, or one of its parts."""
-    found = []
-    for file in sorted(p.name for p in FOLDER.glob("test_*.py")):
-        parts = PARTS.get(file, 1)
-        for part in range(parts):
-            name = file if parts == 1 else f"{file}-{part}"
-            found.append(
-                pytest.param(file, f"{part}/{parts}", id=name, marks=[pytest.mark.slow] * (part > 0 or file in SLOW))
-            )
-    return found
+# Processes in which every commit runs the first parts: importing Triton takes longer than many files.
+PROCESSES = 4
 
 
-@pytest.mark.parametrize("file, part", runs())
-def test_kernels_in_the_interpreter(file, part):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
+def first_parts() -> list[dict[str, str]]:
+    """The parts of every commit, for each process: {file: "0/parts"}."""
+    files = [p.name for p in sorted(FOLDER.glob("test_*.py")) if p.name not in SLOW]
+    return [{file: f"0/{PARTS.get(file, 1)}" for file in files[i::PROCESSES]} for i in range(PROCESSES)]
+
+
+def later_parts() -> list[tuple[str, str]]:
+    """(file, part) of everything else."""
+    later = [(file, f"{part}/{parts}") for file, parts in PARTS.items() for part in range(1, parts)]
+    return [*later, *((file, "0/1") for file in sorted(SLOW))]
+
+
+def run_in_interpreter(parts: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     run = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1", "KVASIR_TEST_PART": part},
+        [*command, *(str(FOLDER / file) for file in parts)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "KVASIR_TEST_PARTS": json.dumps(parts)},
         capture_output=True,
         text=True,
         cwd=FOLDER.parents[2],
-        timeout=600,
+        timeout=900,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("process", range(PROCESSES))
+def test_kernels_in_the_interpreter(process):
+    run_in_interpreter(first_parts()[process])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, part", later_parts())
+def test_other_cases_in_the_interpreter(file, part):
+    run_in_interpreter({file: part})
+
+
+def test_every_file_has_its_first_part_in_a_process():
+    found = [file for parts in first_parts() for file in parts]
+    assert sorted([*found, *SLOW]) == sorted(p.name for p in FOLDER.glob("test_*.py"))
+    assert set(PARTS) | SLOW <= {p.name for p in FOLDER.glob("test_*.py")}

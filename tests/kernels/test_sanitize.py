@@ -1,4 +1,4 @@
-"""`python -m tools.kernels sanitize` without a GPU: a stand-in for the sanitizer, over tests in the interpreter."""
+"""`python -m kvasir_lab.kernels sanitize` without a GPU: a stand-in for the sanitizer over interpreted tests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvasir_lab.kernels import sanitize as tool
+from kvasir_lab.kernels.__main__ import main
 from tests.bench.test_result import check
-from tools.kernels import sanitize as tool
-from tools.kernels.__main__ import main
 
 KERNELS = Path(tool.ROOT) / "src" / "kvasir" / "kernels"
 STAND_IN = """#!/bin/sh

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvasir.attention.backend import AttentionSpec, Site
-from kvasir.engine import attention_choice
-from kvasir.engine.codec_choice import choose_codec
+from kvasir.engine.start import attention_choice
+from kvasir.engine.start.codec_choice import choose_codec
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kv.codec import Codec

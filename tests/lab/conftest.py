@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvasir.lab.tokenizer import shipped_tokenizer
+from kvasir_lab.tokenizer import shipped_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from kvasir.convert.checkpoint import convert
 from kvasir.convert.converter import load_converter
-from kvasir.lab import export
-from kvasir.lab.adapters.methods import METHODS
-from kvasir.lab.adapters.training import Plan, attach, calibrate, loss_of, train
-from kvasir.lab.training.data import Mixture, Rows
 from kvasir.models import checkpoint
 from kvasir.types import Variant
+from kvasir_lab import export
+from kvasir_lab.adapters.methods import METHODS
+from kvasir_lab.adapters.training import Plan, attach, calibrate, loss_of, train
+from kvasir_lab.training.data import Mixture, Rows
 from tests.engine.driver import Driver
+from tests.test_progress import Terminal
 
 NANO = checkpoint.resolve("nano")
 TASK = "chain:modulus=499"
@@ -34,6 +37,17 @@ def test_it_begins_as_the_model_with_as_many_numbers_as_lora(method, batch, one_
     numbers = sum(p.numel() for change in changes.values() for p in change.parameters())
     plain = sum(8 * (change.inputs + change.outputs) for change in changes.values())
     assert len(changes) == 28 and numbers <= 1.05 * plain and (method == "soka" or numbers > 0.8 * plain)
+
+
+def test_training_shows_the_progress_of_other_long_commands(tmp_path, capsys, monkeypatch):
+    """Lines where there is no terminal, a bar on one."""
+    plan = Plan("lora", TASK, rank=4, steps=2, rows=1, length=256, warmup=1, pool=50)
+    train(plan, NANO, tmp_path / "lines")
+    assert "lora 1/2 loss " in (out := capsys.readouterr().out) and "lora 2/2 loss " in out
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    train(plan, NANO, tmp_path / "bar")
+    assert "2/2" in sys.stderr.getvalue() and "2/2" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
-from kvasir.lab import delta_chunks, delta_products, fused, train
-from kvasir.lab.model import PLAIN, compiled, losses
-from kvasir.lab.sample import complete
-from kvasir.lab.training.recipe import BASE_HYBRID
+from kvasir_lab import delta_chunks, delta_products, fused, train
+from kvasir_lab.model import PLAIN, compiled, losses
+from kvasir_lab.sample import complete
+from kvasir_lab.training.recipe import BASE_HYBRID
 from tests.lab.test_hybrid import SHAPE, drawn, lively
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,17 +11,17 @@ import torch
 from torch.nn import functional as F
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters.data import Texts, batches, load_texts, mixture, save_texts
-from kvasir.lab.drafters.target import Target
-from kvasir.lab.drafters.training import STATE, Plan, Trainer, load_target, main
-from kvasir.lab.lookup import load_task
-from kvasir.lab.model import Model, Shape
-from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.learn.walk import walk
 from kvasir.speculation import heads
 from kvasir.speculation.head_kinds.ppd import Prompts, PromptShape
+from kvasir_lab import export
+from kvasir_lab.drafters import data as drafter_data
+from kvasir_lab.drafters.data import Texts, batches, load_texts, mixture, save_texts
+from kvasir_lab.drafters.target import Target
+from kvasir_lab.drafters.training import STATE, Plan, Trainer, load_target, main
+from kvasir_lab.lookup import load_task
+from kvasir_lab.model import Model, Shape
+from kvasir_lab.tokenizer import shipped_tokenizer
 
 SHAPE = Shape(dim=32, layers=3, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=160)
 TINY = {"chain:modulus=5,max_factor=2,min_steps=1,max_steps=1": 0.5, "countdown": 0.5}

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from kvasir import LLM
-from kvasir.cli import eval as command
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.evaluation import statistics as stats
-from kvasir.lab.evaluation.evaluate import evaluate
-from kvasir.lab.evaluation.evaluator import (
+from kvasir.models import checkpoint
+from kvasir_lab import export
+from kvasir_lab.evaluation import command as command
+from kvasir_lab.evaluation import statistics as stats
+from kvasir_lab.evaluation.evaluate import evaluate
+from kvasir_lab.evaluation.evaluator import (
     Answers,
     Exam,
     Losses,
@@ -28,10 +29,9 @@ from kvasir.lab.evaluation.evaluator import (
     run,
     run_own,
 )
-from kvasir.lab.evaluation.scores import compare, figures, pass_values, pool_sizes
-from kvasir.lab.lookup import load_task
-from kvasir.lab.task import Problem
-from kvasir.models import checkpoint
+from kvasir_lab.evaluation.scores import compare, figures, pass_values, pool_sizes
+from kvasir_lab.lookup import load_task
+from kvasir_lab.task import Problem
 
 EASY = "chain:min_steps=4,max_steps=5"
 HARD = "chain:modulus=499,max_factor=30,min_steps=1,max_steps=3"  # nano gets some wrong
@@ -324,7 +324,7 @@ def test_from_the_command_line(tmp_path):
 
 
 def test_what_is_through_is_kept_when_somebody_has_seen_enough(tmp_path, capsys, monkeypatch):
-    from kvasir.lab.evaluation import evaluator
+    from kvasir_lab.evaluation import evaluator
 
     answered, most = [], 1
 

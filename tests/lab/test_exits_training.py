@@ -10,14 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters.data import Texts, batches
-from kvasir.lab.drafters.kind import MODELS
-from kvasir.lab.drafters.target import Target
-from kvasir.lab.drafters.training import Plan, Trainer, main
-from kvasir.lab.model import Model, Shape
-from kvasir.lab.tokenizer import shipped_tokenizer
+from kvasir_lab import export
+from kvasir_lab.drafters import data as drafter_data
+from kvasir_lab.drafters.data import Texts, batches
+from kvasir_lab.drafters.kind import MODELS
+from kvasir_lab.drafters.target import Target
+from kvasir_lab.drafters.training import Plan, Trainer, main
+from kvasir_lab.model import Model, Shape
+from kvasir_lab.tokenizer import shipped_tokenizer
 from tests.lab.test_drafter_training import TINY
 
 SHAPE = Shape(dim=32, layers=4, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=160)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.experts import BALANCE
-from kvasir.lab.model import Model, Shape
-from kvasir.lab.training.recipe import EXPERTS
+from kvasir_lab import export
+from kvasir_lab import tokenizer as lab_tokenizer
+from kvasir_lab.experts import BALANCE
+from kvasir_lab.model import Model, Shape
+from kvasir_lab.training.recipe import EXPERTS
 from tests.engine.driver import Driver
 
 SHAPE = Shape(dim=32, layers=2, ffn=24, heads=2, kv_heads=1, head_dim=16, positions=64, experts=6, top_k=2)

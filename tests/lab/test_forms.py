@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.forms import FORMS, SOLVING, FormTask, ratings, render, solution, target, verdict
-from kvasir.lab.lookup import load_task
-from kvasir.lab.task import Problem
+from kvasir_lab.forms import FORMS, SOLVING, FormTask, ratings, render, solution, target, verdict
+from kvasir_lab.lookup import load_task
+from kvasir_lab.task import Problem
 
 TASKS = ["chain", "reflect", "long_add", "countdown", "path", "facts", "needle", "state"]
 JUDGED = [form for form in FORMS if form != "solve"]

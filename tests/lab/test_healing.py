@@ -10,12 +10,12 @@ import torch
 
 from kvasir.convert.calibrate import Layers
 from kvasir.errors import ConfigError
-from kvasir.lab.healing import heal as healing
-from kvasir.lab.healing.data import Corpus, cut
-from kvasir.lab.healing.heal import Healing, Plan, divergence, heal
-from kvasir.lab.healing.student import Student, Unnormed
 from kvasir.models import checkpoint
 from kvasir.models.loader import load_model, read_tensors
+from kvasir_lab.healing import heal as healing
+from kvasir_lab.healing.data import Corpus, cut
+from kvasir_lab.healing.heal import Healing, Plan, divergence, heal
+from kvasir_lab.healing.student import Student, Unnormed
 from tests.checkpoints import VOCAB, write
 from tests.convert.test_mla import CHANGES, made, slow, texts
 

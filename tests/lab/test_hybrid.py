@@ -12,12 +12,12 @@ import transformers
 from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError
 from kvasir.kernels import gated_delta
-from kvasir.lab import delta, export
-from kvasir.lab.model import Model, Shape, document_mask, documents_of, losses
-from kvasir.lab.sample import complete
-from kvasir.lab.training import loop
-from kvasir.lab.training.recipe import BASE, BASE_HYBRID, SMOKE_HYBRID, Curves
-from kvasir.lab.training.trainer import Trainer
+from kvasir_lab import delta, export
+from kvasir_lab.model import Model, Shape, document_mask, documents_of, losses
+from kvasir_lab.sample import complete
+from kvasir_lab.training import loop
+from kvasir_lab.training.recipe import BASE, BASE_HYBRID, SMOKE_HYBRID, Curves
+from kvasir_lab.training.trainer import Trainer
 
 SHAPE = Shape(
     vocab=2048, dim=32, layers=4, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=256,

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters.gated_adapter import WEIGHTS, GatedAdapter
-from kvasir.lab.drafters.kind import DRAFTERS, MODELS
-from kvasir.lab.drafters.target import Target
-from kvasir.lab.drafters.training import STATE, Plan, Trainer, main
-from kvasir.lab.model import Model, Shape
-from kvasir.lab.tokenizer import shipped_tokenizer
-from kvasir.lab.trained_models.idlm import MASK
 from kvasir.learn.walk import forwards, walk
 from kvasir.models.checkpoint import SIDECAR
 from kvasir.models.peft import PREFIX
+from kvasir_lab import export
+from kvasir_lab.drafters import data as drafter_data
+from kvasir_lab.drafters.gated_adapter import WEIGHTS, GatedAdapter
+from kvasir_lab.drafters.kind import DRAFTERS, MODELS
+from kvasir_lab.drafters.target import Target
+from kvasir_lab.drafters.training import STATE, Plan, Trainer, main
+from kvasir_lab.model import Model, Shape
+from kvasir_lab.tokenizer import shipped_tokenizer
+from kvasir_lab.trained_models.idlm import MASK
 from tests.lab.test_drafter_training import TINY
 
 SHAPE = Shape(dim=32, layers=2, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=160)

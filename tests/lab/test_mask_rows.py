@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kvasir.lab.drafters import mask_rows, prompt_rows
-from kvasir.lab.drafters.data import Batch, Texts, batches
-from kvasir.lab.drafters.gated_adapter import GatedAdapter
-from kvasir.lab.drafters.kind import DRAFTERS, MODELS, Kind
-from kvasir.lab.drafters.target import Target
-from kvasir.lab.model import Model, Shape
-from kvasir.lab.trained_models.idlm import CLEAN, MASK
 from kvasir.technique import load
+from kvasir_lab.drafters import mask_rows, prompt_rows
+from kvasir_lab.drafters.data import Batch, Texts, batches
+from kvasir_lab.drafters.gated_adapter import GatedAdapter
+from kvasir_lab.drafters.kind import DRAFTERS, MODELS, Kind
+from kvasir_lab.drafters.target import Target
+from kvasir_lab.model import Model, Shape
+from kvasir_lab.trained_models.idlm import CLEAN, MASK
 
 SHAPE = Shape(dim=32, layers=3, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=160)
 CLOSE = 2e-3

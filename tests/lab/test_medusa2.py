@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kvasir.api.llm import LLM
+from kvasir.api.offline.llm import LLM
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.drafters import data as drafter_data
-from kvasir.lab.drafters.data import batches
-from kvasir.lab.drafters.kind import MODELS
-from kvasir.lab.drafters.training import Plan, Trainer, main
-from kvasir.lab.model import Model
-from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.speculation import heads
 from kvasir.types import SamplingParams
+from kvasir_lab import export
+from kvasir_lab.drafters import data as drafter_data
+from kvasir_lab.drafters.data import batches
+from kvasir_lab.drafters.kind import MODELS
+from kvasir_lab.drafters.training import Plan, Trainer, main
+from kvasir_lab.model import Model
+from kvasir_lab.tokenizer import shipped_tokenizer
 from tests.lab.test_drafter_training import TINY
 from tests.lab.test_exits_training import SHAPE, target, texts  # noqa: F401 (fixtures)
 

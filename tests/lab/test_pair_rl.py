@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.cli.solve_job import Job, build_endpoints, missing_rewards
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.forms import FormTask
-from kvasir.lab.lookup import load_task
-from kvasir.lab.rewards.pair import (
+from kvasir.models import checkpoint
+from kvasir.scaling.endpoint import Sample
+from kvasir.scaling.engine_endpoint import EngineEndpoint
+from kvasir.scaling.primitives import Context, Run, opened
+from kvasir.scaling.strategy import load_strategy
+from kvasir_lab import export
+from kvasir_lab.forms import FormTask
+from kvasir_lab.lookup import load_task
+from kvasir_lab.rewards.pair import (
     Case,
     Plan,
     Rollouts,
@@ -29,11 +33,7 @@ from kvasir.lab.rewards.pair import (
     rollouts,
     train,
 )
-from kvasir.models import checkpoint
-from kvasir.scaling.endpoint import Sample
-from kvasir.scaling.engine_endpoint import EngineEndpoint
-from kvasir.scaling.primitives import Context, Run, opened
-from kvasir.scaling.strategy import load_strategy
+from kvasir_lab.solving.job import Job, build_endpoints, missing_rewards
 from tests.scaling.rewarded import Reward
 from tests.scaling.tabular import Tabular
 
@@ -154,11 +154,12 @@ def test_a_trained_judge_is_a_model_that_the_engine_scores_as_the_trainer_does(t
     assert parity(folder, tokenizer, "float32", "cpu", tmp_path / "other") > 2e-3, "one weight shows"
 
 
-def test_training_ends_after_its_minutes_with_fewer_steps(tokenizer):
+def test_training_ends_after_its_minutes_with_fewer_steps(tokenizer, capsys):
     plan = Plan((TASK,), judge="none", steps=50, problems=1, group=2, held_out=2, minutes=1e-4)
     net = export.load(checkpoint.resolve("nano"))
-    history = fit(net, tokenizer, plan, say=lambda text: None)
-    assert len(history) == 1 and 1 <= history[0]["step"] < 5
+    history = fit(net, tokenizer, plan)
+    assert len(history) == 1 and 1 <= (done := history[0]["step"]) < 5
+    assert f"pair_rl {done}/{done} right " in capsys.readouterr().out, "the progress ends when the training does"
 
 
 @pytest.mark.gpu

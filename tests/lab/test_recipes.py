@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export, train
-from kvasir.lab.evaluation import replies as lab_replies
-from kvasir.lab.forms import FormTask
-from kvasir.lab.lookup import load_task
-from kvasir.lab.model import PLAIN, Compute, Model, Shape
-from kvasir.lab.sample import complete, complete_all
-from kvasir.lab.training import loop, own, state, trainer
-from kvasir.lab.training.card import card
-from kvasir.lab.training.data import Mixture, Rows
-from kvasir.lab.training.recipe import BASE, NANO, RECIPES, Curves, Own, Phase
-from kvasir.lab.training.report import curves
-from kvasir.lab.training.workers import ahead, all_of
+from kvasir_lab import export, train
+from kvasir_lab.evaluation import replies as lab_replies
+from kvasir_lab.forms import FormTask
+from kvasir_lab.lookup import load_task
+from kvasir_lab.model import PLAIN, Compute, Model, Shape
+from kvasir_lab.sample import complete, complete_all
+from kvasir_lab.training import loop, own, state, trainer
+from kvasir_lab.training.card import card
+from kvasir_lab.training.data import Mixture, Rows
+from kvasir_lab.training.recipe import BASE, NANO, RECIPES, Curves, Own, Phase
+from kvasir_lab.training.report import curves
+from kvasir_lab.training.workers import ahead, all_of
 
 EASY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
 SHAPE = Shape(dim=16, layers=1, ffn=32, heads=2, kv_heads=1, head_dim=8, positions=4096)
@@ -268,7 +268,7 @@ def test_choosing_keeps_the_count_of_right_ones_and_leaves_out_empty_replies():
 
 def test_curves_of_a_model_that_always_copies_candidate_one(tokenizer, monkeypatch):
     """A model that copies is right as often as the first candidate is."""
-    from kvasir.lab.training import report
+    from kvasir_lab.training import report
 
     rng, task = np.random.default_rng(2), load_task("chain")
     pool = [replies(task, rng, 4, 4) for _ in range(60)]
@@ -352,7 +352,7 @@ def test_sampling_follows_the_model_and_its_seed():
 
 
 def test_all_prompts_get_a_reply_in_batches_that_fit(tokenizer, monkeypatch):
-    from kvasir.lab import sample
+    from kvasir_lab import sample
 
     model = noisy(2)
     prompts = ["<bos>" + "wolf " * n for n in (3, 250, 1, 40, 2, 3)] + ["<bos>" + "wolf " * 300]
@@ -364,7 +364,7 @@ def test_all_prompts_get_a_reply_in_batches_that_fit(tokenizer, monkeypatch):
 
 def test_rows_that_leave_a_batch_free_their_cache_layer_by_layer():
     """While rows leave, memory holds the old four layers and at most one copy."""
-    from kvasir.lab import sample
+    from kvasir_lab import sample
 
     alive, most = 0, 0
 
@@ -460,12 +460,12 @@ def test_a_serving_copy_keeps_its_angles_exact():
 def test_the_command_passes_its_options_on(monkeypatch):
     from typer.testing import CliRunner
 
-    from kvasir.cli.lab import app
+    from kvasir_lab.commands.lab import lab
 
     seen = []
     monkeypatch.setattr(train, "main", lambda argv: seen.append(train.arguments(argv)))
     result = CliRunner().invoke(
-        app, ["train", "nano", "--stop-after", "8m", "--resume", "--device", "cpu", "--workers", "0"]
+        lab.app, ["train", "nano", "--stop-after", "8m", "--resume", "--device", "cpu", "--workers", "0"]
     )
     assert (
         result.exit_code == 0
@@ -475,7 +475,7 @@ def test_the_command_passes_its_options_on(monkeypatch):
         and str(seen[0].out) == "lab-nano"
     )
     monkeypatch.undo()
-    result = CliRunner().invoke(app, ["train", "nanno"])
+    result = CliRunner().invoke(lab.app, ["train", "nanno"])
     assert isinstance(result.exception, ConfigError) and "nano" in str(result.exception)
 
 
@@ -571,7 +571,7 @@ def test_a_captured_step_writes_what_a_plain_one_writes():
     free = complete(model, prompts, 60, [])
     stops = sorted({row[5] for row in free[:10]})
     wanted = complete(model, prompts, 60, stops)
-    from kvasir.lab import sample
+    from kvasir_lab import sample
 
     on_device = noisy().to("cuda")
     rows = sample._Rows(on_device, prompts, 8, lambda logits: logits.argmax(-1))

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from kvasir.lab.adapters.reward import Plan, area, beliefs, train
-from kvasir.lab.lookup import load_task
 from kvasir.models import checkpoint
+from kvasir_lab.adapters.reward import Plan, area, beliefs, train
+from kvasir_lab.lookup import load_task
 
 
 @pytest.mark.parametrize("task", ["chain", "countdown", "long_add", "state", "two_part"])

@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.cli.solve_job import Job, build_endpoints, missing_rewards
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.chat import prompt
-from kvasir.lab.drafters.data import Batch, Texts
-from kvasir.lab.rewards import self_evaluation
-from kvasir.lab.rewards.beginnings import Beginnings, Replies, label, newlines, sample_replies
-from kvasir.lab.rewards.score import Plan, RewardNet, fit, load, loss_of, measure, scores, train
 from kvasir.models import checkpoint
 from kvasir.scaling.endpoint import Sample
 from kvasir.scaling.engine_endpoint import EngineEndpoint
@@ -26,6 +19,13 @@ from kvasir.scaling.primitives import Context, Run, opened
 from kvasir.scaling.problem import Problem, Prompts
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab import export
+from kvasir_lab.chat import prompt
+from kvasir_lab.drafters.data import Batch, Texts
+from kvasir_lab.rewards import self_evaluation
+from kvasir_lab.rewards.beginnings import Beginnings, Replies, label, newlines, sample_replies
+from kvasir_lab.rewards.score import Plan, RewardNet, fit, load, loss_of, measure, scores, train
+from kvasir_lab.solving.job import Job, build_endpoints, missing_rewards
 from tests.scaling.test_engine_endpoint import engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,20 +13,20 @@ import copy
 import pytest
 import torch
 
-from kvasir.lab import export
-from kvasir.lab.adapters import reward
-from kvasir.lab.drafters import mask_rows
-from kvasir.lab.drafters.data import Batch
-from kvasir.lab.drafters.kind import DRAFTERS, MODELS, Kind
-from kvasir.lab.drafters.target import Target
-from kvasir.lab.drafters.training import Plan, Trainer
-from kvasir.lab.forms import YES_NO, FormTask
-from kvasir.lab.lookup import load_task
-from kvasir.lab.rewards import self_evaluation
 from kvasir.models import checkpoint
 from kvasir.speculation.drafters.eagle import EagleDrafter
 from kvasir.speculation.drafters.idlm import MaskDrafter
 from kvasir.speculation.drafters.medusa import MedusaDrafter
+from kvasir_lab import export
+from kvasir_lab.adapters import reward
+from kvasir_lab.drafters import mask_rows
+from kvasir_lab.drafters.data import Batch
+from kvasir_lab.drafters.kind import DRAFTERS, MODELS, Kind
+from kvasir_lab.drafters.target import Target
+from kvasir_lab.drafters.training import Plan, Trainer
+from kvasir_lab.forms import YES_NO, FormTask
+from kvasir_lab.lookup import load_task
+from kvasir_lab.rewards import self_evaluation
 from tests.engine.driver import Driver
 from tests.lab import test_train
 from tests.lab.test_exits_training import target, texts  # noqa: F401 (fixtures)
@@ -136,7 +136,7 @@ def test_exits_draft_with_the_trained_chances(target, texts, tokenizer, tmp_path
     kind = run_of(target, texts, "exits:curriculum=all", MODELS)
     kind.write(tmp_path, tokenizer)
     d = driver(tmp_path, "layer_skip:exits=1+2+3", max_num_seqs=3)
-    drafter, turn = d.engine._drafting.drafter, iter(range(10_000))
+    drafter, turn = d.engine.proposals.drafting.drafter, iter(range(10_000))
     drafter._choose = lambda seqs: (1 + next(turn) % 3, 5)
     heard = Judged(d)
     d.run(requests(d), preempt_every=5)
@@ -194,7 +194,7 @@ def test_heads_draft_with_the_trained_chances(spec, target, texts, tokenizer, tm
     name = "eagle" if spec == "eagle" else "medusa"
     d = driver(tmp_path, f"{name}:model={tmp_path / 'medusa'}{options}", max_num_batched_tokens=24)
     d.run(requests(d), preempt_every=5)
-    assert not d.engine._drafting._failures
+    assert not d.engine.proposals.drafting._failures
     d.close()
     weight = weight or next(n for n, p in kind.module.named_parameters() if p.ndim == 2)
     other, checked, missed = spoilt(kind, weight), 0, 0
@@ -223,7 +223,7 @@ def test_a_converted_model_drafts_with_trained_chances(target, texts, tokenizer,
     monkeypatch.setattr(MaskDrafter, "answer", record)
     d = driver(tmp_path, "idlm", max_num_batched_tokens=64)
     d.run(requests(d), preempt_every=5)
-    assert not d.engine._drafting._failures
+    assert not d.engine.proposals.drafting._failures
     d.close()
     other, checked, missed = spoilt(kind, "model.layers.3.mlp.down_proj.weight"), 0, 0
     for tokens, guesses in heard:

@@ -11,13 +11,13 @@ import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.convert.checkpoint import plain_folder
-from kvasir.lab import export
-from kvasir.lab.drafters.card import card as drafter_card
-from kvasir.lab.lookup import load_task
-from kvasir.lab.tokenizer import shipped_tokenizer
-from kvasir.lab.training.card import card
-from kvasir.lab.training.recipe import find
 from kvasir.models import checkpoint
+from kvasir_lab import export
+from kvasir_lab.drafters.card import card as drafter_card
+from kvasir_lab.lookup import load_task
+from kvasir_lab.tokenizer import shipped_tokenizer
+from kvasir_lab.training.card import card
+from kvasir_lab.training.recipe import find
 
 TASKS = ("chain", "path", "judge_pair/countdown", "story")
 
@@ -54,8 +54,9 @@ ASSETS = Path(str(files("kvasir"))) / "assets"
 
 @pytest.mark.parametrize("name", checkpoint.shipped())
 def test_the_card_of_a_model_is_what_the_generator_writes(name):
-    record = json.loads((ASSETS / name / "training.json").read_text())
-    assert (ASSETS / name / "README.md").read_text() == card(find(name), record)
+    folder = checkpoint.resolve(name)
+    record = json.loads((folder / "training.json").read_text())
+    assert (folder / "README.md").read_text() == card(find(name), record)
 
 
 @pytest.mark.parametrize("folder", sorted((ASSETS / "drafters").iterdir()), ids=lambda f: f.name)

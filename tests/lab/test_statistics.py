@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.lab.evaluation import statistics as stats
+from kvasir_lab.evaluation import statistics as stats
 
 # ------------------------------------------------------------------------------------------------------------- Wilson
 

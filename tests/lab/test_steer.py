@@ -13,14 +13,14 @@ from kvasir.convert.checkpoint import convert
 from kvasir.convert.converter import load_converter
 from kvasir.errors import ConfigError
 from kvasir.hooks.hook import Gate, Hook, read_set, write_set
-from kvasir.lab.lookup import load_task
-from kvasir.lab.steer import crest, styles
-from kvasir.lab.steer.probes import directions, fit, held_out
-from kvasir.lab.steer.traces import BLANK, Cut, Trace, cuts, splitting_ids
-from kvasir.lab.tasks.style import STYLES
-from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.models import checkpoint
 from kvasir.models.loader import read_tensors
+from kvasir_lab.lookup import load_task
+from kvasir_lab.steer import crest, styles
+from kvasir_lab.steer.probes import directions, fit, held_out
+from kvasir_lab.steer.traces import BLANK, Cut, Trace, cuts, splitting_ids
+from kvasir_lab.tasks.style import STYLES
+from kvasir_lab.tokenizer import shipped_tokenizer
 from tests.engine.driver import Driver
 from tests.hooks import DIM, HEADS, LAYERS, write_hooks
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.lookup import load_task
-from kvasir.lab.task import SPLITS, encode, split_of
 from kvasir.technique import names
+from kvasir_lab.lookup import load_task
+from kvasir_lab.task import SPLITS, encode, split_of
 
-NAMES = names("kvasir.lab.tasks")
+NAMES = names("kvasir_lab.tasks")
 ANSWERED = [name for name in NAMES if load_task(name).scored == "answer"]
 
 
@@ -177,7 +177,7 @@ def test_prose_windows_have_the_asked_length_and_come_from_the_books(tokenizer):
 
 
 def test_held_out_prose_is_not_trained_on():
-    from kvasir.lab.tasks.story import books
+    from kvasir_lab.tasks.story import books
 
     train = {p for book in books("train") for p in book if len(p) > 150}
     for split in ("validation", "test"):

@@ -12,8 +12,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from kvasir.lab.lookup import load_task
-from kvasir.lab.tokenizer import shipped_tokenizer
+from kvasir_lab.lookup import load_task
+from kvasir_lab.tokenizer import shipped_tokenizer
 
 
 def asked(problem) -> str:
@@ -324,7 +324,7 @@ def test_the_entropy_in_closed_form_is_the_empirical_one(choices):
 
 def test_words_of_a_template_are_drawn_evenly():
     """Chi-square of the patterns and of one gap (df 7 and 15, far tails) would show wrong weights."""
-    from kvasir.lab.tasks.template import PATTERNS, PLACES
+    from kvasir_lab.tasks.template import PATTERNS, PLACES
 
     task = load_task("template")
     lines = [s for p in task.problems("longer", 1, 800) for s in p.solution.split("\n")]
@@ -349,7 +349,7 @@ def test_the_probabilities_of_all_sentences_sum_to_one():
 
     Their probabilities must sum to the pattern's share.
     """
-    from kvasir.lab.tasks.template import GAP, PATTERNS, WORDS
+    from kvasir_lab.tasks.template import GAP, PATTERNS, WORDS
 
     task = load_task("template:choices=3")
     total = 0.0

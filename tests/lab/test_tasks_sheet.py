@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.lookup import load_task
-from kvasir.lab.sheet import Sheet, SheetTask, fold
-from kvasir.lab.task import Task
 from kvasir.technique import names
+from kvasir_lab.lookup import load_task
+from kvasir_lab.sheet import Sheet, SheetTask, fold
+from kvasir_lab.task import Task
 
 SPECS = [
     "chain",
@@ -50,7 +50,7 @@ def texts_of(tokenizer, made) -> list[str]:
 
 
 def test_every_task_but_the_old_text_ones_is_covered_here():
-    written = {name for name in names("kvasir.lab.tasks") if isinstance(load_task(name), SheetTask)}
+    written = {name for name in names("kvasir_lab.tasks") if isinstance(load_task(name), SheetTask)}
     assert written == {spec.split(":")[0] for spec in SPECS}
 
 

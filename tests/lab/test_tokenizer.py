@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir.errors import ConfigError
-from kvasir.lab import tokenizer as lab
-from kvasir.lab.chat import TEMPLATE, prompt, segments
-from kvasir.lab.lookup import load_task
-from kvasir.lab.training.recipe import NANO
-from kvasir.lab.training.train_tokenizer import train
+from kvasir_lab import tokenizer as lab
+from kvasir_lab.chat import TEMPLATE, prompt, segments
+from kvasir_lab.lookup import load_task
+from kvasir_lab.training.recipe import NANO
+from kvasir_lab.training.train_tokenizer import train
 
-SHIPPED = str(files("kvasir").joinpath("assets/nano"))
+SHIPPED = str(files("kvasir_lab").joinpath("assets/nano"))
 PARAMETERS = {"type": "object", "properties": {}}
 TOOL = {
     "type": "function",
@@ -70,7 +70,7 @@ def test_special_tokens_come_first_and_tags_stay_visible(tokenizer):
 def test_training_again_gives_the_shipped_files(tokenizer, tmp_path):
     lab.write(train(), tmp_path, NANO.shape.positions)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_bytes() == (files("kvasir") / "assets/nano" / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (files("kvasir_lab") / "assets/nano" / name).read_bytes(), name
 
 
 def test_a_foreign_tokenizer_is_refused(tokenizer, tmp_path):

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export, train
-from kvasir.lab.evaluation.evaluate import Score, evaluate, greedy
-from kvasir.lab.model import Model, Shape, block_mask, compiled, document_mask, losses
-from kvasir.lab.task import Documents
-from kvasir.lab.training import loop
-from kvasir.lab.training import state as lab_state
-from kvasir.lab.training.data import Mixture, Rows, pack
-from kvasir.lab.training.recipe import BASE, NANO, RECIPES, SMOKE, Curves, find
-from kvasir.lab.training.trainer import Trainer, mean_loss
+from kvasir_lab import export, train
+from kvasir_lab.evaluation.evaluate import Score, evaluate, greedy
+from kvasir_lab.model import Model, Shape, block_mask, compiled, document_mask, losses
+from kvasir_lab.task import Documents
+from kvasir_lab.training import loop
+from kvasir_lab.training import state as lab_state
+from kvasir_lab.training.data import Mixture, Rows, pack
+from kvasir_lab.training.recipe import BASE, NANO, RECIPES, SMOKE, Curves, find
+from kvasir_lab.training.trainer import Trainer, mean_loss
 
 TINY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
 SHAPE = Shape(dim=32, layers=2, ffn=64, heads=2, kv_heads=1, head_dim=16, positions=128)
@@ -306,8 +306,8 @@ def test_greedy_with_a_cache_equals_greedy_without():
 
 
 def test_evaluation_counts_what_the_checker_accepts(tokenizer, monkeypatch):
-    from kvasir.lab.evaluation import evaluate as module
-    from kvasir.lab.lookup import load_task
+    from kvasir_lab.evaluation import evaluate as module
+    from kvasir_lab.lookup import load_task
 
     problems = {
         tuple(tokenizer.encode(p.prompt, add_special_tokens=False).ids): p

@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
-from kvasir.lab.lookup import load_task
-from kvasir.lab.tasks.two_part import part_steps
+from kvasir_lab.lookup import load_task
+from kvasir_lab.tasks.two_part import part_steps
 
 
 def worked_out(question: str) -> int:

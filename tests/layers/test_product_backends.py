@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvasir import LLM, SamplingParams, technique
-from kvasir.engine import product_choice
-from kvasir.engine.product_choice import choose_products
+from kvasir.engine.start import product_choice
+from kvasir.engine.start.product_choice import choose_products
 from kvasir.errors import ConfigError
 from kvasir.kernels import weight_codes
 from kvasir.layers.linear import Linear

@@ -22,7 +22,7 @@ from kvasir.layers.recurrent_spec import KDASpec, M2RNNSpec, Mamba3Spec
 from kvasir.layers.spec import LOOK_AHEAD, NormSpec
 from kvasir.layers.weights import Placement
 from kvasir.types import CacheGroup, StepBatch
-from tools.parity_study import MARK, STEPS, Learner
+from kvasir_lab.studies.parity_study import MARK, STEPS, Learner
 
 EXACT = Placement(torch.device("cpu"), torch.float32, exact=True)
 NORM = NormSpec(1e-5)

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from kvasir.engine import build
-from kvasir.engine.mixed_steps import MixedSteps
+from kvasir.engine.start import build
+from kvasir.engine.ways.mixed_steps import MixedSteps
 from kvasir.errors import ConfigError
 from kvasir.kernels.moe_rounding import DIRECTIONS, Rounding, round_reference
 from kvasir.kernels.moe_routing import route_reference

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvasir import LLM, SamplingParams
-from kvasir.lab.lookup import load_task
+from kvasir_lab.lookup import load_task
 
 SECONDS = 600  # until a version must be served; some 200 on two cores
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvasir.engine.learning import device_of
+from kvasir.engine.drafts.learning import device_of
 from kvasir.errors import ConfigError
 from kvasir.speculation import heads
 from tests.learn.helpers import candidate, learner, offer, staged, weights_of
@@ -21,7 +21,7 @@ from tests.speculation.helpers import outputs, plain, requests
 def test_eagle_changes_versions_every_seven_steps_and_no_token(temperature, monkeypatch, tmp_path):
     """Keys that an old version has written stay in the lanes."""
     d = learner(monkeypatch, "eagle:model=new", max_draft_tokens=4)
-    learning, real, count = d.engine._learning, d.step, [0]
+    learning, real, count = d.engine.learning, d.step, [0]
 
     def step(preempt: bool = False) -> None:
         real(preempt)
@@ -45,7 +45,7 @@ def test_the_last_accepted_weights_lie_in_the_folder_that_was_named(monkeypatch,
     out = tmp_path / "deep" / "learned"
     d = learner(monkeypatch, learn_out=str(out))
     assert "may tell one tenant what others wrote" in caplog.text
-    learning = d.engine._learning
+    learning = d.engine.learning
     assert not out.exists(), "nothing was learned yet"
     for number, kind in enumerate(("same", "random"), 1):
         weights = weights_of(d, kind)
@@ -65,7 +65,7 @@ def test_the_last_accepted_weights_lie_in_the_folder_that_was_named(monkeypatch,
 def test_a_full_disk_keeps_the_weights_that_were_there_and_the_next_are_kept(monkeypatch, tmp_path, caplog):
     out = tmp_path / "learned"
     d = learner(monkeypatch, learn_out=str(out))
-    learning, weights = d.engine._learning, weights_of(d)
+    learning, weights = d.engine.learning, weights_of(d)
     learning._keep(weights)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     write, rename = Path.write_bytes, Path.rename

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.bench import drift
 from kvasir.errors import ConfigError
 from kvasir.learn import learner as module
 from kvasir.learn.branch_loss import branch_loss
@@ -19,6 +18,7 @@ from kvasir.learn.pace import FIRST, LEAST_ROWS, LONGEST, SLICE_SECONDS, Pace
 from kvasir.learn.packed import pack
 from kvasir.learn.pieces import USES, Pieces, cut
 from kvasir.learn.trace import PLAIN, REJECTED
+from kvasir_lab.bench import drift
 from tests.learn.handmade import STEPS, nano, trace_of
 
 TINY = Recipe(every=4, rows=64, forwards=1, rate=1e-2)

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.engine import learning as module
-from kvasir.engine.swap_gate import SwapGate
-from kvasir.engine.tracing import STEPS_TOGETHER
+from kvasir.engine.drafts import learning as module
+from kvasir.engine.drafts.swap_gate import SwapGate
+from kvasir.engine.drafts.tracing import STEPS_TOGETHER
 from kvasir.errors import ConfigError
-from kvasir.lab import export
 from kvasir.learn import link, messages
 from kvasir.learn.packed import pack
 from kvasir.learn.trace import ACCEPTED, PLAIN, REJECTED
 from kvasir.models.checkpoint import resolve
 from kvasir.types import Plan
+from kvasir_lab import export
 from tests.engine.test_taps import truth
 from tests.learn.helpers import IDLE, candidate, every_step_takes, learner, offer, sent, staged, traces, weights_of
 from tests.speculation.helpers import driver, outputs, plain, requests
@@ -37,7 +37,7 @@ def expected():
 def d(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     d = learner(patch)
-    d.engine._learning._look = lambda plan: None  # whatever steps show, all requests are traced
+    d.engine.learning._look = lambda plan: None  # whatever steps show, all requests are traced
     yield d
     d.close()
     patch.undo()
@@ -50,7 +50,7 @@ def fresh(request):
     if "d" in request.fixturenames:
         d = request.getfixturevalue("d")
         d.outputs.clear()
-        learning = d.engine._learning
+        learning = d.engine.learning
         learning._gate, learning._rollbacks = None, 0
         learning._versions.refuse()
 
@@ -113,7 +113,7 @@ def test_what_the_engine_records_can_be_packed(d):
 def test_rows_of_several_steps_go_to_the_host_together(d, monkeypatch):
     """The thread is woken once in some steps, and what it puts together is the same. Nothing is left behind."""
     traces(d)
-    tracer, copies, steps = d.engine._learning.tracer, [], []
+    tracer, copies, steps = d.engine.learning.tracer, [], []
     copy, stepped = tracer._copy, tracer.stepped
     monkeypatch.setattr(tracer, "_copy", lambda part: (copies.append(len(part)), copy(part)))
     monkeypatch.setattr(tracer, "stepped", lambda: (steps.append(1), stepped()))
@@ -131,7 +131,7 @@ def test_who_says_no_is_not_recorded(d):
 
 
 def test_long_requests_leave_in_pieces_and_preempted_rows_come_once(d, monkeypatch):
-    monkeypatch.setattr(d.engine._learning.tracer, "_piece_rows", 16)
+    monkeypatch.setattr(d.engine.learning.tracer, "_piece_rows", 16)
     traces(d)
     every = requests(d, 1.0)
     d.run(every, preempt_every=3)
@@ -144,9 +144,9 @@ def test_long_requests_leave_in_pieces_and_preempted_rows_come_once(d, monkeypat
 
 
 def test_a_sample_is_traced_while_drafts_pay(d, monkeypatch):
-    tracer = d.engine._learning.tracer
+    tracer = d.engine.learning.tracer
     tracer.all = False
-    monkeypatch.setattr("kvasir.engine.tracing.SAMPLED", 0.5)
+    monkeypatch.setattr("kvasir.engine.drafts.tracing.SAMPLED", 0.5)
     traces(d)
     d.run([request for i in range(3) for request in requests(d, 0.0, tag=f"s{i}-", max_tokens=2)])
     assert 0 < len(traces(d)) < 12
@@ -154,7 +154,7 @@ def test_a_sample_is_traced_while_drafts_pay(d, monkeypatch):
 
 
 def test_all_are_traced_where_drafts_do_not_pay_or_acceptance_falls(d, monkeypatch):
-    learning, look = d.engine._learning, module.Learning._look
+    learning, look = d.engine.learning, module.Learning._look
     controller = learning._drafting.controller
     stats, plan = controller.stats, Plan(0, [])
     monkeypatch.setattr(learning, "_seen", (stats.verified, stats.accepted, stats.drafted))
@@ -178,7 +178,7 @@ def test_all_are_traced_where_drafts_do_not_pay_or_acceptance_falls(d, monkeypat
 
 def test_the_trainer_rests_on_the_engines_gpu_where_no_draft_could_pay(d, monkeypatch):
     """It is told again and again: one that starts later, or again, has not heard the first time."""
-    learning, heard, pays = d.engine._learning, [], [False]
+    learning, heard, pays = d.engine.learning, [], [False]
     plan = SimpleNamespace(spans=[SimpleNamespace(length=1, start=100, commit="walk")])
     monkeypatch.setattr(learning._trainer, "send", heard.append)
     monkeypatch.setattr(learning, "_resting", None)
@@ -211,7 +211,7 @@ def test_new_weights_of_the_model_drop_old_traces(d):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_swap_every_seven_steps_changes_no_token(temperature, expected, d, tmp_path):
     """To weights as good and to random ones, with preemption and two branches."""
-    learning, version = d.engine._learning, d.engine._learning._versions.accepted
+    learning, version = d.engine.learning, d.engine.learning._versions.accepted
     before = learning._stats.swaps
     real, count = d.step, [0]
 
@@ -235,7 +235,7 @@ def test_a_swap_every_seven_steps_changes_no_token(temperature, expected, d, tmp
 
 
 def run_until_decided(d, tag: str) -> None:
-    learning, rounds = d.engine._learning, 0
+    learning, rounds = d.engine.learning, 0
     while learning._gate is not None and rounds < 12:
         d.outputs.clear()
         d.run(requests(d, 0.0, tag=f"{tag}{rounds}-"))
@@ -244,7 +244,7 @@ def run_until_decided(d, tag: str) -> None:
 
 
 def test_random_weights_are_rolled_back_and_good_ones_stay(d, tmp_path):
-    learning = d.engine._learning
+    learning = d.engine.learning
     learning.gate_rows = {"rows": 60, "turn": 6, "settling": 0}
     real = learning.stepped
     every_step_takes(d)
@@ -293,7 +293,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("fault", [*BROKEN, "a cut file", "no card", "other layers", "another model"])
 def test_a_candidate_that_does_not_fit_is_refused_whole(fault, d, tmp_path):
-    learning = d.engine._learning
+    learning = d.engine.learning
     heard, before = sent(d), {name: t.clone() for name, t in learning._drafter.weights().items()}
     weights, version = weights_of(d, "random"), learning._versions.accepted + 1
     if fault in BROKEN:
@@ -322,7 +322,7 @@ def test_without_the_check_half_a_version_is_served(d, tmp_path, monkeypatch):
     weights["bias"].fill_(torch.nan)
     offer(d, candidate(d, tmp_path / "c", 99, weights))
     staged(d)
-    assert not all(torch.isfinite(t).all() for t in d.engine._learning._drafter.weights().values())
+    assert not all(torch.isfinite(t).all() for t in d.engine.learning._drafter.weights().values())
 
 
 # -------------------------------------------------------------------------------------------------------------- tenants
@@ -334,7 +334,7 @@ def accepted_of_b(monkeypatch, tenants: tuple[str, ...], learn: bool, folder) ->
         if tenant == "b" and learn:
             offer(d, candidate(d, folder, 1, weights_of(d, "random")))
             staged(d)
-            assert d.engine._learning._versions.serving == 1
+            assert d.engine.learning._versions.serving == 1
         given = requests(d, 0.0, tag=tenant)
         for request in given:
             request.tenant = tenant
@@ -362,7 +362,7 @@ def test_what_one_tenant_taught_does_not_show_in_anothers_counts(monkeypatch, tm
 
 def test_ten_refusals_in_a_row_end_learning_and_nothing_else(monkeypatch, tmp_path):
     d = learner(monkeypatch)
-    learning = d.engine._learning
+    learning = d.engine.learning
     pid = learning._trainer.pid
     for version in range(1, 11):
         weights = weights_of(d)
@@ -382,7 +382,7 @@ def test_ten_refusals_in_a_row_end_learning_and_nothing_else(monkeypatch, tmp_pa
 def test_a_trainer_that_dies_is_started_three_times_more(monkeypatch):
     monkeypatch.setattr(link, "COMMAND", ["false"])
     d = driver("medusa:model=new", learn="on", learn_tenants=("all",))
-    trainer = d.engine._learning._trainer
+    trainer = d.engine.learning._trainer
     trainer._pause = 0.01
     d.run(requests(d, 0.0)[:1])
     until = time.monotonic() + 60
@@ -395,7 +395,7 @@ def test_a_trainer_that_dies_is_started_three_times_more(monkeypatch):
 
 
 def test_a_full_ring_and_a_dead_tracer_cost_traces_alone(d, expected, monkeypatch):
-    learning = d.engine._learning
+    learning = d.engine.learning
     monkeypatch.setattr(learning._ring, "put", lambda *args: False)
     dropped = learning.tracer.dropped
     d.run(requests(d, 1.0, 2, max_tokens=24))
@@ -482,7 +482,7 @@ def test_both_ends_of_the_line(tmp_path):
 
 
 def test_the_engine_sees_tenants_and_no_keys():
-    from kvasir.api.auth import name_of
+    from kvasir.api.http.auth import name_of
     from kvasir.cli.serve import name_tenants
     from kvasir.config import Settings, compose
 
@@ -498,8 +498,8 @@ def test_the_engine_sees_tenants_and_no_keys():
 
 
 def test_a_request_says_no_in_its_body():
-    from kvasir.api.protocol import CompletionBody
-    from kvasir.api.sampling import sampling_params
+    from kvasir.api.protocols.openai import CompletionBody
+    from kvasir.api.protocols.sampling import sampling_params
 
     body = {"model": "m", "prompt": "p"}
     assert sampling_params(CompletionBody(**body), {}).learn

@@ -67,7 +67,7 @@ def test_a_trainer_reads_the_folder_of_a_model_that_was_named(monkeypatch):
     found = sent(d)
     d.engine.update_weights("nano")
     assert found == [Renewed(1, str(resolve("nano")), found[0].target)]
-    order = d.engine._learning._order()
+    order = d.engine.learning._order()
     assert Path(order.model) == resolve("nano") and order.base_version == 1
     d.close()
 
@@ -79,7 +79,7 @@ def test_traces_of_cancelled_requests_go_with_the_old_weights(monkeypatch):
         d.submit(request)
     for _ in range(4):
         d.step()
-    for request_id in list(d.engine._live):
+    for request_id in list(d.engine.requests.live):
         d.engine.cancel(request_id)
     d.engine.weights_changed()
     d.run(requests(d, 0.0, tag="new"))

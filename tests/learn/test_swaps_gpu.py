@@ -8,7 +8,7 @@ import torch
 from kvasir.config import EngineConfig
 from kvasir.engine.engine import Engine
 from kvasir.speculation.versions import Versions, copy
-from tools.swap_times import replies
+from kvasir_lab.studies.swap_times import replies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -21,7 +21,7 @@ def test_swaps_keep_every_token():
     plain.close()
     drafter = dict(drafter="eagle:model=new", draft_control="fixed")
     engine = Engine(EngineConfig.of(batch_invariant=True, max_num_seqs=16, **drafter))
-    live = engine._drafting.drafter.weights()
+    live = engine.proposals.drafting.drafter.weights()
     versions = Versions(live)
     copy(versions._candidate, {name: torch.randn_like(tensor) for name, tensor in live.items()})
     versions.candidate, served = 1, []

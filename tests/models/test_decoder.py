@@ -7,7 +7,7 @@ import torch
 
 from kvasir.attention.backend import Site
 from kvasir.attention.backends.torch import TorchBackend
-from kvasir.engine.batch import pack
+from kvasir.engine.ways.batch import pack
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.spec import DenseSpec, GQASpec, NormSpec, RopeSpec

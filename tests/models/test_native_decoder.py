@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvasir import LLM
-from kvasir.engine import build
-from kvasir.engine.batch import pack
+from kvasir.engine.start import build
+from kvasir.engine.ways.batch import pack
 from kvasir.errors import ConfigError
 from kvasir.kernels.native.library import Native, native
 from kvasir.models import native_decoder

@@ -9,7 +9,7 @@ import torch
 
 from kvasir.attention.backend import Site
 from kvasir.attention.backends.torch import TorchBackend
-from kvasir.engine.batch import pack
+from kvasir.engine.ways.batch import pack
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.spec import LOOK_AHEAD
@@ -30,9 +30,9 @@ LENGTHS = (41, 3, 18)
 class Paged:
     """A model with a poisoned pool and a few sequences, which takes spans and collects logits by sequence."""
 
-    def __init__(self, folder, exact=False, codec=None, num_positions=None):
+    def __init__(self, folder, exact=False, codec=None, num_positions=None, mtp=False):
         config = checkpoint.read_config(folder)
-        options = dict(device="cpu", dtype=torch.float32, exact=exact, num_positions=num_positions)
+        options = dict(device="cpu", dtype=torch.float32, exact=exact, num_positions=num_positions, mtp=mtp)
         self.model = load_model(folder, config, **options)
         groups = self.model.spec.cache_groups()
         self.pool = KVPool(groups, codec or PlainCodec(), [40] * len(groups), PAGE_SLOTS, "cpu", torch.float32)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab import policy
 from kvasir.scaling.policy_table import Outcomes, PolicyTable, best, cross_fitted, fit, quantiles
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategies.adaptive_self_eval import Config, temperature
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab import policy
 from tests.scaling.rewarded import Reward
 from tests.scaling.tabular import WORDS, Forms, Tabular, answer, table
 from tests.scaling.test_layer import amounts, outcome, run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 
@@ -188,3 +189,34 @@ def test_what_was_seen_of_a_failed_call_is_whole_pieces():
         asyncio.run(main(**o)) for o in ({}, {"faults": 1}, {"faults": 1, "piece": 8})
     )
     assert good == single == several and none == 0 and less < seen
+
+
+def test_a_slow_chat_template_does_not_stall_the_event_loop(monkeypatch):
+    """Prompts are encoded in another thread, in the order of their calls, and once each."""
+    model, loop_thread, encoded = endpoint(), threading.get_ident(), []
+    real, beats = model.tokenizer.encode_chat, threading.Event()
+
+    def slow(messages, *args, **kwargs):
+        assert threading.get_ident() != loop_thread, "the event loop waits for a chat template"
+        encoded.append(messages[0]["content"])
+        beats.clear()
+        assert beats.wait(60), "the event loop does not go on"
+        return real(messages, *args, **kwargs)
+
+    async def beat():
+        while True:
+            beats.set()
+            await asyncio.sleep(0)
+
+    async def calls():
+        beating = asyncio.create_task(beat())
+        contexts = [Context(Run([model], seed=3, sampling=Sampling(max_tokens=8)), f"p{i}") for i in range(6)]
+        asked = [[{"role": "user", "content": f"Hello {i}"}] for i in range(6)]
+        try:
+            return await asyncio.gather(*(c.sample(model, m, 2) for c, m in zip(contexts, asked)))
+        finally:
+            beating.cancel()
+
+    monkeypatch.setattr(model.tokenizer, "encode_chat", slow)
+    assert all(asyncio.run(calls()))
+    assert encoded == [f"Hello {i}" for i in range(6)]

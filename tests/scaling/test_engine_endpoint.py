@@ -9,11 +9,11 @@ import pytest
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Prompt, Refused, Sampling
 from kvasir.scaling.engine_endpoint import FEATURES, ClientEndpoint, EngineEndpoint
 from kvasir.scaling.primitives import Context, Run, opened
 from kvasir.scaling.problem import Problem
+from kvasir_lab.lookup import load_task
 from tests.client.helpers import beat
 
 QUESTION = load_task("countdown").problems("test", 3, 1)[0]

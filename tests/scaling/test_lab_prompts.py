@@ -8,13 +8,13 @@ import re
 
 import pytest
 
-from kvasir.cli.solve_job import LabPrompts, lab_problems
-from kvasir.lab.forms import FORMS, SOLVING, FormTask, render, solution
-from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Chunk, Draw, Endpoint, Sampling
 from kvasir.scaling.ledger import Price
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab.forms import FORMS, SOLVING, FormTask, render, solution
+from kvasir_lab.lookup import load_task
+from kvasir_lab.solving.job import LabPrompts, lab_problems
 
 
 class Scripted(Endpoint):

@@ -9,10 +9,8 @@ import random
 
 import pytest
 
-from kvasir.cli.solve_job import lab_problems
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, Sampling, Shape
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.primitives import Context, Run, opened
@@ -21,6 +19,8 @@ from kvasir.scaling.report import figures
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategies.plan_and_budget import PLAN, TOTALS, allocate, read_plan, weight
 from kvasir.scaling.strategy import load_strategy
+from kvasir_lab.lookup import load_task
+from kvasir_lab.solving.job import lab_problems
 
 GOOD = {"level": 2, "steps": [{"step": s, "difficulty": 3, "credits": c} for s, c in (("x", 20), ("y", 60), ("z", 20))]}
 DECAYS = ("constant", "linear", "polynomial", "exponential", "cosine")

@@ -81,8 +81,8 @@ def driver(drafter: str = "", **options) -> Driver:
 
 def install(d: Driver, drafter: Drafter) -> None:
     """Use this drafter in place of ``replay``, with which the engine was started."""
-    d.engine._drafting.drafter = drafter
-    d.engine._drafting.listen()
+    d.engine.proposals.drafting.drafter = drafter
+    d.engine.proposals.drafting.listen()
     place = d.engine.runner.model.place
     d.engine.runner.parts.guest_inputs = (
         None if drafter.guests is None else drafter.guests.to(place.device, place.dtype)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kvasir.lab import export
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
+from kvasir_lab import export
 
 PARTS = (
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),

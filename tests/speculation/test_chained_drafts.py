@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvasir.engine.chained_drafts import check_exact, in_one_chain
-from kvasir.engine.spans import ends_in_one_chain
+from kvasir.engine.drafts.chained_drafts import check_exact, in_one_chain
+from kvasir.engine.schedule.spans import ends_in_one_chain
 from kvasir.errors import ConfigError
 from kvasir.speculation.tree import DraftTree
 from tests.speculation.helpers import Hostile, WithGuests, driver, install, requests
@@ -69,15 +69,16 @@ def test_the_engine_runs_chains_alone(guests):
         wild = WithGuests(right, d.engine.runner.model.spec.hidden_size) if guests else Hostile(right)
         wild.tail = TAIL if guests else ()
         install(d, wild)
-        drafting = d.engine._drafting
-        drafting._chains, commit, found = cut, drafting.commit, []
+        drafting = d.engine.proposals.drafting
+        drafting._chains, commit, found = cut, drafting.committing, []
 
         def look(span, result, kept, commit=commit, found=found):
             guests = span.seq.guests
             found.append(span.parents is None and (not guests or ends_in_one_chain(guests, len(span.seq.draft) - 1)))
             commit(span, result, kept)
 
-        drafting.commit = look
+        drafting.committing = look
+        d.engine.bind_parts(drafting)
         d.run(requests(d, 1.0, 2, logprobs=None))
         assert {key: out.tokens for key, out in d.outputs.items()} == right and not d.errors
         assert d.engine.stats().accepted_tokens

@@ -11,9 +11,9 @@ from statistics import fmean
 
 import pytest
 
-from kvasir.bench.drafting_sim import Clock, Coins, Compared, Load, Machine, Simulation, coins, compare, constant
-from kvasir.engine import draft_times
+from kvasir.engine.drafts import draft_times
 from kvasir.speculation.router import Router
+from kvasir_lab.bench.drafting_sim import Clock, Coins, Compared, Load, Machine, Simulation, coins, compare, constant
 
 ROOT = Path(__file__).parents[2]
 SMALL = dict(machine=Machine(scale=0.1, sync=0.3e-3), shape="qwen3-0.6b")

@@ -106,7 +106,9 @@ def chi_square(expected: dict[tuple[int, ...], float], guests: bool = False) -> 
     for out in d.outputs.values():
         first = tuple(out.tokens[:3])  # near the end there is no room for trees
         seen[first] = seen.get(first, 0) + 1
-    assert d.engine.stats().accepted_tokens > SAMPLES and (not guests or d.engine._drafting.drafter.rows > SAMPLES)
+    assert d.engine.stats().accepted_tokens > SAMPLES and (
+        not guests or d.engine.proposals.drafting.drafter.rows > SAMPLES
+    )
     d.close()
     cells = [(seen.get(cell, 0), SAMPLES * p) for cell, p in expected.items()]
     often, rare = [c for c in cells if c[1] >= RARE], [c for c in cells if c[1] < RARE]

@@ -141,7 +141,7 @@ def test_trained_heads_and_copies_together(tmp_path):
     heads = [f"{kind}:model={trained.random_head(kind, tmp_path / kind)}" for kind in ("medusa", "eagle")]
     expected = trained.plain(0.7)
     d = trained.driver("+".join(["suffix:min_match=1", *heads]))
-    router = d.engine._drafting.drafter
+    router = d.engine.proposals.drafting.drafter
     assert set(router._columns) == {"medusa", "eagle"} and len(router.hidden_layers) > len(router._columns["medusa"])
     for name in ("suffix", "medusa", "eagle"):
         d.outputs.clear()

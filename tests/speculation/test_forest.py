@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvasir.config import SpeculationConfig
-from kvasir.engine.drafting import Drafting
+from kvasir.engine.drafts.drafting import Drafting
 from kvasir.speculation.controller import PACKED, Controller
 from kvasir.speculation.forest import Forest, native
 from kvasir.speculation.tree import DraftTree
@@ -99,8 +99,8 @@ def test_trees_come_back_as_they_were():
 @needs_native
 def test_the_engine_tells_the_controller_of_all_trees_at_once(monkeypatch):
     """``Drafting`` learns the same from a forest as tree by tree, and moves slots off the leftmost path."""
-    from kvasir.bench import drafting_host
     from kvasir.speculation.router import load_drafter
+    from kvasir_lab.bench import drafting_host
 
     found = []
     made = Drafting.__init__

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.engine import graph_buckets
-from kvasir.engine.graph_buckets import ROW_BY_ROW
+from kvasir.engine.ways import graph_buckets
+from kvasir.engine.ways.graph_buckets import ROW_BY_ROW
 from tests.speculation import trained as heads
 from tests.speculation.helpers import NANO, Hostile, WithGuests, driver, install, requests
 
@@ -98,7 +98,7 @@ def test_trained_heads_keep_tokens(kind, more, graphs, tmp_path):
         d.outputs.clear()
         d.run(heads.requests(d, 0.7, 2))
         assert heads.tokens(d) == expected
-    stats, drafter = d.engine.stats(), d.engine._drafting.drafter
+    stats, drafter = d.engine.stats(), d.engine.proposals.drafting.drafter
     assert stats.accepted_tokens > 20
     if kind == "eagle" and graphs:
         assert drafter._capture is not None and any(shape.replay for shape in drafter._shapes.values())

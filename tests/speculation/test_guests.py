@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvasir.decoding.guesses import listed
-from kvasir.engine import mixed_steps
-from kvasir.engine.capture import call_through
-from kvasir.engine.graphs import DecodeGraphs
-from kvasir.engine.mixed_steps import MixedSteps
-from kvasir.engine.spans import Tail, next_span
+from kvasir.engine.schedule.spans import Tail, next_span
+from kvasir.engine.ways import mixed_steps
+from kvasir.engine.ways.capture import call_through
+from kvasir.engine.ways.graphs import DecodeGraphs
+from kvasir.engine.ways.mixed_steps import MixedSteps
 from kvasir.kernels.guess import guess_rows_ref
 from kvasir.kernels.sample import sample_rows_ref
 from kvasir.speculation.controller import Controller
@@ -71,8 +71,8 @@ def run(how, **params):
         way.run = counted
     d.run(requests(d, 1.0, logprobs=None, **params), preempt_every=6)
     assert not d.errors and {key: out.tokens for key, out in d.outputs.items()} == wanted
-    assert not d.engine._drafting._failures
-    heard = d.engine._drafting.drafter.heard
+    assert not d.engine.proposals.drafting._failures
+    heard = d.engine.proposals.drafting.drafter.heard
     d.close()
     return heard, ran
 

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvasir.config import EngineConfig
-from kvasir.engine import drafting
-from kvasir.engine.build import build
+from kvasir.engine.drafts import drafting
+from kvasir.engine.start.build import build
 from kvasir.errors import ConfigError
-from kvasir.lab import export
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask
@@ -23,6 +22,7 @@ from kvasir.speculation.head_kinds.eagle import Eagle, EagleShape
 from kvasir.speculation.router import load_drafter
 from kvasir.speculation.tree import products
 from kvasir.types import Request, SamplingParams, Sequence
+from kvasir_lab import export
 from tests.pairwise import label, pairwise
 from tests.speculation.trained import driver, plain, random_head, requests, tokens, trained
 
@@ -65,8 +65,22 @@ def spec(name: str, folders) -> str:
     return f"{kind}:model={folders[name if rest == 'random' else kind]}" + (f",{rest}" if "=" in rest else "")
 
 
-@pytest.mark.parametrize("case", list(pairwise(FACTORS)), ids=label)
+# Drafters of the pairs: each kind once, and EAGLE's with as many lanes as sequences wait for. `make test-all` has all.
+ONCE = ["medusa", "eagle", "eagle width=1,window=64,lanes=2", "ppd"]
+
+
+@pytest.mark.parametrize("case", list(pairwise(FACTORS | {"drafter": ONCE})), ids=label)
 def test_same_tokens(case, folders, reference):
+    check_same_tokens(case, folders, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(pairwise(FACTORS)), ids=label)
+def test_same_tokens_of_every_variant(case, folders, reference):
+    check_same_tokens(case, folders, reference)
+
+
+def check_same_tokens(case, folders, reference):
     d = driver(
         spec(case["drafter"], folders),
         max_num_batched_tokens=case["chunk"],
@@ -78,7 +92,7 @@ def test_same_tokens(case, folders, reference):
     )
     d.run(requests(d, case["temperature"], case["n"]), preempt_every=case["preempt_every"])
     assert tokens(d) == reference(case["temperature"], case["n"], case["codec"]), case
-    stats, drafter = d.engine.stats(), d.engine._drafting.drafter
+    stats, drafter = d.engine.stats(), d.engine.proposals.drafting.drafter
     crowded = (
         case["drafter"].startswith("ppd") and case["chunk"] == 6
     )  # a step must be left over for prompt tokens before one for drafts
@@ -132,7 +146,7 @@ def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folde
 def test_beside_other_drafters_each_gets_its_own_layers(folders, reference):
     """The router chooses by step and request, and heads follow every row whoever drafted."""
     d = driver(f"{spec('medusa', folders)}+ngram:min_match=1+{spec('eagle', folders)}", max_num_batched_tokens=32)
-    router = d.engine._drafting.drafter
+    router = d.engine.proposals.drafting.drafter
     assert router.hidden_layers == (1, 2, 3) and router._columns == {"medusa": [2], "eagle": [0, 1, 2]}
     for tag, drafter in (("r", None), ("e", "eagle"), ("m", "medusa")):
         d.run(requests(d, 0.0, tag=tag, drafter=drafter))
@@ -168,12 +182,12 @@ def test_weights_swapped_under_way_change_drafts_and_no_token(folders, reference
         d.submit(request)
     while d.engine.stats().drafts < 4:
         d.step()
-    d.engine._drafting.drafter.load(load_file(folders["eagle random"] / heads.WEIGHTS), 1)
+    d.engine.proposals.drafting.drafter.load(load_file(folders["eagle random"] / heads.WEIGHTS), 1)
     d.run([])
     stats = d.engine.stats()
     assert (
         tokens(d) == reference(0.0, 1, "plain")
-        and d.engine._drafting.drafter.version == 1
+        and d.engine.proposals.drafting.drafter.version == 1
         and stats.accepted_tokens < 0.7 * stats.drafts
     )
     d.close()
@@ -188,7 +202,7 @@ def test_taped_drafts_are_right_as_often(folders):
             d.run(requests(d, 0.0, tag=tag))
         assert tokens(d)
         accepted.append(d.engine.stats().accepted_tokens)
-        assert any(shape.replay for shape in d.engine._drafting.drafter._shapes.values()) != exact
+        assert any(shape.replay for shape in d.engine.proposals.drafting.drafter._shapes.values()) != exact
         d.close()
     assert abs(accepted[0] - accepted[1]) <= 5  # normal mode may break a tie otherwise
 
@@ -487,7 +501,7 @@ def test_shipped_heads_are_for_the_shipped_model(kind):
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_what_a_head_takes_is_known_before_the_pool_is_sized(kind, folders):
     d = driver(f"{kind}:model={folders[kind]}")
-    drafter, model = d.engine._drafting.drafter, d.engine.runner.model
+    drafter, model = d.engine.proposals.drafting.drafter, d.engine.runner.model
     held = (
         sum(p.nbytes for p in drafter._head.parameters())
         + drafter.state_bytes()
@@ -499,7 +513,7 @@ def test_what_a_head_takes_is_known_before_the_pool_is_sized(kind, folders):
 
 
 def test_the_pool_leaves_it_free(monkeypatch):
-    monkeypatch.setattr("kvasir.engine.sizing.available_memory", lambda: 64 << 20)
+    monkeypatch.setattr("kvasir.engine.start.sizing.available_memory", lambda: 64 << 20)
     pages = []
     for beside in (0, 16 << 20):
         built = build(

@@ -8,14 +8,19 @@ from itertools import cycle
 
 import pytest
 
-from kvasir.engine.capture import call_through
+from kvasir.engine.ways.capture import call_through
 from kvasir.errors import RequestError
-from kvasir.models.checkpoint import resolve
+from kvasir.models.checkpoint import read_config, resolve
+from kvasir.models.families import find_family
+from kvasir.models.mtp_fields import QWEN
 from kvasir.types import Grammar
 from tests.engine.driver import use_ways
+from tests.mtp_checkpoints import with_random_layer
 from tests.pairwise import label, pairwise, product
+from tests.speculation.blocks import random_block
 from tests.speculation.helpers import LENGTHS, Hostile, WithGuests, driver, install, outputs, plain, requests
 from tests.speculation.masks import random_masks
+from tests.speculation.published import random_published
 from tests.speculation.trained import random_head
 
 FACTORS = {
@@ -33,9 +38,13 @@ FACTORS = {
         "guests",
         "medusa",
         "eagle",
+        "eagle published",
+        "dflash",
         "ppd",
         "idlm",
         "suffix:min_match=1+idlm",
+        "mtp",
+        "mtp:tree=dyspec+suffix:min_match=1",
     ],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
@@ -51,7 +60,8 @@ FACTORS = {
     "params": ["none", "penalties", "grammar"],
     "control": ["fixed", "goodput", "length", "optimal"],
 }
-RANDOM = ("medusa", "eagle", "ppd", "idlm")  # weights that mean nothing; ``test_heads.py`` has trained ones
+# Weights that mean nothing; ``test_heads.py``, ``test_published.py`` and ``test_dflash.py`` have trained ones.
+RANDOM = ("medusa", "eagle", "eagle published", "dflash", "ppd", "idlm", "mtp")
 PARAMS = {
     "none": {},
     "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
@@ -61,11 +71,19 @@ PARAMS = {
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> dict[str, str]:
-    """Return the specs of drafters with random weights."""
+    """Return the specs of drafters with random weights, and the model that has an MTP layer."""
     root = tmp_path_factory.mktemp("random")
-    found = {kind: f"{kind}:model={random_head(kind, root / kind)}" for kind in RANDOM if kind != "idlm"}
+    ours = [kind for kind in RANDOM if kind not in ("idlm", "dflash", "eagle published", "mtp")]
+    found = {kind: f"{kind}:model={random_head(kind, root / kind)}" for kind in ours}
+    found["eagle published"] = f"eagle:model={random_published(root / 'published')}"
+    shape = read_config(resolve("nano"))
+    sizes = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
+    found["dflash"] = f"dflash:model={random_block(root / 'dflash', *sizes)}"
     masks = f"idlm:model={random_masks(root / 'idlm')}"
-    return found | {"idlm": masks, "suffix:min_match=1+idlm": f"suffix:min_match=1+{masks}"}
+    found["model"] = str(with_random_layer(resolve("nano"), root / "mtp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find_family("qwen3"), "MTP", QWEN, raising=False)
+        yield found | {"idlm": masks, "suffix:min_match=1+idlm": f"suffix:min_match=1+{masks}"}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +107,7 @@ def run_case(case: dict, reference, heads: dict[str, str]) -> tuple[int, int]:
     name = case["drafter"]
     d = driver(
         "replay" if name in ("hostile", "guests") else heads.get(name, name),
+        **({"model": heads["model"]} if name.startswith("mtp") else {}),
         max_num_batched_tokens=case["chunk"],
         max_num_seqs=case["seqs"],
         num_pages=num_pages,
@@ -98,7 +117,7 @@ def run_case(case: dict, reference, heads: dict[str, str]) -> tuple[int, int]:
         static=case["static"],
         draft_control=case["control"],
     )
-    d.engine._drafting.controller._rest = 0  # from the first step on
+    d.engine.proposals.drafting.controller._rest = 0  # from the first step on
     if name == "hostile":
         install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
     elif name == "guests":
@@ -108,21 +127,21 @@ def run_case(case: dict, reference, heads: dict[str, str]) -> tuple[int, int]:
         )
     elif name.startswith("replay"):
         prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
-        d.engine._drafting.drafter.load(
+        d.engine.proposals.drafting.drafter.load(
             {prompts[i]: tokens for (i, branch), (tokens, _) in expected.items() if branch == 0}, 1
         )
     elif name.startswith("layer_skip"):  # by itself it drafts nothing for so small a model
         turns = cycle([(1, 3), (2, 2)])
-        d.engine._drafting.drafter._choose = lambda seqs: next(turns)
+        d.engine.proposals.drafting.drafter._choose = lambda seqs: next(turns)
     given = requests(d, case["temperature"], case["n"], **{"logprobs": case["logprobs"]} | PARAMS[case["params"]])
     d.run(given, preempt_every=case["preempt_every"])
     if case["logprobs"] is None:
         expected = {key: (tokens, []) for key, (tokens, _) in expected.items()}
     assert outputs(d) == expected, case
     stats = d.engine.stats()
-    assert not d.engine._drafting._failures
+    assert not d.engine.proposals.drafting._failures
     if name == "guests":
-        heard_by[case["control"]] = heard_by.get(case["control"], 0) + d.engine._drafting.drafter.rows
+        heard_by[case["control"]] = heard_by.get(case["control"], 0) + d.engine.proposals.drafting.drafter.rows
     d.close()
     return stats.drafted_tokens, stats.accepted_tokens
 
@@ -165,19 +184,23 @@ def test_same_tokens_full_product(place, case, reference, heads):
     )
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
-        dict(bad_words=(), min_tokens=6, stop_token_ids=[311, 312], ignore_eos=False),
-        dict(logprobs=3, logprobs_mode="processed", top_p=0.9, top_k=20),
-        dict(prompt_logprobs=1),
-        dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None),
-    ],
-    ids=["penalties", "stops", "reports", "scored", "grammar"],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("guests", [False, True])
+HISTORY = {
+    "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
+    "stops": dict(bad_words=(), min_tokens=6, stop_token_ids=[311, 312], ignore_eos=False),
+    "reports": dict(logprobs=3, logprobs_mode="processed", top_p=0.9, top_k=20),
+    "scored": dict(prompt_logprobs=1),
+    "grammar": dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None),
+}
+# Every pair of parameters, temperature and guests; the other half of the product is for `make test-all`.
+HISTORIES = [
+    pytest.param(params, t, guests, id=f"{guests}-{t}-{name}", marks=[pytest.mark.slow] * ((i + int(t) + guests) % 2))
+    for i, (name, params) in enumerate(HISTORY.items())
+    for t in (0.0, 1.0)
+    for guests in (False, True)
+]
+
+
+@pytest.mark.parametrize("params, temperature, guests", HISTORIES)
 def test_with_parameters_that_look_at_history(params, temperature, guests):
     """Each node is conditioned on its own path: penalties, bans, masks and reports equal those of plain decoding."""
     expected = plain(temperature, 2, "plain", **params)
@@ -218,7 +241,7 @@ def test_steps_of_more_rows_than_sequences_run_over_static_buffers():
     use_ways(d.engine.runner, call_through, 8)
     expected = plain(0.0)
     prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
-    d.engine._drafting.drafter.load({prompts[i]: tokens for (i, _), (tokens, _) in expected.items()}, 1)
+    d.engine.proposals.drafting.drafter.load({prompts[i]: tokens for (i, _), (tokens, _) in expected.items()}, 1)
     d.run(requests(d, 0.0, logprobs=None))
     assert {key: tokens for key, (tokens, _) in outputs(d).items()} == {
         key: tokens for key, (tokens, _) in expected.items()
@@ -253,7 +276,7 @@ def test_a_draft_model_of_a_shorter_context_drafts_as_far_as_it_goes(tmp_path):
     d = driver(f"draft_model:model={folder}")
     request = d.request("r", list(range(300, 350)), max_tokens=40, temperature=0.0, ignore_eos=True)
     d.run([request])
-    assert d.engine._drafting.drafter._model.info.max_model_len == 64 < d.engine.info.max_model_len
+    assert d.engine.proposals.drafting.drafter._model.info.max_model_len == 64 < d.engine.info.max_model_len
     assert 5 < d.engine.stats().accepted_tokens <= 14 and len(d.outputs["r", 0].tokens) == 40, "and then without drafts"
     d.close()
 
@@ -264,7 +287,7 @@ def test_a_draft_model_goes_on_from_committed_tokens_only():
     for static in (False, True):
         d = driver("draft_model:model=embedded,max_depth=1", max_num_seqs=4)
         if static:
-            use_ways(d.engine._drafting.drafter._model._runner, call_through)
+            use_ways(d.engine.proposals.drafting.drafter._model._runner, call_through)
         d.run(requests(d, 0.0, 2, max_tokens=40))
         accepted.append(d.engine.stats().accepted_by_depth)
         d.close()
@@ -298,7 +321,7 @@ def test_a_prefix_of_drafted_text_is_hit_later(guests, reference):
     ]
     bare = driver(enable_prefix_caching=False)
     bare.run(longer)
-    d.engine._drafting.drafter.outputs |= {(f"again{k}", 0): [] for k in range(len(longer))}
+    d.engine.proposals.drafting.drafter.outputs |= {(f"again{k}", 0): [] for k in range(len(longer))}
     before = d.engine.stats().cached_tokens
     d.run(longer)
     assert d.engine.stats().cached_tokens - before > sum(LENGTHS) // 2

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kvasir.decoding import walk
-from kvasir.engine import batch
+from kvasir.engine.ways import batch
 from kvasir.errors import ConfigError
-from kvasir.lab import export
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation.drafters.idlm import MaskDrafter
 from kvasir.speculation.self_drafter import SelfDrafter
+from kvasir_lab import export
 from tests.speculation.helpers import driver, outputs, plain, requests
 from tests.speculation.masks import PARTS, random_masks, tensors_of
 from tests.speculation.test_mutations import REAL_WALK, guests_are_seen
@@ -37,7 +37,7 @@ def run(folder, temperature: float, layout: str = "tree", **options) -> dict:
     d = driver(f"idlm:model={folder},layout={layout}", **{"max_num_batched_tokens": 96, "check": False} | options)
     try:
         d.run(requests(d, temperature), preempt_every=5)
-        assert not d.engine._drafting._failures and d.engine.stats().drafted_tokens > 20
+        assert not d.engine.proposals.drafting._failures and d.engine.stats().drafted_tokens > 20
         return outputs(d)
     finally:
         d.close()
@@ -191,7 +191,9 @@ def test_who_takes_over_a_seat_meets_no_drafts_of_the_one_before(folder, monkeyp
         self.tail_of_prompts, self.tail = self.tail, self.tail
 
     monkeypatch.setattr(MaskDrafter, "__init__", without_tail)
-    monkeypatch.setattr("kvasir.engine.drafting.Drafting.tail", lambda self: None)  # cold at first, as the paper's code
+    monkeypatch.setattr(
+        "kvasir.engine.drafts.drafting.Drafting.tail", lambda self: None
+    )  # cold at first, as the paper's code
     assert proposals(folder, monkeypatch)[1], "state by seat is not noticed"
 
 

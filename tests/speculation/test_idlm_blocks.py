@@ -39,7 +39,7 @@ def chi_square(expected, folder) -> tuple[float, float, float]:
     while d.engine.has_work():
         d.step()
     stats = d.engine.stats()
-    assert not d.errors and not d.engine._drafting._failures
+    assert not d.errors and not d.engine.proposals.drafting._failures
     d.close()
     seen: dict[tuple[int, ...], int] = {}
     for out in d.outputs.values():

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from kvasir.lab import export
-from kvasir.lab.drafters import mask_rows
-from kvasir.lab.drafters.data import Batch
-from kvasir.lab.drafters.gated_adapter import GatedAdapter
-from kvasir.lab.drafters.kind import DRAFTERS, Kind
-from kvasir.lab.drafters.target import Target
 from kvasir.models.checkpoint import resolve
 from kvasir.technique import load
+from kvasir_lab import export
+from kvasir_lab.drafters import mask_rows
+from kvasir_lab.drafters.data import Batch
+from kvasir_lab.drafters.gated_adapter import GatedAdapter
+from kvasir_lab.drafters.kind import DRAFTERS, Kind
+from kvasir_lab.drafters.target import Target
 from tests.speculation.helpers import driver, requests
 
 CLOSE = 2e-3
@@ -66,7 +66,7 @@ def test_the_engine_computes_the_noisy_half(kind, monkeypatch):
     monkeypatch.setattr(drafters.MaskDrafter, "answer", record)
     d = driver(f"idlm:model={folder},layout=tree", max_num_batched_tokens=96)
     d.run(requests(d, 0.0, allowed_token_ids=None), preempt_every=4)
-    assert not d.engine._drafting._failures
+    assert not d.engine.proposals.drafting._failures
     d.close()
     checked, missed = 0, {own_clean_tokens: 0, no_clean_tokens: 0}
     for tokens, guesses in heard[::5]:

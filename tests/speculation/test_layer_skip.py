@@ -24,7 +24,7 @@ def sequence(tokens: list[int], **params) -> Sequence:
 
 
 def drafter_of(d):
-    return d.engine._drafting.drafter
+    return d.engine.proposals.drafting.drafter
 
 
 def fade(d, after: int, share: float) -> None:

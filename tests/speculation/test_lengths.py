@@ -49,6 +49,6 @@ def test_only_whole_outputs_are_known_of():
             d.step()
         d._take(d.engine.cancel("cut"))
         d.run([])
-        assert d.outputs["cut", 0].finish_reason == "cancelled" and d.engine._drafting._lengths._all == [6]
+        assert d.outputs["cut", 0].finish_reason == "cancelled" and d.engine.proposals.drafting._lengths._all == [6]
     finally:
         d.close()

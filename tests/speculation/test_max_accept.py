@@ -23,12 +23,12 @@ TREE = f"{DRAFTER},tree=dyspec,threshold=0.05"
 
 def bent(d) -> None:
     """Change the drafter's output by other weights in its last layer."""
-    model = d.engine._drafting.drafter._model._runner.model
+    model = d.engine.proposals.drafting.drafter._model._runner.model
     rng = torch.Generator().manual_seed(3)
     for name, slot in model.slots().items():
         if name.endswith("o.weight") or "down" in name:
             slot.target.add_(0.05 * torch.randn(slot.target.shape, generator=rng))
-    d.engine._drafting.drafter._model._runner.weights_changed()
+    d.engine.proposals.drafting.drafter._model._runner.weights_changed()
 
 
 def counts(max_accepted: bool, drafter: str = DRAFTER, **options) -> tuple[dict[tuple[int, ...], int], float]:
@@ -43,7 +43,7 @@ def counts(max_accepted: bool, drafter: str = DRAFTER, **options) -> tuple[dict[
         max_num_batched_tokens=512,
         **options,
     )
-    d.engine._drafting.controller._rest = 0
+    d.engine.proposals.drafting.controller._rest = 0
     bent(d)
     for i in range(SAMPLES):
         d.submit(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvasir.decoding import rows, walk
-from kvasir.engine import batch
-from kvasir.engine.drafting import Drafting
+from kvasir.engine.drafts.drafting import Drafting
+from kvasir.engine.ways import batch
 from kvasir.kv.pool import KVPool
 from tests.speculation.helpers import WithGuests, driver, install, outputs, plain, requests
 

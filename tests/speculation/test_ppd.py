@@ -10,9 +10,6 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export
-from kvasir.lab.drafters import prompt_rows
-from kvasir.lab.drafters.data import Batch
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.controller import Controller
@@ -20,6 +17,9 @@ from kvasir.speculation.drafters.ppd import PromptDrafter, dynamic_tree
 from kvasir.speculation.head_kinds.ppd import Prompts, PromptShape
 from kvasir.speculation.router import Router
 from kvasir.speculation.tree import DraftTree, products
+from kvasir_lab import export
+from kvasir_lab.drafters import prompt_rows
+from kvasir_lab.drafters.data import Batch
 from tests.checkpoints import write
 from tests.engine.driver import Driver
 from tests.speculation.helpers import WithGuests, driver, install, outputs, plain, requests
@@ -60,7 +60,7 @@ def test_the_engine_guesses_what_training_does(ensemble, tmp_path, monkeypatch):
     monkeypatch.setattr(PromptDrafter, "answer", record)
     d = driver(f"ppd:model={tmp_path},rows={12 * ensemble}", max_num_batched_tokens=48)
     d.run(requests(d, 0.0, allowed_token_ids=None), preempt_every=4)
-    assert not d.engine._drafting._failures and outputs(d) == plain(0.0, allowed_token_ids=None)
+    assert not d.engine.proposals.drafting._failures and outputs(d) == plain(0.0, allowed_token_ids=None)
     head, _ = heads.read("ppd", tmp_path)
     model, num, missed = export.load(resolve("nano")), 0, 0
     assert any(first for _, _, first in heard) == (ensemble == 1)
@@ -154,7 +154,7 @@ def test_guests_find_no_place_beyond_the_context():
             told = {(r, b): tokens for (r, b), (tokens, _) in found[0].items()}
             install(d, WithGuests(told, d.engine.runner.model.spec.hidden_size))
         d.run([d.request("r", list(range(300, 330)), temperature=0.0, max_tokens=18, ignore_eos=True, logprobs=0)])
-        assert guests is False or d.engine._drafting.drafter.rows > 0
+        assert guests is False or d.engine.proposals.drafting.drafter.rows > 0
         found.append(outputs(d))
         d.close()
     assert found[0] == found[1]
@@ -185,7 +185,7 @@ def test_windows_experts_scaled_embeddings_and_normal_mode(variant, exact, tmp_p
                 for k, ids in enumerate(prompts)
             ]
         )
-        assert not guests or d.engine._drafting.drafter.rows > 10 and d.engine.stats().accepted_tokens > 5
+        assert not guests or d.engine.proposals.drafting.drafter.rows > 10 and d.engine.stats().accepted_tokens > 5
         found.append(outputs(d) if exact else {key: (out, None) for key, (out, _) in outputs(d).items()})
         d.close()
     assert found[0] == found[1]
@@ -228,7 +228,7 @@ def test_rows_follow_from_step_times(tmp_path):
     folder, found = folder_of(Prompts(PromptShape(192)), tmp_path), {}
     for name, row, options in (("free", 0.0, ""), ("dear", 1.0, ""), ("set", 0.0, ",rows=9")):
         d = driver(f"ppd:model={folder}{options}", max_num_batched_tokens=512)
-        drafter = d.engine._drafting.drafter
+        drafter = d.engine.proposals.drafting.drafter
         drafter.use_times(lambda n, context, rows, drafted, row=row: 1.0 + row * rows)
         d.run(requests(d, 0.0))
         found[name] = drafter._rows

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir.engine import build
-from kvasir.engine.attention_choice import choose_backend
+from kvasir.engine.start import build
+from kvasir.engine.start.attention_choice import choose_backend
 from kvasir.kv.pool import KVPool
 from tests.speculation.helpers import Hostile, WithGuests, driver, install, plain, requests
 
@@ -112,7 +112,7 @@ def test_a_draft_model_has_its_own_choice_of_attention(monkeypatch):
 
 def test_a_draft_models_own_slots_are_those_of_a_prefill():
     d = driver("draft_model:model=nano", max_num_batched_tokens=48, max_num_seqs=4)
-    second = d.engine._drafting.drafter._model
+    second = d.engine.proposals.drafting.drafter._model
     seen: list[tuple[tuple[str, int], int, State]] = []
 
     def watch(seq) -> None:

@@ -3,11 +3,11 @@
 import io
 import json
 
-from kvasir.engine.draft_times import DraftTimes
-from kvasir.engine.drafting import Drafting
+from kvasir.engine.drafts.draft_times import DraftTimes
+from kvasir.engine.drafts.drafting import Drafting
 from kvasir.speculation.controller import Controller
+from kvasir_lab.studies import trace_drafting as tool
 from tests.speculation.helpers import driver, requests
-from tools import trace_drafting as tool
 
 
 def test_every_step_is_written_down(monkeypatch):
@@ -16,7 +16,7 @@ def test_every_step_is_written_down(monkeypatch):
     plain.close()
     for owner, name in (
         (Drafting, "__init__"),
-        (Drafting, "completed"),
+        (Drafting, "charge"),
         (DraftTimes, "observe"),
         (Controller, "_gain"),
     ):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvasir.lab.drafters.data import Texts
-from kvasir.lab.drafters.training import Plan, Trainer, load_target
-from kvasir.lab.lookup import load_task
-from kvasir.lab.tokenizer import shipped_tokenizer
+from kvasir_lab.drafters.data import Texts
+from kvasir_lab.drafters.training import Plan, Trainer, load_target
+from kvasir_lab.lookup import load_task
+from kvasir_lab.tokenizer import shipped_tokenizer
 from tests.engine.driver import Driver
 
 TASKS = ("schema", "chain:min_steps=1,max_steps=2")
@@ -39,7 +39,7 @@ def requests(d: Driver, temperature: float, n: int = 1, tag: str = "r", **params
 
 def tokens(d: Driver) -> dict:
     assert not d.errors
-    drafting = d.engine._drafting
+    drafting = d.engine.proposals.drafting
     assert drafting is None or not drafting._failures, "the drafter failed: see the log"
     return {key: out.tokens for key, out in d.outputs.items()}
 

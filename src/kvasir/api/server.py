@@ -22,27 +22,31 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from kvasir import __version__
-from kvasir.api import protocol, protocol_pooling
-from kvasir.api import routes_playground as playground
-from kvasir.api.auth import OPEN_PATHS, PUBLIC_METRICS, KeyGuard
-from kvasir.api.connections import MAX_HEAD_BYTES, Protocol, Server, raise_file_limit
-from kvasir.api.errors import error_response
-from kvasir.api.hosts import HostGuard, names_of
-from kvasir.api.log_stats import LogStats
-from kvasir.api.messages_protocol import CountTokensBody, MessagesBody
-from kvasir.api.middleware import HeadAsGet, Preflights
-from kvasir.api.not_found import explain_method, explain_path, methods_at, served
-from kvasir.api.protocol_responses import ResponsesBody
-from kvasir.api.routes_adapters import AdapterRoutes
-from kvasir.api.routes_admin import AdminRoutes
-from kvasir.api.routes_completions import CompletionJob
-from kvasir.api.routes_messages import MessagesJob, MessagesRoutes
-from kvasir.api.routes_pooling import EmbeddingsJob, RerankJob, ScoreJob
-from kvasir.api.routes_responses import ResponsesRoutes
-from kvasir.api.routes_scaling import ScalingRoutes, chat_job
-from kvasir.api.routes_status import StatusRoutes
-from kvasir.api.service import Service
-from kvasir.api.text import Text
+from kvasir.api.admin import routes_playground as playground
+from kvasir.api.admin.routes_adapters import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
+from kvasir.api.admin.routes_admin import AdminRoutes
+from kvasir.api.admin.routes_status import DetokenizeBody, StatusRoutes, TokenizeBody
+from kvasir.api.http.auth import OPEN_PATHS, PUBLIC_METRICS, KeyGuard
+from kvasir.api.http.body import Body
+from kvasir.api.http.connections import MAX_HEAD_BYTES, Protocol, Server, raise_file_limit
+from kvasir.api.http.errors import error_response
+from kvasir.api.http.hosts import HostGuard, names_of
+from kvasir.api.http.log_stats import LogStats
+from kvasir.api.http.memory import limit_allocator
+from kvasir.api.http.middleware import HeadAsGet, Preflights
+from kvasir.api.http.not_found import explain_method, explain_path, methods_at, served
+from kvasir.api.http.service import Service
+from kvasir.api.protocols import protocol_pooling
+from kvasir.api.protocols.messages_protocol import CountTokensBody, MessagesBody
+from kvasir.api.protocols.openai import ChatBody, CompletionBody
+from kvasir.api.protocols.protocol_responses import ResponsesBody
+from kvasir.api.protocols.routes_completions import CompletionJob
+from kvasir.api.protocols.routes_messages import MessagesJob, MessagesRoutes
+from kvasir.api.protocols.routes_pooling import EmbeddingsJob, RerankJob, ScoreJob
+from kvasir.api.protocols.routes_responses import ResponsesRoutes
+from kvasir.api.scaling.routes_scaling import ScalingRoutes, chat_job
+from kvasir.api.scaling.run_body import RunBody
+from kvasir.api.text.text import Text
 from kvasir.client.engine_process import collect_rarely
 from kvasir.client.front import Front
 from kvasir.client.interface import EngineClient
@@ -109,14 +113,14 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig, journal
 def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> None:
     status, scaling = StatusRoutes(service), ScalingRoutes(service)
 
-    def generation(path: str, body: type[protocol.Body], job: Callable, summary: str, task: str = "generate") -> None:
+    def generation(path: str, body: type[Body], job: Callable, summary: str, task: str = "generate") -> None:
         async def route(http: Request) -> Response:
             return await service.respond(http, job, task)
 
         _post(app, path, route, body, summary)
 
-    generation("/v1/chat/completions", protocol.ChatBody, chat_job, "Answer a conversation")
-    generation("/v1/completions", protocol.CompletionBody, CompletionJob, "Continue a text")
+    generation("/v1/chat/completions", ChatBody, chat_job, "Answer a conversation")
+    generation("/v1/completions", CompletionBody, CompletionJob, "Continue a text")
     _post(app, "/v1/responses", responses.create, ResponsesBody, "Answer a conversation (responses API)")
     generation("/v1/messages", MessagesBody, MessagesJob, "Answer a conversation (Anthropic's messages API)")
     messages = MessagesRoutes(service)
@@ -130,7 +134,7 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
         app,
         "/v1/scaling/runs",
         scaling.create,
-        protocol.RunBody,
+        RunBody,
         "Solve problems with a strategy of test-time scaling, in the background",
     )
     for path, route, methods in (
@@ -144,8 +148,8 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
         app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
     if service.settings.allow_runtime_lora:
         adapters = AdapterRoutes(service)
-        _post(app, "/v1/load_lora_adapter", adapters.load, protocol.LoadAdapterBody, "Load a LoRA adapter")
-        _post(app, "/v1/unload_lora_adapter", adapters.unload, protocol.UnloadAdapterBody, "Unload a LoRA adapter")
+        _post(app, "/v1/load_lora_adapter", adapters.load, LoadAdapterBody, "Load a LoRA adapter")
+        _post(app, "/v1/unload_lora_adapter", adapters.unload, UnloadAdapterBody, "Unload a LoRA adapter")
     if service.settings.admin_key is not None:
         admin = AdminRoutes(service)
         for path, route, methods in (
@@ -156,8 +160,8 @@ def _add_routes(app: FastAPI, service: Service, responses: ResponsesRoutes) -> N
             ("/admin/replicas/{number}/restart", admin.restart, ["POST"]),
         ):
             app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
-    _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
-    _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
+    _post(app, "/tokenize", status.tokenize, TokenizeBody, "Text or messages to token ids")
+    _post(app, "/detokenize", status.detokenize, DetokenizeBody, "Token ids to text")
     for path, route in {
         "/v1/models": status.models,
         "/v1/hooks": status.hooks,
@@ -210,7 +214,7 @@ ERROR_SCHEMA = {
 }
 
 
-def _post(app: FastAPI, path: str, route: Callable, body: type[protocol.Body], summary: str) -> None:
+def _post(app: FastAPI, path: str, route: Callable, body: type[Body], summary: str) -> None:
     """Add a route that reads its own body, so that limits hold while reading;
     the schema goes into the OpenAPI document."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
@@ -229,14 +233,14 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bodies = (
-            protocol.ChatBody,
-            protocol.CompletionBody,
+            ChatBody,
+            CompletionBody,
             ResponsesBody,
             MessagesBody,
             CountTokensBody,
-            protocol.RunBody,
-            protocol.TokenizeBody,
-            protocol.DetokenizeBody,
+            RunBody,
+            TokenizeBody,
+            DetokenizeBody,
             protocol_pooling.EmbeddingsBody,
             protocol_pooling.ScoreBody,
             protocol_pooling.RerankBody,
@@ -360,6 +364,7 @@ def serve(settings: Settings, client: Front | None = None) -> None:
 
 
 async def _serve(settings: Settings, client: Front) -> None:
+    limit_allocator()
     client.start_process()
     options = settings.server
     app = create_app(client, open_text(settings), options, settings.service.journal)

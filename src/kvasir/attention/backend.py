@@ -184,3 +184,9 @@ class AttentionBackend(Technique):
         """Run a recurrent layer, which attends to nothing. It goes through the backend because that is where a step
         which is captured in pieces is cut."""
         return layer.run(rows_TX, cache, batch)
+
+
+def plan_step(backend: AttentionBackend, batch: StepBatch) -> None:
+    """Plan a step for all its layers, also those of groups in which sequences have forgotten tokens."""
+    for view in batch.views():
+        backend.plan(view)

@@ -25,6 +25,7 @@ measure = ["prefill"]              optional: some of prefill, decode and total; 
 targets = { decode = 1.10 }        least ratio to the peer, for decode, prefill or total
 [targets]                          or for any metric and any two arms: "METRIC ARM/ARM" = least ratio
 [traces.half]                      or a request trace through servers; see ``load.Load`` for the keys
+[agents.s64]                       or sessions of agents through servers; see ``agents_load.AgentLoad`` for the keys
 
 An empty or missing model means the one in the package. Prompts of tasks and edits come from the lab and have at most
 ``prompt`` tokens. A load (only total is measured) may have more sequences than run at once.
@@ -38,12 +39,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvasir.bench.agents_load import AgentLoad
 from kvasir.bench.load import Load
 from kvasir.bench.workloads import Batch
 from kvasir.config import EngineConfig, Settings
-from kvasir.errors import ConfigError, nearest
+from kvasir.errors import ConfigError, from_lab, nearest
+from kvasir.plain_files import refuse_special
+from kvasir.technique import module
 
 KINDS = ("prefill", "decode", "total")
+# Package of the kinds of prompts that come from elsewhere, and those for which kvasir-lab has problems.
+PROMPTS, PROBLEMS = "kvasir.bench.prompts", ("tasks", "edits")
 TEXTS = ("random", "repeated", "tasks", "edits")
 
 
@@ -88,6 +94,12 @@ class Case:
     shapes: dict[str, str] = field(default_factory=dict)  # of arms that have their own
     windows: dict[str, int] = field(default_factory=dict)  # of arms that do not have as many as the case repeats
     targets: dict[str, float] = field(default_factory=dict)  # "METRIC ARM/ARM" -> least ratio
+    agents: dict[str, AgentLoad] = field(default_factory=dict)
+
+    @property
+    def served(self) -> bool:
+        """Whether the case goes through servers."""
+        return bool(self.traces or self.agents)
 
     @property
     def first(self) -> str:
@@ -96,6 +108,7 @@ class Case:
 
 def read(path: Path) -> Case:
     """Read a case. Raises ConfigError with the file, the key and what is wrong."""
+    refuse_special(path)
     try:
         table = tomllib.loads(path.read_text())
     except OSError as e:
@@ -121,6 +134,7 @@ def parse(name: str, table: dict[str, Any]) -> Case:
             "peer",
             "workloads",
             "traces",
+            "agents",
             "rounds",
             "cached",
             "on_disk",
@@ -143,23 +157,26 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         raise ConfigError("arms have shapes of their own only beside a shape that is not on disk, without a peer")
     for arm, settings in arms.items():
         try:
-            (Settings if "traces" in table else EngineConfig).of(**settings)
+            (Settings if "traces" in table or "agents" in table else EngineConfig).of(**settings)
         except ConfigError as e:
             raise ConfigError(f"arm {arm}: {e}") from e
     workloads = tuple(_workload(n, t) for n, t in table.get("workloads", {}).items())
     traces = {n: Load.of(n, t) for n, t in table.get("traces", {}).items()}
-    if bool(workloads) == bool(traces):
-        raise ConfigError("a case has [workloads.NAME] or [traces.NAME], one of the two")
+    agents = {n: AgentLoad.of(n, t) for n, t in table.get("agents", {}).items()}
+    if sum(map(bool, (workloads, traces, agents))) != 1:
+        raise ConfigError("a case has [workloads.NAME], [traces.NAME] or [agents.NAME], one of the three")
     peer = _peer(table["peer"]) if "peer" in table else None
     others = list(peer.arms) if peer else []
     if taken := [n for n in others if n in arms]:
         raise ConfigError(f"an arm is named like the peer: {taken[0]}")
     cached, targets = table.get("cached", False), table.get("targets", {})
-    if traces and (cached or targets or "rounds" in table or peer and peer.variants):
+    if (traces or agents) and (cached or targets or "rounds" in table or peer and peer.variants):
         raise ConfigError(
-            "traces go through servers: a case of traces has no cached prompts, no rounds, no [targets] and no "
+            "traces and agents go through servers: such a case has no cached prompts, no rounds, no [targets] and no "
             "variants of the peer"
         )
+    if agents and shapes:
+        raise ConfigError("all arms of a case of agents serve one shape")
     if cached and (odd := [w.batch.name for w in workloads if w.kinds != ("decode",) and w.kinds != KINDS]):
         raise ConfigError(f"workload {odd[0]}: a case with cached prompts measures only decoding")
     if table.get("on_disk") and not shape:
@@ -200,6 +217,7 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         shapes,
         windows,
         {metric: float(ratio) for metric, ratio in targets.items()},
+        agents,
     )
 
 
@@ -213,6 +231,8 @@ def _workload(name: str, table: dict[str, Any]) -> Workload:
     text = table.get("text", "random")
     if text not in TEXTS:
         raise ConfigError(f"workload {name}: text = {text!r} is none of {', '.join(TEXTS)}")
+    if text in PROBLEMS and module(PROMPTS, "problems") is None:
+        raise ConfigError(from_lab(f"workload {name}: text = {text!r}"))
     warmup = dataclasses.replace(batch, prompt=min(batch.prompt, table.get("warmup_prompt", batch.prompt)))
     return Workload(
         batch,

@@ -109,6 +109,36 @@ class _Stream(asyncio.Protocol):
             self.done.set_result(None)
 
 
+class Asker:
+    """Sends one call at a time for each of many tasks, as a closed loop does. It is an asynchronous context.
+
+    ``lags``: how late the event loop ran, in seconds.
+    """
+
+    def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
+        self._place, self._model, self._api_key = urlsplit(url), model, api_key
+        self._stack = contextlib.ExitStack()
+        self.lags: list[float] = []
+
+    async def __aenter__(self) -> Asker:
+        self._stack.enter_context(_undisturbed())
+        ticker = asyncio.get_running_loop().create_task(_tick(self.lags))
+        self._stack.callback(ticker.cancel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stack.close()
+
+    async def ask(self, call: Call) -> Reply:
+        """Send a call ``call.due`` seconds from now. The body is written before that time is over."""
+        due = time.perf_counter() + call.due
+        request = _request(self._place, self._model, call, call.api_key or self._api_key)
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        reply = Reply(due)
+        await _one(self._place, request, reply)
+        return reply
+
+
 async def replay(
     url: str, model: str, calls: list[Call], api_key: str | None = None
 ) -> tuple[list[Reply], list[float]]:

@@ -8,12 +8,12 @@ from kvasir.config import EngineConfig
 from kvasir.progress import loading
 
 if TYPE_CHECKING:
-    from kvasir.api.llm import LLM
+    from kvasir.api.offline.llm import LLM
 
 
 def load_engine(config: EngineConfig) -> LLM:
     """Return a started engine in this process. Raises ConfigError."""
-    from kvasir.api.llm import LLM
+    from kvasir.api.offline.llm import LLM
 
     with loading(config.model.served_model_name or config.model.model):
         return LLM(config=config)

@@ -8,10 +8,12 @@ from typing import Any
 
 from kvasir.bench.result import judged, middle, ratios_of, spread
 from kvasir.errors import ConfigError
+from kvasir.plain_files import refuse_special
 
 
 def load(file: Path) -> dict[str, Any]:
     """Read a result file. Raises ConfigError."""
+    refuse_special(file)
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as e:

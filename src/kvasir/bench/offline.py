@@ -25,7 +25,7 @@ from kvasir.progress import Progress
 from kvasir.types import Event, SamplingParams
 
 if TYPE_CHECKING:
-    from kvasir.api.llm import LLM
+    from kvasir.api.offline.llm import LLM
 
 DEFAULT = ("decode1:1:64:128", "decode16:16:64:128")
 # Times that a round is measured before it counts as too noisy.
@@ -231,7 +231,7 @@ def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Gener
     (tokens of prompts that the prefix cache had). Given ids that end an answer, it also counts drafts, and returns the
     answers as ``outputs``. Where adapters are loaded, the prompts take turns with them.
     """
-    from kvasir.api.lora import LoRARequest
+    from kvasir.api.offline.lora import LoRARequest
 
     llm = stack.enter_context(load_engine(config))
     engine, at_once = llm.engine, 0
@@ -280,7 +280,7 @@ def transformers_engine(config: EngineConfig) -> Generate:
     import transformers
 
     from kvasir.convert.checkpoint import plain_folder
-    from kvasir.engine.build import choose_device, choose_dtype
+    from kvasir.engine.start.build import choose_device, choose_dtype
     from kvasir.models import checkpoint
 
     path = checkpoint.resolve(config.model.model, config.model.revision)

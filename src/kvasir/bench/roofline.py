@@ -16,7 +16,7 @@ from typing import Any
 
 from kvasir.bench.worker import environment
 from kvasir.bench.workloads import Batch
-from kvasir.engine.sizing import token_bytes
+from kvasir.engine.start.sizing import token_bytes
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import cost

@@ -90,6 +90,13 @@ class Server:
             time.sleep(REST)
         return found
 
+    def tier_hits(self) -> dict[str, float]:
+        """Prompt tokens that each tier of our KV cache has given, once the counters rest; empty without tiers."""
+        if self.name != "kvasir":
+            return {}
+        time.sleep(REST)
+        return _values(self._metrics(), "tier_hit_tokens_total")
+
     def _metrics(self) -> str:
         with urllib.request.urlopen(f"{self.url}/metrics") as reply:
             return reply.read().decode()

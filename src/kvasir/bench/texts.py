@@ -13,19 +13,18 @@ prompts with one token each.
 from __future__ import annotations
 
 import random
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
-from kvasir.bench.speculation import repeated_grams
+from kvasir.bench.case import PROMPTS
 from kvasir.bench.worker import Worker
 from kvasir.bench.workloads import Batch
-from kvasir.errors import ConfigError
-from kvasir.models.checkpoint import resolve
+from kvasir.technique import module
 
 # Tokens of the passage that a repeated prompt consists of.
 PASSAGE = 48
-# Tasks of the lab, by the kind of text.
-TASKS = {"tasks": ("chain", "state", "schema", "template"), "edits": ("refine/chain", "aggregate/chain")}
+# Tokens of a piece of text that counts as repeated.
+GRAM = 4
 # Counts of drafts: tokens drafted, tokens accepted, and drafts verified (one for each sequence and step).
 COUNTS = ("drafted", "accepted", "verified")
 # Rounds on other prompts that do not count: they warm up kernels and graphs of drafted steps, and the controller.
@@ -40,12 +39,6 @@ class Texts:
     def __init__(self, model: str, vocab: int) -> None:
         self._model, self._vocab = model, vocab
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from kvasir.lab import tokenizer as lab_tokenizer
-
-        return lab_tokenizer.load(resolve(self._model))
-
     def prompts(self, kind: str, batch: Batch, number: int) -> tuple[list[list[int]], list[int]]:
         """Prompts of round ``number``, the same for all engines, and the token ids that end an answer."""
         if kind == "repeated":
@@ -54,18 +47,18 @@ class Texts:
                 passage = [rng.randrange(self._vocab // 64, self._vocab - self._vocab // 64) for _ in range(PASSAGE)]
                 found.append((passage * -(-batch.prompt // PASSAGE))[: batch.prompt])
             return found, []
-        from kvasir.lab.lookup import load_task
+        problems = module(PROMPTS, "problems")  # `case.parse` has refused the kind if there are none
+        return problems.prompts(self._model, kind, batch, number)
 
-        tasks = [load_task(spec) for spec in TASKS[kind]]
-        drawn = [
-            tasks[i % len(tasks)].problems("test", 1000 + number * batch.batch + i, 1)[0] for i in range(batch.batch)
-        ]
-        found = [self._tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in drawn]
-        if (longest := max(map(len, found))) > batch.prompt:
-            raise ConfigError(
-                f"workload {batch.name}: a problem has {longest} tokens: allow prompts of more than {batch.prompt}"
-            )
-        return found, [self._tokenizer.token_to_id("<|im_end|>")]
+
+def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
+    """The share of the outputs' 4-grams that occurred earlier in the same output."""
+    total = fresh = 0
+    for output in outputs:
+        grams = [tuple(output[i : i + GRAM]) for i in range(len(output) - GRAM + 1)]
+        total += len(grams)
+        fresh += len(set(grams))
+    return 1 - fresh / total if total else 0.0
 
 
 def life(

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from kvasir.errors import ConfigError
+from kvasir.plain_files import refuse_special
 
 # Prompt tokens for which one of Mooncake's hash ids stands.
 BLOCK = 512
@@ -44,6 +45,7 @@ class Recorded:
 
 def read(path: Path) -> list[Recorded]:
     """Every request of the file with at least one prompt and one output token, by arrival. Raises ConfigError."""
+    refuse_special(path)
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = data.decode()

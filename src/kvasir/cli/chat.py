@@ -151,7 +151,7 @@ class Conversation:
 
 
 def _in_process(config: EngineConfig, stack: contextlib.ExitStack) -> Answer:
-    from kvasir.api.llm import LLM
+    from kvasir.api.offline.llm import LLM
 
     llm = stack.enter_context(LLM(config=config))
     if llm.tokenizer is None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvasir.errors import ConfigError, from_lab
 from kvasir.progress import Progress
+from kvasir.technique import module
+
+# Package of what converters take from training.
+TRAINING = "kvasir.convert.training"
 
 
 def run(spec: str, source: str, target: Path, device: str | None = None) -> None:
@@ -50,50 +55,20 @@ class Shown:
         self.bar.show(self.bytes >> 20, self.total >> 20)
 
 
-def heal(
-    source: str,
-    target: Path,
-    teacher: str | None,
-    minutes: float | None,
-    steps: int | None,
-    texts: Path | None,
-    resume: bool,
-    device: str | None,
-) -> None:
-    """Train a converted model on its source's answers, and say what came out. Raises ConfigError."""
-    import torch
-
-    from kvasir.errors import ConfigError
-    from kvasir.lab.healing import data
-    from kvasir.lab.healing.heal import Plan
-    from kvasir.lab.healing.heal import heal as train
-    from kvasir.models import checkpoint
-
-    if teacher is None:
-        raise ConfigError("healing needs --teacher MODEL: the model that was converted")
-    if minutes is not None and steps is not None:
-        raise ConfigError("give --minutes or --steps, not both")
-    plan = Plan(steps=steps) if minutes is None else Plan(minutes=minutes)
-    folders = checkpoint.resolve(source), checkpoint.resolve(teacher)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    corpus = lambda: (  # noqa: E731
-        data.file_corpus(texts, folders[1]) if texts else data.default_corpus(folders[1], plan.seed)
-    )
-    record = train(folders[0], target, folders[1], plan, corpus, resume=resume, device=where)
-    if record is None:
-        print(f"stopped; continue with --resume: the state is in {target}")
-        return
-    first, last = record["held_out"][0], record["held_out"][-1]
-    print(
-        f"{target}: {record['tokens']:,} tokens in {record['steps']} steps; held-out loss {first['loss']:.4f} -> "
-        f"{last['loss']:.4f}, KL {first['kl']:.4f} -> {last['kl']:.4f} nats a token"
-    )
-
-
 def _calibration(device: str | None) -> dict[str, Any]:
-    """The device that a calibration runs on, and its default texts."""
+    """The device that a calibration runs on, and its default texts if kvasir-lab is there to give some."""
     import torch
 
-    from kvasir.lab.calibration import default_texts
+    texts = module(TRAINING, "texts")
+    return {
+        "device": device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        "texts": texts and texts.default_texts,
+    }
 
-    return {"device": device or ("cuda" if torch.cuda.is_available() else "cpu"), "texts": default_texts}
+
+def heal(*given: Any) -> None:
+    """Train a converted model on its source's answers: `kvasir_lab.healing.command`. Raises ConfigError without it."""
+    found = module(TRAINING, "heal")
+    if found is None:
+        raise ConfigError(from_lab("kvasir convert heal"))
+    found.heal(*given)

@@ -15,21 +15,27 @@ from typing import Any
 OTHER_METHODS = {
     "converters": "kvasir.convert.converters",
     "hook_operations": "kvasir.hooks.ops",
-    "tool_parsers": "kvasir.api.tool_parsers",
-    "reasoning_parsers": "kvasir.api.reasoning_parsers",
+    "tool_parsers": "kvasir.api.calls.tool_parsers",
+    "reasoning_parsers": "kvasir.api.calls.reasoning_parsers",
     "processors": "kvasir.decoding.processors",
-    "trained_drafters": "kvasir.lab.trained_drafters",
-    "trained_models": "kvasir.lab.trained_models",
-    "tasks": "kvasir.lab.tasks",
+    "kv_policies": "kvasir.kv.policies",
+    "kv_tiers": "kvasir.kv.tiers",
     "checkpoint_readers": "kvasir.models.readers",
     "model_families": "kvasir.models.families",
 }
+# Entry points by which an installed package has its own kinds of methods listed.
+KINDS = "kvasir.cli.doctor"
 # Optional packages and their use.
 OPTIONAL = {
     "triton": "GPU kernels; without it attention falls back to plain torch",
     "matplotlib": "plots of benchmark reports",
     "transformers": "the peer of `kvasir bench offline --peer transformers`",
 }
+
+
+def other_methods() -> dict[str, str]:
+    """The kinds of methods without a line of their own, those of installed packages included, and their packages."""
+    return OTHER_METHODS | {e.name: e.value for e in importlib.metadata.entry_points(group=KINDS)}
 
 
 def examine() -> dict[str, Any]:
@@ -40,8 +46,9 @@ def examine() -> dict[str, Any]:
     from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
     from kvasir.cluster.router import ROUTERS
     from kvasir.config import CacheConfig
-    from kvasir.engine.attention_choice import choose_backend
-    from kvasir.engine.policy import POLICIES
+    from kvasir.engine.pages.eviction import EVICTIONS
+    from kvasir.engine.schedule.policy import POLICIES
+    from kvasir.engine.start.attention_choice import choose_backend
     from kvasir.kernels.native.library import native
     from kvasir.kv.codec import CODECS, Codec
     from kvasir.layers.product_backend import BACKENDS as PRODUCTS
@@ -71,10 +78,11 @@ def examine() -> dict[str, Any]:
         "codecs": names(CODECS),
         "weight_formats": names(FORMATS),
         "scheduling_policies": names(POLICIES),
+        "prefix_evictions": names(EVICTIONS),
         "drafters": names(DRAFTERS),
         "strategies": names(STRATEGIES),
         "routers": names(ROUTERS),
-        **{kind: names(package) for kind, package in OTHER_METHODS.items()},
+        **{kind: names(package) for kind, package in other_methods().items()},
         "advice": [],
     }
     for package, why in OPTIONAL.items():
@@ -182,7 +190,7 @@ def run(as_json: bool) -> None:
     table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))
     table.add_row("strategies", ", ".join(facts["strategies"]))
     table.add_row("routers", ", ".join(facts["routers"]))
-    for kind in OTHER_METHODS:
+    for kind in other_methods():
         table.add_row(kind.replace("_", " "), ", ".join(facts[kind]))
     console = Console()
     console.print(table)

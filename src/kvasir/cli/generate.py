@@ -20,6 +20,7 @@ from typing import Any
 from kvasir.cli import batch
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
+from kvasir.plain_files import refuse_special
 from kvasir.progress import loading
 from kvasir.records import RecordFile
 from kvasir.types import SamplingParams
@@ -73,7 +74,7 @@ def run(
             "--chat and --raw are for a single prompt; a line of JSON says it itself, with 'messages' or 'prompt'"
         )
     lines = parse_lines(text) if jsonl else None
-    from kvasir.api.llm import LLM
+    from kvasir.api.offline.llm import LLM
 
     with contextlib.ExitStack() as stack:
         # The model starts before the output is opened, so that a failed start leaves an earlier output as it is.
@@ -115,8 +116,10 @@ def _single(llm: Any, text: str, chat: bool | None) -> dict[str, Any]:
 
 def _read(source: Path) -> str:
     """The text of a file, or of stdin. Raises ConfigError."""
+    if str(source) != "-":
+        refuse_special(source, "--input")
     try:
-        return (sys.stdin.buffer.read() if str(source) == "-" else source.read_bytes()).decode()
+        return (sys.stdin.buffer.read() if str(source) == "-" else source.read_bytes()).decode("utf-8-sig")
     except OSError as e:
         raise ConfigError(f"cannot read {source}: {e.strerror}") from e
     except UnicodeDecodeError as e:
@@ -250,9 +253,9 @@ def _token_ids(llm: Any, kind: str, content: Any, read: dict[str, Any]) -> list[
     if llm.tokenizer is None:
         raise RequestError("without a tokenizer (--skip-tokenizer-init) only prompt_token_ids are served", param=kind)
     if kind == "prompt":
-        from kvasir.api.offline_pooling import reading
+        from kvasir.api.offline.offline_pooling import reading
 
         return llm.tokenizer.prompt_ids(content, *reading(read))
-    from kvasir.api.chat import check_messages
+    from kvasir.api.text.chat import check_messages
 
     return llm.tokenizer.encode_chat(check_messages(content))

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from kvasir.api.vllm_args import translated
-from kvasir.api.vllm_flags import ONLY_AT, ONLY_AT_OFFLINE, SATISFIED, SATISFIED_OFFLINE, UNSERVED, unserved_value
+from kvasir.api.offline.vllm_args import translated
+from kvasir.api.offline.vllm_flags import vllm_flags
 from kvasir.compose import compose
 from kvasir.config import EngineConfig, ServerConfig, Settings, read_toml
 from kvasir.errors import ConfigError, nearest
@@ -55,8 +55,8 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, one_value_each(args))
         except NoSuchOption as e:
-            if e.option_name in UNSERVED:
-                raise ConfigError(f"kvasir does not serve vLLM's {e.option_name}: {UNSERVED[e.option_name]}.") from None
+            if (instead := vllm_flags().unserved.get(e.option_name)) is not None:
+                raise ConfigError(f"kvasir does not serve vLLM's {e.option_name}: {instead}.") from None
             known = [
                 name
                 for p in self.get_params(ctx)
@@ -147,10 +147,11 @@ def _vllm_parameters(
 
 def _check_vllm(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options without vLLM's flags. Raises ConfigError for a flag's value that is not served."""
-    for flags, served in (ONLY_AT | ONLY_AT_OFFLINE).items():
+    table = vllm_flags()
+    for flags, served in (table.only_at | table.only_at_offline).items():
         value = given.get(_VLLM + flags[0].strip("-").replace("-", "_"))
         if value is not None and value not in served:
-            raise ConfigError(unserved_value(flags[0], f"{flags[0]} {value}", served))
+            raise ConfigError(table.unserved_value(flags[0], f"{flags[0]} {value}", served))
     return {k: v for k, v in given.items() if not k.startswith(_VLLM)}
 
 
@@ -169,8 +170,9 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
             ],
         )
         # An option of the command itself wins over vLLM's flag of that name.
-        holds = SATISFIED if cls is Settings else (*SATISFIED, *SATISFIED_OFFLINE)
-        only_at = ONLY_AT if cls is Settings else ONLY_AT | ONLY_AT_OFFLINE
+        table, server = vllm_flags(), cls is Settings
+        holds = table.satisfied if server else (*table.satisfied, *table.satisfied_offline)
+        only_at = table.only_at if server else table.only_at | table.only_at_offline
         vllm = [p for p in _vllm_parameters(holds, only_at) if p.name.removeprefix(_VLLM) not in signature.parameters]
         # So it does over a setting of that name.
         parameters = own + [config] + setting_parameters(cls, skip=(*skip, *signature.parameters)) + vllm
@@ -210,10 +212,13 @@ def check_output(file: Path | None, *, make: bool = False) -> None:
         if make:
             file.parent.mkdir(parents=True, exist_ok=True)
         new = not file.exists()
-        RecordFile(file).close()
-        if new:
-            file.unlink()
+        try:
+            with RecordFile(file, sync=True) as opened:
+                opened.try_room()
+        finally:
+            if new:
+                file.unlink(missing_ok=True)
     except OSError as e:
         raise ConfigError(
-            f"cannot write {file}: {e.strerror}. Name a file in a folder that exists and can be written"
+            f"cannot write {file}: {e.strerror}. Name a file in a folder that exists, can be written and has room"
         ) from e

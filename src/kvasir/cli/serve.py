@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvasir import technique
-from kvasir.api import reasoning, tools
+from kvasir.api.calls import reasoning, tools
+from kvasir.api.protocols.responses_journal import check_kind
 from kvasir.cli.options import check_output
 from kvasir.cli.starting import packaged
 from kvasir.client.kv_events import parse
@@ -36,7 +37,9 @@ def run(settings: Settings) -> None:
         raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry. Install it: {install('otel')}")
     if settings.service.kv_events_config:
         parse(settings.service.kv_events_config)
-    check_output(Path(settings.service.journal) if settings.service.journal else None)
+    if settings.service.journal:
+        check_kind(Path(settings.service.journal))
+        check_output(Path(settings.service.journal))
     if settings.service.crash_dumps:
         check_folder(settings.service.crash_dumps, "--crash-dumps")
     settings = name_tenants(settings)
@@ -85,7 +88,7 @@ def name_tenants(settings: Settings) -> Settings:
     given, keys = settings.speculation.learn_tenants, settings.server.api_key
     if not given or given == ("all",):
         return settings
-    from kvasir.api.auth import name_of
+    from kvasir.api.http.auth import name_of
 
     if odd := [i for i, text in enumerate(given, start=1) if text not in keys]:
         raise ConfigError(

@@ -6,19 +6,13 @@ import json
 import shlex
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from kvasir.config import CacheConfig, SchedulerConfig
-from kvasir.engine.sizing import (
-    GIB,
-    available_memory,
-    cpu_budget,
-    gib,
-    pages_for,
-    plan_pool,
-    sequences_in,
-    token_bytes,
-)
+from kvasir.engine.pages.page_pool import pages_for
+from kvasir.engine.start.sizing import GIB, available_memory, cpu_budget, gib, plan_pool, sequences_in, token_bytes
+from kvasir.engine.start.tier_choice import in_tiers
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint, cost
 from kvasir.models.families import build_spec
@@ -92,12 +86,13 @@ def describe(
         "state_bytes": cost.state_bytes(spec, item, BYTES[state_dtype]),
         "flops_per_token": cost.flops_per_token(spec, 1),
         "max_model_len": spec.max_position,
-        "layers": _layers(spec),
+        "layers": [*_layers(spec), *_mtp(path, spec)],
         "memory_share": SHARE,
         "cpu_cache_bytes": int(here.size) if here.on_cpu else None,
         "dtypes": {place.name: place.dtype for place in places},
         "fits": fits,
         "codecs": codecs,
+        "tiers": in_tiers(spec.cache_groups(), item, here.on_cpu),
         "advice": _advice(spec, model, usual, state_dtype, here, cpu_cache_bytes, fits[here.name], codecs),
     }
 
@@ -197,8 +192,8 @@ def _in_pool(spec: ModelSpec, place: Place, name: str, state_dtype: str, lengths
     """Number of sequences that the engine's pool on this CPU holds, by context length."""
     import torch
 
-    from kvasir.engine.build import CPU_ROWS
-    from kvasir.engine.codec_choice import choose_codec
+    from kvasir.engine.start.build import CPU_ROWS
+    from kvasir.engine.start.codec_choice import choose_codec
     from kvasir.kv.pool import KVPool
 
     dtype = getattr(torch, place.dtype)
@@ -263,6 +258,17 @@ def _layers(spec: ModelSpec) -> list[str]:
     ]
 
 
+def _mtp(path: Path, spec: ModelSpec) -> list[str]:
+    """A line for the MTP layer that a checkpoint brings and a drafter may use; none: it brings none, or no weights."""
+    from kvasir.models.loader import brings_mtp
+    from kvasir.models.mtp_fields import layer_of
+
+    try:
+        return [f"{len(spec.layers)}: {_line(layer_of(spec))}; MTP, for --drafter mtp"] if brings_mtp(path) else []
+    except ConfigError:
+        return []
+
+
 def _line(layer: LayerSpec) -> str:
     mixer, ffn = layer.mixer, layer.ffn
     window = f", window {mixer.window:,}" if mixer.window else ""
@@ -302,6 +308,8 @@ def run(as_json: bool, *args: Any) -> None:
         table.add_row("states", f"{gib(facts['state_bytes'])} a sequence, whatever its length")
     table.add_row("work", f"{facts['flops_per_token']:.3g} FLOP a token, growing with the context")
     table.add_row("context", f"{facts['max_model_len']:,} tokens")
+    for i, line in enumerate(facts["tiers"]):
+        table.add_row("" if i else "tiers", line)
     for i, line in enumerate(facts["layers"]):
         table.add_row("" if i else "layers", line)
     fits = Table("\ncontext", box=None, pad_edge=False)

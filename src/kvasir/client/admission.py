@@ -35,6 +35,7 @@ MAX_END_MARK_IDS = 64
 MAX_PROCESSORS = 4
 MAX_SPEC_CHARS = 512
 MAX_HOOK_STRENGTH = 8.0
+MAX_KV_POLICY = 200  # characters
 I64 = (1 << 63) - 1
 
 
@@ -263,6 +264,7 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
     _check_grammar(p.grammar)
     _check_stops(p)
     _check_confidence(p)
+    _check_kv_policy(p)
     _check_processors(p)
     top_k = _integer("top_k", p.top_k, -1, I64)
     return dataclasses.replace(
@@ -293,6 +295,14 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
         logit_bias=_bias(p.logit_bias, ids_end),
         allowed_token_ids=_allowed(p.allowed_token_ids, ids_end),
     )
+
+
+def _check_kv_policy(p: SamplingParams) -> None:
+    """The engine knows which policies there are, and what of them may change."""
+    if p.kv_policy is not None and not (isinstance(p.kv_policy, str) and len(p.kv_policy) <= MAX_KV_POLICY):
+        _refuse(
+            "kv_policy", f"kv_policy is a text of at most {MAX_KV_POLICY} characters, such as 'off' or 'budget=512'"
+        )
 
 
 def _check_confidence(p: SamplingParams) -> None:

@@ -49,6 +49,7 @@ PARAMETERS = (
     "confidence",
     "score_from",
     "finish_after",
+    "kv_policy",
 )
 
 

@@ -30,7 +30,7 @@ from kvasir import logs
 from kvasir.client import ipc, kv_events, messages
 from kvasir.client.interface import EngineCore, PageLog
 from kvasir.client.pieces import Pieces
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, RequestError, of_a_file
 from kvasir.logs import log
 from kvasir.types import AdapterInfo, Event, Plan, Request
 
@@ -349,7 +349,12 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
     reader = threading.Thread(target=_read_forever, args=(channel, inbox, folder), name="reader", daemon=True)
     reader.start()
     try:
-        core, cluster, startup = _build(hello, factory, started)
+        try:
+            core, cluster, startup = _build(hello, factory, started)
+        except OSError as e:
+            if (message := of_a_file(e)) is None:
+                raise
+            raise ConfigError(message) from e
         channel.send(ipc.encode(messages.Ready(core.info, startup)))
         beat = hello.config.service.watchdog / 4
         Loop(core, channel, inbox, flight, beat, **cluster).run()

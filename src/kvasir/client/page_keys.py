@@ -23,6 +23,11 @@ def tenant_key(digest: Digest, root: bytes, tenant: str) -> bytes:
     return digest(root + tenant.encode())
 
 
+def tenant_digest(secret: bytes, tenant: str) -> bytes:
+    """Digest of a tenant's name, 32 bytes, in place of the name on pages that outlast the process."""
+    return blake2b(tenant.encode(), key=secret, person=b"kvasir-tenant").digest()[:32]
+
+
 def page_key(digest: Digest, before: bytes, tokens: Sequence[int], variant: str) -> bytes:
     """The key of a full page of ``tokens`` behind the page with the key ``before``. ``variant``: what changed keys and
     values up to the end of the page."""

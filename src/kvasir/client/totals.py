@@ -19,6 +19,7 @@ COUNTERS = (
     "cached_tokens",
     "prefix_queries",
     "preemptions",
+    "tiers",
     "failed",
     "busy_seconds",
     "draft_steps",
@@ -62,6 +63,8 @@ GAUGES = (
     "num_pages",
     "num_free_pages",
     "num_cached_pages",
+    "tier_bytes",
+    "tier_used",
     "step_rows",
     "weight_bytes",
 )

@@ -19,7 +19,7 @@ import torch
 
 from kvasir import technique
 from kvasir.attention.backend import BACKENDS, AttentionBackend, Site
-from kvasir.engine.batch import pack
+from kvasir.engine.ways.batch import pack
 from kvasir.errors import ConfigError
 from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.pool import KVPool
@@ -31,6 +31,7 @@ from kvasir.models.families import find_family
 from kvasir.models.loader import load_model
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.models.stored import view_of
+from kvasir.plain_files import refuse_special
 from kvasir.types import Request, SamplingParams, Span
 from kvasir.types import Sequence as Seq
 
@@ -292,6 +293,7 @@ def read_texts(file: Path, model: Path) -> Texts:
     it holds. Raises ConfigError."""
     from kvasir.models.tokenizer import Tokenizer
 
+    refuse_special(file)
     try:
         content = file.read_text()
     except (OSError, UnicodeDecodeError) as e:

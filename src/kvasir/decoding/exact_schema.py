@@ -13,7 +13,17 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from kvasir.decoding.number_ranges import MAX_DIGITS, MAX_PLACES, exact, integers, is_misread, is_safe, numbers
+from kvasir.decoding.number_ranges import (
+    MAX_DIGITS,
+    MAX_PLACES,
+    exact,
+    integers,
+    is_lost,
+    is_misread,
+    is_safe,
+    multiples,
+    numbers,
+)
 from kvasir.decoding.references import target
 from kvasir.errors import RequestError
 
@@ -36,9 +46,13 @@ def needs_rules(schema: Any, root: Any = None) -> bool:
 
 def _unsafe(schema: Any, root: Any) -> Iterator[str]:
     if isinstance(schema, Mapping):
-        own = any(key in schema for key in (*BOUNDS, "allOf"))
-        if own and is_misread(list(_bounds(schema, root))):
+        own = any(key in schema for key in (*BOUNDS, "allOf", "multipleOf"))
+        bounds = list(_bounds(schema, root)) if own else []
+        if own and is_misread(bounds):
             yield "minimum"
+        step, kinds = schema.get("multipleOf"), schema.get("type", "number")
+        if isinstance(step, float) and is_safe(step) and "number" in kinds and is_lost(step, bounds):
+            yield "multipleOf"
         for key, value in schema.items():
             if key in (*BOUNDS, "multipleOf") and isinstance(value, int | float) and not is_safe(value):
                 yield key
@@ -206,7 +220,8 @@ class _Rules:
         return f"{json.dumps(json.dumps(key, ensure_ascii=False))} {self._colon}"
 
     def _kind(self, kind: str, node: Mapping[str, Any], path: str) -> str:
-        if kind in ("integer", "number") and needs_rules({k: node[k] for k in (*BOUNDS, "multipleOf") if k in node}):
+        words = (*BOUNDS, "multipleOf")
+        if kind in ("integer", "number") and needs_rules({"type": kind, **{k: node[k] for k in words if k in node}}):
             return self._number(kind, node, path)
         if kind == "object":
             return self._object(node, path)
@@ -215,10 +230,9 @@ class _Rules:
         return self._leaf({**{k: v for k, v in node.items() if k in _WORDS[kind]}, "type": kind})
 
     def _number(self, kind: str, node: Mapping[str, Any], path: str) -> str:
-        if "multipleOf" in node:
-            raise self._refuse(
-                "multipleOf", path, f"{node['multipleOf']} with bounds of many digits, or of many digits"
-            )
+        step = node.get("multipleOf")
+        if step is not None and (kind == "integer" or not is_safe(step) or not step):
+            raise self._refuse("multipleOf", path, f"{step} with bounds of many digits, or of many digits")
         bounds: dict[str, tuple[Decimal, bool] | None] = {}
         for side, sign in (("inimum", 1), ("aximum", -1)):
             found = []
@@ -239,9 +253,11 @@ class _Rules:
                 most = None if high is None else math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
                 return f"/{integers(least, most)}/"
             ends = (low and low[0], high and high[0], bool(low and low[1]), bool(high and high[1]))
+            if step is not None:
+                return f"/{multiples(exact(step), *ends)}/"
             return f"/{numbers(*ends)}/"
         except ValueError as e:
-            raise self._refuse("minimum", path, str(e)) from e
+            raise self._refuse("minimum" if step is None else "multipleOf", path, str(e)) from e
 
     def _array(self, node: Mapping[str, Any], path: str) -> str:
         if "prefixItems" in node or isinstance(node.get("items"), list):

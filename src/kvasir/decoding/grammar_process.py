@@ -84,6 +84,14 @@ class GrammarHost:
     def alive(self) -> bool:
         return self._end.alive and self._process.poll() is None
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of a host that may have been killed with what it forked."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def open(self) -> GrammarProcess:
         """Have a process forked. Does not wait."""
         ours, theirs = socket.socketpair()

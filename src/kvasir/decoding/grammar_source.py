@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from kvasir.decoding.ecma_regex import library_patterns, literal, own_patterns, patterns_of
 from kvasir.decoding.exact_schema import exact_rules, needs_rules
 from kvasir.decoding.grammar_tokenizer import by_id
 from kvasir.decoding.json_schema import served_schema, whitespace_options
-from kvasir.decoding.number_ranges import read_float
+from kvasir.decoding.number_ranges import Rounded, read_float
 from kvasir.errors import RequestError
 from kvasir.types import Grammar
 
@@ -62,6 +64,7 @@ def _from_schema(text: str, param: str, whitespace: str) -> str:
 def schema_source(schema: dict[str, Any], param: str, whitespace: str = "fixed") -> str:
     """The library's text of a served schema, in which numbers keep their value. Raises RequestError."""
     options = whitespace_options(whitespace)
+    schema = _with_library_patterns(schema, param)
     if needs_rules(schema):
         rules = exact_rules("exact", schema, options, param)
         return llguidance.LLMatcher.grammar_from_lark("\n".join(["start: exact", *rules]))
@@ -69,6 +72,14 @@ def schema_source(schema: dict[str, Any], param: str, whitespace: str = "fixed")
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     except ValueError as e:
         raise RequestError(f"the schema cannot be used: {e}", param=param) from e
+
+
+def _with_library_patterns(schema: Any, param: str | None) -> Any:
+    """The schema with its patterns in the library's dialect. Raises RequestError."""
+    schema = library_patterns(schema, param)
+    for pattern in patterns_of(schema):
+        _check_atoms(pattern, param)
+    return schema
 
 
 def _from_regex(text: str, param: str) -> str:
@@ -82,7 +93,7 @@ def _from_choice(text: str, param: str) -> str:
         raise RequestError("choices must be a non-empty list of non-empty strings", param=param)
     if len(choices) > MAX_ENUM_VALUES:
         raise RequestError(f"{len(choices)} choices, at most {MAX_ENUM_VALUES} are allowed", param=param)
-    return llguidance.LLMatcher.grammar_from_regex("|".join("".join(map(_literal, c)) for c in dict.fromkeys(choices)))
+    return llguidance.LLMatcher.grammar_from_regex("|".join("".join(map(literal, c)) for c in dict.fromkeys(choices)))
 
 
 def _from_lark(text: str, param: str, added: Mapping[str, int], whitespace: str) -> str:
@@ -143,7 +154,8 @@ def _without_schemas(text: str, param: str, added: Mapping[str, int], whitespace
                     check_regex(pattern, param)
             states = _check_multiple(states + check_schema(schema, param), param)
             options = options if isinstance(options, dict) else whitespace_options(whitespace)
-            if isinstance(schema, dict) and needs_rules(schema := served_schema(schema, param)):
+            schema = _with_library_patterns(served_schema(schema, param), param)
+            if isinstance(schema, dict) and needs_rules(schema):
                 name = f"exact_schema_{len(kept)}"
                 extra += exact_rules(name, schema, options, param)
                 kept.append(f"{name} ")
@@ -155,17 +167,32 @@ def _without_schemas(text: str, param: str, added: Mapping[str, int], whitespace
     return "".join([*rules, rest]), "\n".join(["".join([*kept, by_id(rest, added)]), *extra])
 
 
-def _literal(character: str) -> str:
-    return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"
-
-
-def _parse_json(text: str, param: str) -> Any:
+def _parse_json(text: str, param: str, number: Callable[[str], float] = read_float) -> Any:
     try:
-        return json.loads(text, parse_float=read_float, parse_constant=_constant, object_pairs_hook=_object)
+        return json.loads(text, parse_float=number, parse_constant=_constant, object_pairs_hook=_object)
     except RecursionError as e:
         raise RequestError("the JSON is nested too deeply", param=param) from e
     except ValueError as e:
         raise RequestError(f"not valid JSON: {e}", param=param) from e
+
+
+def without_annotations(grammar: Grammar, param: str = "grammar") -> Grammar:
+    """The grammar of the same schema without its annotations, which a grammar does not need and which may be long.
+
+    A schema in which a number would change by being written again is left as it is. Raises RequestError."""
+    if grammar.kind != "json_schema":
+        return grammar
+    rounded: list[str] = []
+
+    def number(text: str) -> float:
+        value = read_float(text)
+        if isinstance(value, Rounded):
+            rounded.append(text)
+        return value
+
+    schema = _parse_json(grammar.text, param, number)
+    served = served_schema(schema, param)
+    return grammar if rounded else dataclasses.replace(grammar, text=json.dumps(served, ensure_ascii=False))
 
 
 def _constant(name: str) -> float:
@@ -182,7 +209,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_schema(schema: Any, param: str | None = None) -> int:
-    """Refuse a schema above the limits, with a reference that is not local, or with a regex above the limits.
+    """Refuse a schema above the limits, with a reference that is not local, or with a regex that is too long.
 
     Returns the number of states that its "multipleOf" values take."""
     enums, multiples, combined = 0, [], False
@@ -219,11 +246,8 @@ def _check_keywords(node: dict[str, Any], param: str | None) -> None:
     for name in _BOUNDS:
         if isinstance(node.get(name), (int, float)):
             _check_bound(node[name], param, name)
-    if isinstance(node.get("pattern"), str) and node["pattern"]:  # an empty one matches all
-        check_regex(node["pattern"], param)
-    if isinstance(node.get("patternProperties"), dict):
-        for pattern in filter(None, node["patternProperties"]):
-            check_regex(pattern, param)
+    for pattern in own_patterns(node):  # their repeats are counted once they are in the library's dialect
+        _check_regex_bytes(pattern, param)
 
 
 def _check_multiples(multiples: list[float], combined: bool, param: str | None) -> int:
@@ -255,10 +279,19 @@ def check_regex(pattern: str, param: str | None = None) -> None:
     """Refuse a regex whose text, repeats, or size with nested repeats written out is above the limits.
 
     The compiler decides whether it is valid; here everything that is not a repeat counts as one atom."""
-    if len(pattern.encode("utf-8", "surrogatepass")) > MAX_REGEX_BYTES:
-        raise RequestError(f"a regex is longer than {MAX_REGEX_BYTES} bytes", param=param)
+    _check_regex_bytes(pattern, param)
     if not pattern:
         raise RequestError("the regex is empty", param=param)
+    _check_atoms(pattern, param)
+
+
+def _check_regex_bytes(pattern: str, param: str | None) -> None:
+    if len(pattern.encode("utf-8", "surrogatepass")) > MAX_REGEX_BYTES:
+        raise RequestError(f"a regex is longer than {MAX_REGEX_BYTES} bytes", param=param)
+
+
+def _check_atoms(pattern: str, param: str | None) -> None:
+    """Refuse a regex with repeats above the limits, or that is too large once they are written out."""
     groups, last = [0], 0  # atoms in each open group; atoms of the last item
     for item in re.finditer(_REGEX_ITEM, pattern, re.DOTALL):
         kind = item.lastgroup
@@ -285,6 +318,7 @@ _LARK_REGEX = r"/(?:((?:[^/\\\n]|\\.)++)/|(?:[^/\\\n]|\\.)*+)"
 _LARK_BOUND = r"(\{[^}\n]*+\}|~[^\n]*)|\{[^}~\n]*+"
 _EBNF_ESCAPE = r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)"
 _REGEX_ITEM = (
-    r"(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z))|(?P<open>\()|(?P<close>\))"
+    r"(?P<escape>\\(?:[xuU]\{[0-9a-fA-F]++\}|.))"
+    r"|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z))|(?P<open>\()|(?P<close>\))"
     r"|(?P<repeat>\{\d+(?:,\d*)?\})|(?P<other>.)"
 )

@@ -1,7 +1,9 @@
 """Which keywords of JSON Schema a grammar can hold, and what becomes of the others. Needs neither torch nor the grammar
 library, so that the server refuses a schema before the engine sees it.
 
-Unknown values of ``format`` are annotations, as the standard says (draft 2020-12, validation, 7.2.3). Keywords that no
+Unknown values of ``format`` are annotations, as the standard says (draft 2020-12, validation, 7.2.3). Annotations are
+left out: they may be long, and a grammar does not need them. An unknown dialect (``$schema``) is read as 2020-12, as if
+none was named. Keywords that no
 grammar expresses (``UNSERVED``) are refused with their path, unless they change nothing (``uniqueItems: false``) or the
 request asks for what can be had (``strict: false``).
 """
@@ -13,7 +15,7 @@ import re
 from typing import Any
 
 from kvasir.decoding.one_of import exclusive
-from kvasir.decoding.references import endless
+from kvasir.decoding.references import endless, pointers
 from kvasir.errors import RequestError
 
 # Formats that constrain a string.
@@ -40,6 +42,12 @@ UNSERVED = frozenset(
         "$recursiveRef",
     )
 )
+# Keywords that tell readers something and constrain nothing.
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly")
+)
+# Dialects that the grammar library reads differently, in the spellings that are in use. Others only name themselves.
+_DIALECT = re.compile(r"https?://json-schema\.org/(?:(draft-0[467])|(draft/20(?:19-09|20-12)))/schema#?")
 # Keywords that hold other schemas: as a value, a list, or the values of an object.
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -66,10 +74,20 @@ def served_schema(schema: Any, param: str | None, dropped: list[str] | None = No
     if (reference := endless(schema)) is not None:
         message = f"'$ref': {reference[:80]!r} leads back to itself and describes nothing"
         raise RequestError(message, param=param, code="invalid_grammar")
-    return _served(schema, "#", param, dropped, 0, schema)
+    # A reference may lead into an annotation, which then is a schema.
+    kept = tuple(p for p in pointers(schema) if not ANNOTATIONS.isdisjoint(p.split("/")))
+    return _served(schema, "#", param, dropped, 0, schema, kept)
 
 
-def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, depth: int, root: Any) -> Any:
+def _served(
+    node: Any,
+    path: str,
+    param: str | None,
+    dropped: list[str] | None,
+    depth: int,
+    root: Any,
+    kept_places: tuple[str, ...],
+) -> Any:
     if not isinstance(node, dict) or depth > 64:  # deeper schemas are refused by ``check_schema``
         return node
     kept: dict[str, Any] = {}
@@ -78,6 +96,12 @@ def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, 
         node = _without_one_of(node, path, param, dropped, root)
     for key, value in node.items():
         place = f"{path}/{_escaped(key)}"
+        if key in ANNOTATIONS and not any(p.startswith(place) for p in kept_places):
+            continue
+        if key == "$schema":
+            if isinstance(value, str) and (dialect := _DIALECT.fullmatch(value)):
+                kept[key] = _dialect_name(dialect)
+            continue
         if key == "format" and not (isinstance(value, str) and value in FORMATS):
             continue
         if key in ("$id", "id") and isinstance(value, str):
@@ -98,13 +122,23 @@ def _served(node: Any, path: str, param: str | None, dropped: list[str] | None, 
             dropped.append(place)
             continue
         if key in _MAPS and isinstance(value, dict):
-            value = {k: _served(v, f"{place}/{_escaped(k)}", param, dropped, depth + 1, root) for k, v in value.items()}
+            value = {
+                k: _served(v, f"{place}/{_escaped(k)}", param, dropped, depth + 1, root, kept_places)
+                for k, v in value.items()
+            }
         elif key in _LISTS and isinstance(value, list):
-            value = [_served(v, f"{place}/{i}", param, dropped, depth + 1, root) for i, v in enumerate(value)]
+            value = [
+                _served(v, f"{place}/{i}", param, dropped, depth + 1, root, kept_places) for i, v in enumerate(value)
+            ]
         elif key in _ONE:
-            value = _served(value, place, param, dropped, depth + 1, root)
+            value = _served(value, place, param, dropped, depth + 1, root, kept_places)
         kept[key] = value
     return kept
+
+
+def _dialect_name(found: re.Match[str]) -> str:
+    """The name of a dialect in the spelling that the grammar library knows."""
+    return f"http://json-schema.org/{found[1]}/schema#" if found[1] else f"https://json-schema.org/{found[2]}/schema"
 
 
 def _without_one_of(

@@ -7,6 +7,7 @@ number whose digits make an integer below 2^53 with at most 22 decimal places, b
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 
 EXACT = 1 << 53
@@ -15,6 +16,8 @@ PLACES = 22
 MAX_DIGITS = 300
 # Decimal places of a bound: each nests the regex one level deeper, and the regex library allows 250.
 MAX_PLACES = 100
+# Multiples of a number that are written one by one.
+MAX_MULTIPLES = 1000
 
 
 class Rounded(float):
@@ -66,6 +69,47 @@ def is_misread(bounds: list[tuple[str, int | float]]) -> bool:
         if any(n != int(n) and int(n) == int(value) and n * side > value * side for n in beyond):
             return True
     return False
+
+
+def is_lost(step: int | float, bounds: list[tuple[str, int | float]]) -> bool:
+    """Whether the grammar library may lose multiples of ``step`` between these bounds.
+
+    It rounds them (1.9.1): no multiple of 0.1 from 0.3 to 0.3. And it wants all decimal places of the step, 0.50 for a
+    multiple of 0.25, where some bounds allow no zero at the end. ``bounds``: as in
+    ``is_misread``."""
+    size = exact(step)
+    if not size or size == int(size) or not bounds:
+        return False
+    low = [v for word, value in bounds if word.endswith("inimum") and (v := exact(value)).is_finite()]
+    high = [v for word, value in bounds if word.endswith("aximum") and (v := exact(value)).is_finite()]
+    if low and high and max(low) <= min(high) and min(high) - max(low) < MAX_MULTIPLES * abs(size):
+        return True
+    digits = size.normalize().as_tuple()
+    uneven = int(digits.exponent) < -1 and 10 % int("".join(map(str, digits.digits)))
+    even = all(not word.startswith("e") and exact(value) == int(exact(value)) for word, value in bounds)
+    return bool(uneven) and not (even and low and max(low) >= 0)
+
+
+def multiples(step: Decimal, low: Decimal | None, high: Decimal | None, above: bool, below: bool) -> str:
+    """A regex of the multiples of a number between two numbers, without exponents. ``above``, ``below``: without the
+    bound itself.
+
+    Raises ValueError when there are none, or too many to write each."""
+    if low is None or high is None:
+        raise ValueError("with bounds on one side the grammar library would lose some multiples")
+    step = abs(step)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    first, last = first + (above and first * step == low), last - (below and last * step == high)
+    if first > last:
+        raise ValueError(f"no multiple of {step} lies there")
+    if last - first >= MAX_MULTIPLES:
+        raise ValueError(f"more than {MAX_MULTIPLES} multiples of {step} lie there")
+    found = []
+    for value in (i * step for i in range(first, last + 1)):
+        whole, _, places = f"{value:f}".partition(".")
+        places = places.rstrip("0")
+        found.append(rf"{whole}\.{places}0*" if places else rf"{whole}(\.0+)?")
+    return _either(found)
 
 
 def integers(low: int | None, high: int | None) -> str:

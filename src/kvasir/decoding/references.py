@@ -26,6 +26,11 @@ def target(root: Any, reference: Any) -> Any:
     return node
 
 
+def pointers(root: Any) -> set[str]:
+    """The JSON pointers of all references of a schema."""
+    return {unquote(node["$ref"]) for node in _nodes(root)}
+
+
 def endless(root: Any) -> str | None:
     """A reference that leads back to itself before any part of a value is read, so that it describes nothing."""
     ended: set[int] = set()

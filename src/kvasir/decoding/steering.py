@@ -11,7 +11,7 @@ from kvasir.decoding.processor import ANY_TOKEN, PACKAGE, Processor
 from kvasir.technique import load
 from kvasir.types import ProcessorParams
 
-# Most tokens of a forced run that are looked up at a time: those of the longest chain (engine/forcing.py).
+# Most tokens of a forced run that are looked up at a time: those of the longest chain (engine/drafts/forcing.py).
 MAX_RUN = 32
 
 

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from kvasir.decoding.grammar_rows import constraints
+from kvasir.errors import Failure
 from kvasir.types import Request
-
-
-class Failure(TypedDict):
-    """Why a request fails, as the fields of its error event."""
-
-    status: int
-    code: str
-    message: str
-    param: str | None
 
 
 def span_failure(request: Request, error: str) -> Failure:

@@ -6,12 +6,17 @@ The queue is bounded. An unbounded one is a memory leak with a latency graph.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Container
+from functools import partial
 
 from kvasir.config import SchedulerConfig
-from kvasir.engine.pace import Pace
-from kvasir.engine.scheduler import Scheduler
-from kvasir.engine.spans import rows_left
-from kvasir.engine.step_time import StepShape, retry_after
+from kvasir.engine.forgetting import stack_of
+from kvasir.engine.schedule.pace import Pace
+from kvasir.engine.schedule.scheduler import Scheduler
+from kvasir.engine.schedule.spans import rows_left
+from kvasir.engine.schedule.step_time import StepShape, retry_after
+from kvasir.errors import ConfigError
+from kvasir.kv.policy import Stack
 from kvasir.types import Event, Load, ModelInfo, Request, Sequence, Status
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # bounds of the ``Retry-After`` of a full queue
@@ -21,12 +26,23 @@ class Gate:
     """Checks a new request against the pages, the queue and the promised time to its first token.
 
     ``max_queued_tokens``: prompt tokens that may wait at once. By default four times what the cache or the context
-    holds, whichever is more.
+    holds, whichever is more. ``live``: ids of the requests that have not ended; ``unknown_variant``: the error of a
+    request whose adapter or hooks are not here; ``policy``: which tokens are forgotten (None: none are).
     """
 
-    def __init__(self, config: SchedulerConfig, info: ModelInfo, scheduler: Scheduler, pace: Pace) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        info: ModelInfo,
+        scheduler: Scheduler,
+        pace: Pace,
+        live: Container[str],
+        unknown_variant: Callable[[Request], Event | None],
+        policy: Stack | None = None,
+    ) -> None:
         self._config = config
-        self._info = info
+        self._live, self._unknown_variant = live, unknown_variant
+        self._info, self._policy = info, policy
         self._scheduler = scheduler
         self._pages = scheduler.pages
         self._pace = pace
@@ -35,21 +51,18 @@ class Gate:
     def refusal(self, request: Request, max_rows: int) -> Event | None:
         """Return the error that refuses ``request``, or None to take it. ``max_rows``: the row budget of a step now."""
 
-        def refuse(status: int, code: str, message: str, retry_after: float | None = None) -> Event:
-            return Event(
-                kind="error",
-                request_id=request.id,
-                epoch=request.epoch,
-                status=status,
-                code=code,
-                message=message,
-                retry_after=retry_after,
-            )
-
+        refuse = partial(_refused, request)
+        if request.id in self._live:
+            return refuse(409, "duplicate_request_id", f"request id {request.id!r} is in use")
+        if unknown := self._unknown_variant(request):
+            return unknown
         if (request.pooling is None) != (self._info.pooling is None):
             return refuse(400, "unsupported_task", "this model does not do what the request asks for")
         num_prompt, config, backlog = len(request.prompt_ids), self._config, self._scheduler.backlog
-        needed = num_prompt + max(0, request.max_tokens - 1)  # the last token is never computed
+        try:
+            needed = self._needed(request)
+        except ConfigError as error:
+            return refuse(400, "bad_kv_policy", str(error))
         if not self._pages.fits(needed, self._scheduler.max_rows):
             return refuse(
                 400,
@@ -86,6 +99,13 @@ class Gate:
                 )
         return None
 
+    def _needed(self, request: Request) -> int:
+        """The most tokens of a request that are in the cache at once. Raises ConfigError for its ``kv_policy``."""
+        num_prompt = len(request.prompt_ids)
+        needed = num_prompt + max(0, request.max_tokens - 1)  # the last token is never computed
+        stack = stack_of(self._policy, request, self._scheduler.max_rows)
+        return needed if stack is None else min(needed, stack.most(num_prompt, needed))
+
     def _first_token_in(self, num_tokens: int, max_rows: int, seq: Sequence | None = None) -> float:
         """Predict the seconds to the first token of a prompt that arrives now.
 
@@ -116,3 +136,15 @@ class Gate:
         """Seconds after which what is queued now will have been computed, within the bounds."""
         seconds = round(self._first_token_in(0, max_rows), 1)
         return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))
+
+
+def _refused(request: Request, status: int, code: str, message: str, retry_after: float | None = None) -> Event:
+    return Event(
+        kind="error",
+        request_id=request.id,
+        epoch=request.epoch,
+        status=status,
+        code=code,
+        message=message,
+        retry_after=retry_after,
+    )

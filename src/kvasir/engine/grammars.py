@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.decoding.grammar_process import COMPILER, MEMORY_BYTES, Ended, GrammarHost, GrammarProcess
-from kvasir.engine.failures import Failure
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, Failure, RequestError
 from kvasir.fair_threads import FairThreads
 from kvasir.logs import log
 from kvasir.types import Grammar, Request
@@ -24,6 +23,7 @@ from kvasir.types import Grammar, Request
 NUM_TURNS = 3
 PATIENCE_SECONDS = 30.0  # longest wait for a turn
 MAX_KNOWN = 512  # results that are remembered
+HOST_SECONDS = 0.2  # longest wait for the end of a host whose process was killed
 WAIT_SECONDS = 0.005  # the longest sleep of a step loop that has nothing to do but wait for a grammar
 
 
@@ -106,7 +106,9 @@ class Grammars:
                 log.warning("the process that tries grammars was ended (%s) and is replaced", e)
                 # Somebody ended it from outside, or the system that ran out of memory: not yet the grammar's fault.
                 outside = e.signal in (signal.SIGKILL, signal.SIGTERM)
-                if outside and attempt:
+                if outside and not attempt:  # the host may end in a moment, too: then the next one is of another host
+                    self._host.ends_within(HOST_SECONDS)
+                elif outside:
                     raise RequestError(
                         "the process that tries grammars was ended from outside",
                         status=503,
@@ -170,8 +172,7 @@ class Grammars:
 def failure(request_id: str, error: BaseException) -> Failure:
     """Describe an error of the compiling thread. Even a bug of the library fails one request only."""
     if isinstance(error, RequestError):
-        code = error.code or "invalid_grammar"
-        return Failure(status=error.status, code=code, message=error.message, param=error.param)
+        return error.failure("invalid_grammar")
     if isinstance(error, ConfigError):  # the library cannot read the tokenizer: the server's fault, met by this request
         return Failure(status=400, code="no_grammars", message=str(error), param="grammar")
     log.error("the grammar of request %s cannot be compiled", request_id, exc_info=error)

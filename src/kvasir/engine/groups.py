@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvasir.types import Sequence
+from kvasir.engine.part import LiveRequests, Part
+from kvasir.types import FinishReason, Plan, Sequence
 
 
-class Groups:
-    """Ends of branches, by request, for requests with ``finish_after``."""
+class Groups(Part):
+    """Ends of branches, by request, for requests with ``finish_after``. ``eos_ids``: tokens that end a text."""
 
-    def __init__(self) -> None:
+    def __init__(self, eos_ids: frozenset[int] = frozenset()) -> None:
+        self._eos_ids = eos_ids
         self._ends: dict[str, list[tuple[int, int]]] = {}  # (tokens, branch) of the branches that count
         self._decided: dict[str, tuple[int, int]] = {}  # the m-th of these, once there are m
 
-    def ended(self, seq: Sequence) -> None:
-        """Count a branch that has ended, if its ``finish_reason`` says that it counts."""
-        if seq.finish_reason == "stop":
+    def ended(self, seq: Sequence, reason: FinishReason) -> None:
+        """Count a branch that has ended by itself."""
+        if reason == "stop":
             self._add(seq)
 
-    def replayed(self, seq: Sequence, eos_ids: frozenset[int]) -> None:
+    def replayed(self, seq: Sequence) -> None:
         """Count a branch that ended before the engine was restarted. Its last token tells whether it counts."""
-        ends = seq.stop_ids if seq.request.params.ignore_eos else seq.stop_ids | eos_ids
+        ends = seq.stop_ids if seq.request.params.ignore_eos else seq.stop_ids | self._eos_ids
         if seq.output and seq.output[-1] in ends:
             self._add(seq)
 
@@ -39,8 +41,13 @@ class Groups:
         if len(ends) >= m:
             self._decided[seq.request.id] = sorted(ends)[m - 1]
 
-    def forget(self, request_id: str) -> None:
-        """Drop a request that has ended."""
+    def completed(self, plan: Plan, requests: LiveRequests) -> None:
+        """Cancel the branches that can no longer be among the first."""
+        for request_id in self.decided() if self._decided else ():
+            for seq in self.beaten(requests.branches(request_id)):
+                requests.finish(seq, "cancelled")
+
+    def forgotten(self, request_id: str) -> None:
         self._ends.pop(request_id, None)
         self._decided.pop(request_id, None)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.engine.pace import Lap, StepClock
-from kvasir.engine.runner import Runner
+from kvasir.engine.ways.runner import Runner
+from kvasir.engine.ways.step_clock import Lap, StepClock
 from kvasir.logs import log
 from kvasir.types import Handle, PageCopy, Plan, Sequence, Span, SpanResult
 

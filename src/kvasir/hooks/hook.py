@@ -86,9 +86,11 @@ class Gate:
             if name == "last_prompt_on":
                 gate = cls(gate.tokens, gate.window, True)
             elif name == "token_in" and isinstance(value, list) and value and all(type(i) is int for i in value):
-                kept = value if gate.tokens is None else [i for i in value if i in gate.tokens]
+                kept = value if gate.tokens is None else sorted({*value} & {*gate.tokens})
                 gate = cls(tuple(kept), gate.window, gate.answers)
             elif name == "window" and isinstance(value, list) and list(map(type, value)) == [int, int]:
+                if not 0 <= value[0] < value[1] <= LONGEST:
+                    raise ConfigError(f"window {str(value)[:80]}: expected 0 <= first position < end <= {LONGEST}")
                 window = max(gate.window[0], value[0]), min(gate.window[1], value[1])
                 gate = cls(gate.tokens, window, gate.answers)
             elif name != "all":
@@ -119,7 +121,10 @@ class Hook:
 
     @property
     def method(self) -> Op:
-        """The operation. Raises ConfigError for a spec that names none."""
+        """The operation. Raises ConfigError for a spec that names none, and for one that names a file of code: a set is
+        data, which somebody else may have written."""
+        if technique.is_file(self.op):
+            raise ConfigError(f"op {self.op[:80]!r} is a file of code, and a set names an installed operation")
         return technique.load(OPS, self.op, Op)
 
     def described(self) -> str:
@@ -173,24 +178,22 @@ class HookSet:
 
 def read_set(name: str, folder: Path) -> HookSet:
     """Read a set from its folder. Raises ConfigError that names the folder and what is wrong with it."""
-    refuse_special(folder)
+    refuse_special(folder, f"--hook {name}")
     try:
-        text = (folder / CARD).read_text()
-        card = json.loads(text)
-    except (OSError, ValueError) as e:
+        card = json.loads((folder / CARD).read_text())
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(
             f"--hook {name}={folder}: no set of hooks can be read from {CARD} ({e}). `kvasir lab steer` writes one."
         ) from e
-    tensors: dict[str, torch.Tensor] = {}
     digest = hashlib.blake2b(digest_size=16)
-    if (folder / WEIGHTS).exists():
-        from safetensors.torch import load_file
-
-        tensors = {name: x.float() for name, x in load_file(folder / WEIGHTS).items()}
-        digest.update((folder / WEIGHTS).read_bytes())
+    try:
+        tensors = _read_tensors(folder / WEIGHTS)
+        digest.update((folder / WEIGHTS).read_bytes() if tensors else b"")
+    except (OSError, ConfigError) as e:
+        raise ConfigError(f"--hook {name}={folder}: {WEIGHTS}: {e}") from e
     try:
         digest.update(json.dumps(card.get("hooks"), sort_keys=True).encode())
-        made = Made(**card["model"]) if card.get("model") else None
+        made = _read_made(card["model"]) if card.get("model") else None
         hooks = tuple(_read_hook(one) for one in card["hooks"])
         _check(hooks)
     except (ConfigError, KeyError, TypeError, AttributeError) as e:
@@ -222,11 +225,43 @@ def write_set(
     return folder
 
 
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a set in fp32; none where there is no file. Raises ConfigError for a damaged file and for a tensor
+    that holds NaN or infinity."""
+    if not file.exists():
+        return {}
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = {name: x.float() for name, x in load_file(file).items()}
+    except SafetensorError as e:
+        raise ConfigError(str(e)) from e
+    for name, x in tensors.items():
+        if not bool(x.isfinite().all()):
+            raise ConfigError(f"'{name}' holds NaN or infinity")
+    return tensors
+
+
+def _read_made(given: dict[str, Any]) -> Made:
+    """The model that a card names. Raises ConfigError and TypeError."""
+    made = Made(**given)
+    for name in ("layers", "heads", "head_dim", "hidden_size"):
+        if type(getattr(made, name)) is not int:
+            raise ConfigError(f"model: {name} is no integer")
+    if not isinstance(made.hash, str):
+        raise ConfigError("model: hash is no text")
+    return made
+
+
 def _read_hook(given: dict[str, Any]) -> Hook:
     known = ("site", "layers", "gate", "op", "params")
     for name in given:
         if name not in known:
             raise ConfigError(f"a hook has no '{name}'; it has {', '.join(known)}.{nearest(name, list(known))}")
+    for name, kind in (("site", str), ("layers", list), ("op", str), ("params", str)):
+        if name in given and not isinstance(given[name], kind):
+            raise ConfigError(f"{name} is {str(given[name])[:80]!r}, expected {kind.__name__}")
     gate = Gate.read(given.get("gate", "all"))
     return Hook(given["site"], tuple(given["layers"]), given["op"], gate, given.get("params", "hook"))
 

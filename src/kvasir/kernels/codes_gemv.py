@@ -23,8 +23,7 @@ import torch
 from kvasir import tuned
 from kvasir.kernels import k_codes
 from kvasir.kernels import weight_codes as codes
-from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
-from kvasir.kernels.activation import ACTIVATIONS, KINDS
+from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.code_tiles import (
     expert_at,
     factor_of,
@@ -36,10 +35,20 @@ from kvasir.kernels.code_tiles import (
     tile_of,
     weights_of,
 )
-from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_row, finish_rows, gemv_reference, join
+from kvasir.kernels.gemv import (
+    MAX_ROWS,
+    Config,
+    ending,
+    finish_row,
+    finish_rows,
+    gemv_reference,
+    join,
+    result_of,
+    room_for_splits,
+)
+from kvasir.kernels.parts import share_of, splits_for
 
 LAYOUTS = {"i8": 0, "u4": 1, "mxfp4": 2, "nvfp4": 3, "fp6": 4, "q6_k": 5, "q4_k": 6}
-SHORTEST = 512  # inputs of a split at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,19 +294,13 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
     (rows, width), num_rows = x_TK.shape, w.codes.shape[0]
     assert rows <= MAX_ROWS and w.num_inputs == width and x_TK.stride(1) == 1, "a few dense rows"
     outputs = num_rows if activation is None else num_rows // 2
-    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
-        "the residual is as the result"
-    y_TO = residual_TO if residual_TO is not None else out_TO
-    if y_TO is None:
-        y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    y_TO = result_of(x_TK, outputs, residual_TO, out_TO)
     if rows == 0:
         return y_TO
     norm_K, eps = (x_TK, 0.0) if norm is None else norm
     bias, planes = x_TK if bias_N is None else bias_N, w.pointers()
-    early, size = pdl(x_TK.device), config.block_k // w.pair
-    fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
-             "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
-             "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
+    size = config.block_k // w.pair
+    fused = {"NORM": norm is not None, **ending(x_TK.device, bias_N, activation, residual_TO)}
     shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, **w.constants(config.block_k),
              "WHOLE": width % config.block_k == 0 and outputs % config.block_n == 0, "num_warps": config.warps}
     programs = cdiv(outputs, config.block_n)
@@ -306,12 +309,8 @@ def codes_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, norm: tuple[torc
         assert x_TK.data_ptr() % 4 == 0, "the two inputs of a byte are one word"
         _one_row_codes[(programs,)](x_TK, *planes, y_TO, norm_K, bias, y_TO, eps, **shape, **fused)
         return y_TO
-    share = cdiv(cdiv(width // w.pair, size), config.splits) * size
-    splits = cdiv(width // w.pair, share)  # none of them empty
-    part = squares = x_TK
-    if splits > 1:
-        part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
-        squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
+    share, splits = share_of(width // w.pair, size, config.splits)
+    part, squares = room_for_splits(splits, num_rows, x_TK)
     _few_rows_codes[(programs, splits)](
         x_TK, *planes, y_TO, part, squares, norm_K, bias, y_TO, eps, rows, x_TK.stride(0),
         y_TO.stride(0), y_TO.stride(0), share, **shape, ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages,
@@ -359,10 +358,8 @@ def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config:
     block_k = max(w.group or 1, 16 * w.pair, min(block_k, next_power_of_2(w.num_inputs)))
     if block_n < 16:
         return Config(block_n, block_k, warps)
-    outputs, splits = num_rows // 2 if gated else num_rows, 1
-    while cdiv(outputs, block_n) * splits < programs and w.num_inputs // (2 * splits) >= SHORTEST:
-        splits *= 2
-    return Config(block_n, block_k, warps, stages, splits)
+    tiles = cdiv(num_rows // 2 if gated else num_rows, block_n)
+    return Config(block_n, block_k, warps, stages, splits_for(tiles, w.num_inputs, programs))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import Launches, by_hand, cdiv, jit, next_power_of_2, tl
+from kvasir.kernels.attention_tile import planned_span
 from kvasir.kernels.hardware import send
 from kvasir.kernels.hopper_attention import HopperShape, attend_gathered, can_serve_hopper
 from kvasir.kernels.softmax_block import attend_block, sink_logits
@@ -140,9 +141,7 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
     span = tl.load(items_ptr + tile * 3)
     first_row = tl.load(items_ptr + tile * 3 + 1)
     base = group * slots + tl.load(items_ptr + tile * 3 + 2)
-    context = tl.load(context_ptr + span)
-    span_row = tl.load(row_start_ptr + span)
-    length = tl.load(row_start_ptr + span + 1) - span_row
+    context, span_row, length = planned_span(span, context_ptr, row_start_ptr)
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)

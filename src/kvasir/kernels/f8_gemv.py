@@ -27,16 +27,14 @@ from dataclasses import dataclass
 import torch
 
 from kvasir import tuned
-from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
-from kvasir.kernels.activation import ACTIVATIONS, KINDS
+from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.code_tiles import inputs_of, multiply_add
 from kvasir.kernels.f8 import F8, dequantise_reference, from_e4m3
-from kvasir.kernels.gemv import MAX_ROWS, UNGATED, Config, finish_row, finish_rows, gemv_reference
-from kvasir.kernels.parts import add_parts, room_for_parts, tickets_of
+from kvasir.kernels.gemv import MAX_ROWS, Config, ending, finish_row, finish_rows, gemv_reference, result_of
+from kvasir.kernels.parts import add_parts, room_for_parts, share_of, splits_for, tickets_of
 
 LAUNCH_ROWS = 2 * MAX_ROWS  # rows of x that one launch takes
 LEAST_ROWS = 8  # that a tensor core takes
-SHORTEST = 512  # inputs of a split at least
 
 
 def f8_gemv_reference(x_TK: torch.Tensor, w: F8, **options: object) -> torch.Tensor:
@@ -319,23 +317,18 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
     assert rows <= LAUNCH_ROWS and w.codes.shape[1] == width and w.codes.is_contiguous() and x_TK.stride(1) == 1, \
         "a few dense rows"
     outputs = num_rows if activation is None else num_rows // 2
-    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
-        "the residual is as the result"
     few = config.block_n >= 16
     assert not w.block or w.block % config.block_n == 0 and (not few or w.block % config.block_k == 0), \
         "a step of a program has one scale"
     assert not w.block or activation is None or outputs % w.block == 0, "gate and up begin with a block"
-    y_TO = residual_TO if residual_TO is not None else out_TO
-    if y_TO is None:
-        y_TO = torch.empty(rows, outputs, dtype=dtype or x_TK.dtype, device=x_TK.device)
+    y_TO = result_of(x_TK, outputs, residual_TO, out_TO, dtype)
     if rows == 0:
         return y_TO
-    coded, gated, early = x_scale is not None, activation is not None, pdl(x_TK.device)
+    coded, gated = x_scale is not None, activation is not None
     whole, tiles = width % config.block_k == 0, cdiv(outputs, config.block_n)
     shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WHOLE_K": whole,
-             "WHOLE": whole and outputs % config.block_n == 0, "B": w.block, "BIAS": bias_N is not None,
-             "KIND": KINDS[ACTIVATIONS[activation]] if gated else UNGATED, "RESIDUAL": residual_TO is not None,
-             "PDL": early, "num_warps": config.warps, "launch_pdl": early}
+             "WHOLE": whole and outputs % config.block_n == 0, "B": w.block, "num_warps": config.warps,
+             **ending(x_TK.device, bias_N, activation, residual_TO)}
     bias = w.scale if bias_N is None else bias_N
     if not few:
         assert rows == 1 and config.splits == 1 and not coded, "blocks below 16 are for one row, unsplit"
@@ -349,8 +342,8 @@ def f8_gemv(x_TK: torch.Tensor, w: F8, config: Config, *, norm: tuple[torch.Tens
     assert coded or width % 2 == 0 and (not fast or x_TK.stride(0) % 2 == 0 and x_TK.data_ptr() % 4 == 0), \
         "two inputs are one word"
     x = x_TK.view(torch.uint8) if coded else x_TK
-    share = cdiv(cdiv(width, config.block_k), config.splits) * config.block_k
-    splits, tile_rows = cdiv(width, share), max(LEAST_ROWS, next_power_of_2(rows))  # no split is empty
+    share, splits = share_of(width, config.block_k, config.splits)
+    tile_rows = max(LEAST_ROWS, next_power_of_2(rows))
     part = room_for_parts(tiles, splits, config.block_n * tile_rows * (1 + gated), w.scale)
     _few_rows_f8[(tiles, splits)](
         x, x_scale if coded else w.scale, w.bytes, w.scale, y_TO, part, tickets_of(x_TK.device), bias, y_TO, rows,
@@ -370,10 +363,8 @@ def choose(rows: int, num_rows: int, width: int, block: int, gated: bool = False
         return Config(block_n, min(block_k, next_power_of_2(width)), warps)
     if block:
         block_n, block_k = min(block_n, block), min(block_k, block)
-    outputs, splits = num_rows // 2 if gated else num_rows, 1
-    while cdiv(outputs, block_n) * splits < programs and width // (2 * splits) >= SHORTEST:
-        splits *= 2
-    return Config(block_n, block_k, warps, stages, splits)
+    tiles = cdiv(num_rows // 2 if gated else num_rows, block_n)
+    return Config(block_n, block_k, warps, stages, splits_for(tiles, width, programs))
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ outputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,6 +34,7 @@ from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate, gated_reference
 from kvasir.kernels.lora import RANKS, Pairs, Shrunk, fuses, lora_block, lora_part, lora_row, lora_sums
 from kvasir.kernels.norm import rms_norm_reference
+from kvasir.kernels.parts import share_of
 
 MAX_ROWS = 64
 UNGATED = -1
@@ -339,6 +342,34 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, b_ptr, s_ptr, sl
     tl.store(y_ptr + row * y_row + n, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
+def result_of(x_TK: torch.Tensor, outputs: int, residual_TO: torch.Tensor | None, out_TO: torch.Tensor | None,
+              dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Memory for a product of so many outputs: that of the residual, which it overwrites, or ``out_TO``, or new memory
+    of ``dtype`` (None: x's)."""
+    rows = x_TK.shape[0]
+    if residual_TO is not None:
+        assert residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1, "the residual is as the result"
+        return residual_TO
+    return torch.empty(rows, outputs, dtype=dtype or x_TK.dtype, device=x_TK.device) if out_TO is None else out_TO
+
+
+def room_for_splits(splits: int, num_rows: int, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for what ``_join`` adds: sums [splits, T, N] and sums of squares [splits, T], both fp32; ``x_TK`` itself
+    where nothing is split."""
+    if splits == 1:
+        return x_TK, x_TK
+    new = functools.partial(torch.empty, dtype=torch.float32, device=x_TK.device)
+    return new(splits, len(x_TK), num_rows), new(splits, len(x_TK))
+
+
+def ending(device: torch.device, bias_N: torch.Tensor | None, activation: str | None,
+           residual_TO: torch.Tensor | None) -> dict[str, Any]:
+    """The constants and options of a launch that say how a product of few rows ends."""
+    early = pdl(device)
+    return {"BIAS": bias_N is not None, "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
+            "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
+
+
 def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
          bias_N: torch.Tensor | None = None, activation: str | None = None,
          residual_TO: torch.Tensor | None = None, out_TO: torch.Tensor | None = None,
@@ -353,19 +384,12 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
     assert rows <= MAX_ROWS and w_NK.shape[1] == width and w_NK.is_contiguous() and x_TK.stride(1) == 1, \
         "a few dense rows"
     outputs = num_rows if activation is None else num_rows // 2
-    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
-        "the residual is as the result"
-    y_TO = residual_TO if residual_TO is not None else out_TO
-    if y_TO is None:
-        y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    y_TO = result_of(x_TK, outputs, residual_TO, out_TO)
     if rows == 0:
         return y_TO
     scale, eps = (x_TK, 0.0) if norm is None else norm
     bias = x_TK if bias_N is None else bias_N
-    early = pdl(x_TK.device)
-    fused = {"NORM": norm is not None, "BIAS": bias_N is not None,
-             "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
-             "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
+    fused = {"NORM": norm is not None, **ending(x_TK.device, bias_N, activation, residual_TO)}
     pairs = None if shrunk is None else shrunk.pairs
     runs = 1 if shrunk is None else len(shrunk.sums_UTC)
     low = {"VARIED": shrunk is not None, "N": num_rows, "C": 1 if pairs is None else pairs.numbers,
@@ -386,12 +410,8 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         _one_row[(programs,)](x_TK, w_NK, y_TO, scale, bias, y_TO, *added, present, eps, S=slots, **shape, **low,
                               **fused)
         return y_TO
-    share = cdiv(cdiv(width, config.block_k), config.splits) * config.block_k
-    splits = cdiv(width, share)  # none of them empty
-    part = squares = x_TK
-    if splits > 1:
-        part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
-        squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
+    share, splits = share_of(width, config.block_k, config.splits)
+    part, squares = room_for_splits(splits, num_rows, x_TK)
     _few_rows[(programs, splits)](
         x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, *added, present, eps, rows, x_TK.stride(0), y_TO.stride(0),
         y_TO.stride(0), share, **shape, S=slots, RANK=max(16, low["R"]),

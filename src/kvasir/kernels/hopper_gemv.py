@@ -24,7 +24,7 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import by_hand, cdiv, gl, gluon_jit, hopper, pdl, tl
-from kvasir.kernels.gemv import UNGATED, join
+from kvasir.kernels.gemv import ending, join, result_of
 
 MIN_ROWS = tuned.HOPPER_GEMV_ROWS.value  # rows of x; for fewer, ``gemv`` is as fast
 MAX_ROWS = 64  # rows of x that one product takes
@@ -156,11 +156,7 @@ def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bo
         "copies are of rows aligned to 16 bytes"
     assert 0 < rows <= MAX_ROWS and width % (ring.block_k * ring.splits) == 0 and not (gated and ring.splits > 1), \
         "whole blocks of a few rows"
-    y_TO = residual_TO if residual_TO is not None else out_TO
-    if y_TO is None:
-        y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
-    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
-        "the residual is as the result"
+    y_TO = result_of(x_TK, outputs, residual_TO, out_TO)
     assert blocks == 1 or min(ring.w_blocks, ring.x_blocks) > 1, \
         "with one slot the next block would be waited for before it is asked for"
     split = ring.splits > 1
@@ -174,9 +170,8 @@ def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bo
         W_RING=min(ring.w_blocks, blocks), X_RING=min(ring.x_blocks, blocks), SPLIT=split, GATED=gated,
         RESIDUAL=residual_TO is not None and not split, PDL=early, num_warps=4, launch_pdl=early)
     if split:
-        join(part, part, y_TO, y_TO, 0.0, width, {
-            "NORM": False, "BIAS": False, "KIND": UNGATED, "RESIDUAL": residual_TO is not None, "PDL": early,
-            "launch_pdl": early})
+        join(part, part, y_TO, y_TO, 0.0, width,
+             {"NORM": False, **ending(x_TK.device, None, None, residual_TO)})
     return y_TO
 
 

@@ -28,6 +28,14 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+from kvasir.kernels.attention_tile import (
+    derived_tile,
+    is_tree,
+    keys_of_tile,
+    planned_tile,
+    rows_of_tile,
+    seen_keys,
+)
 from kvasir.kernels.hardware import multiprocessors, name_of, send
 from kvasir.kernels.key_chunks import SHORT_CHUNK, find_tile_chunk
 from kvasir.kernels.paged_attention import (
@@ -149,50 +157,26 @@ def _latent_attention(
                                                     ROWS, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS, False)
         if span >= count:
             return
-        if tile == first:  # of every block of heads alike
-            tl.store(cuts_ptr + span * 2, first)
-            tl.store(cuts_ptr + span * 2 + 1, parts)
-        first_row = tl.load(place_ptr + span).to(tl.int32)
-        context = tl.load(context_ptr + span) - first_row
-        span_row = span - first_row
-        length = tl.load(length_ptr + span).to(tl.int32)
+        first_row, context, span_row, length = derived_tile(span, tile, first, parts, context_ptr, place_ptr,
+                                                            length_ptr, cuts_ptr)
     else:
-        span = tl.load(tiles_ptr + tile * 2)
-        first_row = tl.load(tiles_ptr + tile * 2 + 1)
-        context = tl.load(context_ptr + span)
-        span_row = tl.load(row_start_ptr + span)
-        length = tl.load(row_start_ptr + span + 1) - span_row
+        first, chunk = 0, 0
+        span, first_row, context, span_row, length = planned_tile(tiles_ptr + tile * 2, context_ptr, row_start_ptr)
 
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     i = tl.arange(0, R_PAD)
-    local = first_row + m // HEADS  # the row's place in its span
-    head = group * HEADS + m % HEADS
-    live = (m < (BLOCK_M // HEADS) * HEADS) & (local < length)
-    row = (span_row + local).to(tl.int64)
+    local, head, live, row = rows_of_tile(m, group, first_row, span_row, length, HEADS, BLOCK_M)
     q_at = q_ptr + row[:, None] * q_row + head[:, None] * q_head
     q = tl.load(q_at + i[None, :], mask=live[:, None] & (i < R)[None, :], other=0.0)
     if Q > 0:
         r = tl.arange(0, Q_PAD)
         q_rope = tl.load(q_at + R + r[None, :], mask=live[:, None] & (r < Q)[None, :], other=0.0)
 
-    tree = False
-    if TREE:  # any bit in the span's first row: a causal span of a step with trees has none
-        tree = tl.load(ancestors_ptr + span_row.to(tl.int64) * words) != 0
-    end = context + tl.minimum(first_row + BLOCK_M // HEADS, length)
-    if TREE:
-        end = tl.where(tree, context + length, end)
-    start, stop = 0, end
-    if ROWS > 0:
-        start = (tile - first) * chunk
-        stop = tl.minimum(start + chunk, end)
-    elif CHUNKED > 0:
-        start = split * CHUNKED
-        stop = tl.minimum(start + CHUNKED, end)
-    elif SPLIT:
-        share = tl.cdiv(tl.cdiv(end, BLOCK_N), num_splits) * BLOCK_N
-        start = split * share
-        stop = tl.minimum(start + share, end)
+    tree = is_tree(ancestors_ptr, span_row, words, TREE)
+    _, _, _, start, stop = keys_of_tile(
+        tile, split, num_splits, first, chunk, tree, first_row, context, length, local, row, live, 0, None, HEADS,
+        BLOCK_M, BLOCK_N, TREE, False, SPLIT, CHUNKED, ROWS)
 
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -213,15 +197,8 @@ def _latent_attention(
             k_rope = tl.load(rope_ptr + at[:, None] + r[None, :], mask=held[:, None] & (r < Q)[None, :], other=0.0)
             s = tl.dot(q_rope, tl.trans(k_rope), s, input_precision="ieee")
         pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
-        seen = held[None, :] & (j[None, :] <= (context + local)[:, None])
-        if TREE:  # noqa: SIM102  (compile time, then run time)
-            if tree:
-                k_row = j - context  # the key's row in the span; negative: context
-                drafted = held & (k_row >= 0)
-                word = tl.load(ancestors_ptr + row[:, None] * words + (k_row // 64)[None, :],
-                               mask=live[:, None] & drafted[None, :], other=0)
-                bit = tl.where(drafted, k_row % 64, 0).to(tl.int64)
-                seen = held[None, :] & ((k_row < 0)[None, :] | (((word >> bit[None, :]) & 1) != 0))
+        seen = seen_keys(j, held, tree, None, context, span_row, local, row, live, 0, words, ancestors_ptr, None, TREE,
+                         False)
         s = tl.where(seen, s, -float("inf"))
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen nothing yet

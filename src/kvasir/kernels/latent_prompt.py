@@ -21,6 +21,7 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import jit, next_power_of_2, tl
+from kvasir.kernels.attention_tile import planned_span
 from kvasir.kernels.dense_attention import BLOCK_N, SCRATCH_BYTES, LongSpans, plan_long
 from kvasir.kernels.dense_attention import Shape as DenseShape
 from kvasir.kernels.latent_decode import Planes, _load_latents, padded, wide_of
@@ -102,9 +103,7 @@ def _latent_prompt(q_ptr, k_desc, rope_desc, v_desc, out_ptr, context_ptr, row_s
     span = tl.load(items_ptr + tile * 3)
     first_row = tl.load(items_ptr + tile * 3 + 1)
     base = tl.load(items_ptr + tile * 3 + 2)
-    context = tl.load(context_ptr + span)
-    span_row = tl.load(row_start_ptr + span)
-    length = tl.load(row_start_ptr + span + 1) - span_row
+    context, span_row, length = planned_span(span, context_ptr, row_start_ptr)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     d, r, i = tl.arange(0, D_PAD), tl.arange(0, Q_PAD), tl.arange(0, V_PAD)
     local = first_row + m

@@ -30,11 +30,12 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import jit, next_power_of_2, tl
+from kvasir.kernels.attention_tile import derived_tile, is_tree, rows_of_tile, seen_of_few
 from kvasir.kernels.hardware import name_of
 from kvasir.kernels.key_chunks import SHORT_CHUNK, find_tile_chunk
 from kvasir.kernels.paged_attention import SPLIT_KEYS, TREE_ROWS, attend, chunks_of, merge_tiles, visible
 from kvasir.kernels.rope import rotate
-from kvasir.kernels.softmax_block import sink_logits
+from kvasir.kernels.softmax_block import cap, fold_columns, sink_logits
 
 MAX_RANK = 512  # of a latent of values: a program holds the sums of all its elements
 MOST_COLUMNS = 64  # of a tile
@@ -149,29 +150,20 @@ def _lowrank_rows(
                                                 BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
     if span >= count:
         return
-    if tile == begun:
-        tl.store(cuts_ptr + span * 2, begun)
-        tl.store(cuts_ptr + span * 2 + 1, parts)
-    first_row = tl.load(place_ptr + span).to(tl.int32)
-    context = tl.load(at_ptr + span) - first_row
-    span_row = span - first_row
-    length = tl.load(length_ptr + span).to(tl.int32)
+    first_row, context, span_row, length = derived_tile(span, tile, begun, parts, at_ptr, place_ptr, length_ptr,
+                                                        cuts_ptr)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
 
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     i = tl.arange(0, HALF_PAD)
     r = tl.arange(0, V_PAD)
-    local = first_row + m // R  # the row's place in its span
-    head = group * R + m % R
-    live = (m < ROWS * R) & (local < length)
-    row = (span_row + local).to(tl.int64)
+    local, head, live, row = rows_of_tile(m, group, first_row, span_row, length, R, BLOCK_M)
     half = i < D // 2
     one, other = _halves(i, D, Q)
 
-    tree = False
-    if TREE:  # any bit in the span's first row: a causal span of a step with trees has none
-        tree = tl.load(ancestors_ptr + span_row.to(tl.int64) * words) != 0
+    tree, kin = is_tree(ancestors_ptr, span_row, words, TREE), None
+    if TREE:
         kin = tl.load(ancestors_ptr + row * words, mask=live, other=0)  # the row and its ancestors, a bit each
     end = context + tl.minimum(first_row + ROWS, length)
     at_m = context + local
@@ -226,31 +218,13 @@ def _lowrank_rows(
         pages = tl.load(table + after // P, mask=after < stop, other=0)
         position = tl.load(position_ptr + pages.to(tl.int64) * position_page + after % P, mask=after < stop, other=0)
         if CAPPED:
-            decay = tl.exp2(tl.abs(s * (scale / softcap)) * -2.8853900817779268)
-            s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay) * 1.4426950408889634
+            s = cap(s, s * (scale / softcap), softcap) * 1.4426950408889634
         else:
             s = s * factor
-        at_n = j
-        seen = held[:, None] & (j[:, None] <= (context + local)[None, :])
-        if TREE:  # noqa: SIM102
-            if tree:
-                k_row = j - context  # the key's row in the span; negative: context
-                bit = tl.maximum(k_row, 0).to(tl.int64)
-                seen = held[:, None] & ((k_row < 0)[:, None] | (((kin[None, :] >> bit[:, None]) & 1) != 0))
-                if WINDOWED:
-                    drafted = held & (k_row >= 0)
-                    at_n = tl.where(drafted, tl.load(positions_ptr + span_row + k_row, mask=drafted, other=0).to(
-                        tl.int32), j)
-        if WINDOWED:
-            seen = seen & (at_n[:, None] > at_m[None, :] - window)
+        seen = seen_of_few(j, held, tree, kin, at_m, context, span_row, local, window, positions_ptr, TREE, WINDOWED)
         s = tl.where(seen, s, -float("inf"))
-        new_top = tl.maximum(top, tl.max(s, 0))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen nothing yet
-        p = tl.exp2(s - base[None, :])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 0)
+        top, p, shrink, total = fold_columns(s, top, total)
         acc = tl.dot(v, p.to(dtype), acc * shrink[None, :], input_precision="ieee")
-        top = new_top
 
     peak, whole = top, total
     if SINKS and parts == 1:  # of several chunks, whoever merges them adds it

@@ -20,15 +20,13 @@ from collections.abc import Iterator
 import torch
 
 from kvasir import tuned
-from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl
-from kvasir.kernels.activation import ACTIVATIONS, KINDS
+from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.code_tiles import factor_of, load_bytes, load_scales, scales_of, spread
 from kvasir.kernels.codes_gemv import LAYOUTS, Case, Coded
-from kvasir.kernels.gemv import UNGATED, Config, finish_rows
-from kvasir.kernels.parts import add_parts, room_for_parts, tickets_of
+from kvasir.kernels.gemv import Config, ending, finish_rows, result_of
+from kvasir.kernels.parts import add_parts, room_for_parts, share_of, splits_for, tickets_of
 
 LEAST_ROWS, MAX_ROWS = 8, 32  # that a tensor core takes, and that one launch takes
-SHORTEST = 512  # inputs of a split at least
 
 
 @jit
@@ -223,21 +221,15 @@ def nibble_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, bias_N: torch.T
     assert rows <= MAX_ROWS and w.num_inputs == width and x_TK.stride(1) == 1, "a few dense rows"
     assert takes(w, config.block_k), "codes of four bits whose groups a block holds"
     outputs, gated = num_rows if activation is None else num_rows // 2, activation is not None
-    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), \
-        "the residual is as the result"
-    y_TO = residual_TO if residual_TO is not None else out_TO
-    if y_TO is None:
-        y_TO = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    y_TO = result_of(x_TK, outputs, residual_TO, out_TO)
     if rows == 0:
         return y_TO
     fast = not INTERPRETED and x_TK.dtype == torch.bfloat16
     assert not fast or x_TK.stride(0) % 4 == 0 and x_TK.data_ptr() % 8 == 0, "four inputs are one load"
     codes, _, scales, more = w.pointers()
     words, columns = config.block_k // 4, width // 4
-    share = cdiv(cdiv(columns, words), config.splits) * words
-    splits = cdiv(columns, share)  # none of them empty
+    share, splits = share_of(columns, words, config.splits)
     tiles, tile_rows = cdiv(outputs, config.block_n), max(LEAST_ROWS, next_power_of_2(rows))
-    early = pdl(x_TK.device)
     _few_rows_nibbles[(tiles, splits)](
         x_TK, codes, scales, more, y_TO,
         room_for_parts(tiles, splits, config.block_n * tile_rows * (1 + gated), y_TO), tickets_of(x_TK.device),
@@ -245,8 +237,7 @@ def nibble_gemv(x_TK: torch.Tensor, w: Coded, config: Config, *, bias_N: torch.T
         width, w.num_groups, ROWS=tile_rows, BLOCK_N=config.block_n, WORDS=words, GROUPS=config.block_k // w.group,
         GROUP=w.group, LAYOUT=LAYOUTS[w.layout], ZEROS=w.layout == "u4" and w.more is not None, STAGES=config.stages,
         SPLITS=splits, WHOLE=columns % words == 0 and outputs % config.block_n == 0, FAST=fast,
-        BIAS=bias_N is not None, KIND=KINDS[ACTIVATIONS[activation]] if gated else UNGATED,
-        RESIDUAL=residual_TO is not None, PDL=early, num_warps=config.warps, launch_pdl=early)
+        num_warps=config.warps, **ending(x_TK.device, bias_N, activation, residual_TO))
     return y_TO
 
 
@@ -260,10 +251,8 @@ def choose(rows: int, num_rows: int, w: Coded, gated: bool = False) -> Config | 
     block_k = w.group if w.layout == "u4" else block_k
     if not takes(w, block_k):
         return None
-    outputs, splits = num_rows // 2 if gated else num_rows, 1
-    while cdiv(outputs, block_n) * splits < programs and w.num_inputs // (2 * splits) >= SHORTEST:
-        splits *= 2
-    return Config(block_n, block_k, warps, stages, splits)
+    tiles = cdiv(num_rows // 2 if gated else num_rows, block_n)
+    return Config(block_n, block_k, warps, stages, splits_for(tiles, w.num_inputs, programs))
 
 
 def grid() -> Iterator[Case]:

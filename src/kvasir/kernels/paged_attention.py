@@ -33,6 +33,14 @@ import torch
 
 from kvasir import tuned
 from kvasir.kernels._triton import Launches, cdiv, jit, launch, next_power_of_2, tl
+from kvasir.kernels.attention_tile import (
+    derived_tile,
+    is_tree,
+    keys_of_tile,
+    planned_tile,
+    rows_of_tile,
+    seen_keys,
+)
 from kvasir.kernels.hardware import multiprocessors, name_of, send
 from kvasir.kernels.key_chunks import SHORT_CHUNK, _merge_tiles, find_tile_chunk, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
@@ -153,61 +161,23 @@ def _paged_attention(
                                                     window, ROWS, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
         if span >= count:
             return
-        if tile == first:  # of every KV head alike
-            tl.store(cuts_ptr + span * 2, first)
-            tl.store(cuts_ptr + span * 2 + 1, parts)
-        first_row = tl.load(place_ptr + span).to(tl.int32)
-        context = tl.load(context_ptr + span) - first_row
-        span_row = span - first_row
-        length = tl.load(length_ptr + span).to(tl.int32)
+        first_row, context, span_row, length = derived_tile(span, tile, first, parts, context_ptr, place_ptr,
+                                                            length_ptr, cuts_ptr)
     else:
-        span = tl.load(tiles_ptr + tile * 2)
-        first_row = tl.load(tiles_ptr + tile * 2 + 1)
-        context = tl.load(context_ptr + span)
-        span_row = tl.load(row_start_ptr + span)
-        length = tl.load(row_start_ptr + span + 1) - span_row
+        first, chunk = 0, 0
+        span, first_row, context, span_row, length = planned_tile(tiles_ptr + tile * 2, context_ptr, row_start_ptr)
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
-    local = first_row + m // R  # the row's place in its span
-    head = group * R + m % R
-    live = (m < (BLOCK_M // R) * R) & (local < length)
-    row = (span_row + local).to(tl.int64)
+    local, head, live, row = rows_of_tile(m, group, first_row, span_row, length, R, BLOCK_M)
     inside = d < D
     q = tl.load(q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :],
                 mask=live[:, None] & inside[None, :], other=0.0)
 
-    tree = False
-    if TREE:  # any bit in the span's first row: a causal span of a step with trees has none
-        tree = tl.load(ancestors_ptr + span_row.to(tl.int64) * words) != 0
-    last_row = tl.minimum(first_row + BLOCK_M // R, length)
-    end = context + last_row  # keys [low, end) are loaded; all below ``full`` are seen by every row
-    full = context + first_row + 1
-    at_m = context + local
-    low = 0
-    if TREE:  # noqa: SIM102  (compile time, then run time)
-        if tree:
-            end = context + length
-            full = context
-            at_m = tl.load(positions_ptr + row, mask=live, other=0).to(tl.int32)
-    if WINDOWED:
-        low = tl.maximum(full - window, 0)  # for a tree, the root's row is the one that sees furthest back
-        if TREE:
-            low = tl.where(tree, tl.maximum(context + 1 - window, 0), low)
-
-    start = (low // BLOCK_N) * BLOCK_N
-    stop = end
-    if ROWS > 0:
-        start += (tile - first) * chunk
-        stop = tl.minimum(start + chunk, end)
-    elif CHUNKED > 0:
-        start = tl.maximum(start, split * CHUNKED)
-        stop = tl.minimum((split + 1) * CHUNKED, end)
-    elif SPLIT:
-        share = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits) * BLOCK_N
-        start = start + split * share
-        stop = tl.minimum(start + share, end)
-
+    tree = is_tree(ancestors_ptr, span_row, words, TREE)
+    at_m, low, full, start, stop = keys_of_tile(
+        tile, split, num_splits, first, chunk, tree, first_row, context, length, local, row, live, window,
+        positions_ptr, R, BLOCK_M, BLOCK_N, TREE, WINDOWED, SPLIT, CHUNKED, ROWS)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
@@ -237,21 +207,8 @@ def _paged_attention(
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=held[:, None] & inside[None, :], other=0.0)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=held[:, None] & inside[None, :], other=0.0)
         pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
-        at_n = j
-        seen = held[None, :] & (j[None, :] <= (context + local)[:, None])
-        if TREE:  # noqa: SIM102
-            if tree:
-                i = j - context  # the key's row in the span; negative: context
-                drafted = held & (i >= 0)
-                word = tl.load(ancestors_ptr + row[:, None] * words + (i // 64)[None, :],
-                               mask=live[:, None] & drafted[None, :], other=0)
-                bit = tl.where(drafted, i % 64, 0).to(tl.int64)
-                seen = held[None, :] & ((i < 0)[None, :] | (((word >> bit[None, :]) & 1) != 0))
-                if WINDOWED:
-                    at_n = tl.load(positions_ptr + span_row + i, mask=drafted, other=0).to(tl.int32)
-                    at_n = tl.where(drafted, at_n, j)
-        if WINDOWED:
-            seen = seen & (at_n[None, :] > at_m[:, None] - window)
+        seen = seen_keys(j, held, tree, at_m, context, span_row, local, row, live, window, words, ancestors_ptr,
+                         positions_ptr, TREE, WINDOWED)
         top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True)
 
     if ROWS > 0:

@@ -12,9 +12,26 @@ import functools
 
 import torch
 
-from kvasir.kernels._triton import jit, tl
+from kvasir.kernels._triton import cdiv, jit, tl
 
+SHORTEST = 512  # inputs of a split at least
 MAX_TILES = 1 << 14  # of a product whose K is split: it has far fewer tiles than this, or it would not be split
+
+
+def splits_for(tiles: int, width: int, programs: int) -> int:
+    """Splits of K, a power of two, that give ``tiles`` of outputs so many programs, or as many as K is long enough
+    for."""
+    splits = 1
+    while tiles * splits < programs and width // (2 * splits) >= SHORTEST:
+        splits *= 2
+    return splits
+
+
+def share_of(width: int, step: int, splits: int) -> tuple[int, int]:
+    """The part of K that each of up to ``splits`` programs takes, in whole steps, and how many programs that makes:
+    none has nothing to do."""
+    share = cdiv(cdiv(width, step), splits) * step
+    return share, cdiv(width, share)
 
 
 @functools.cache

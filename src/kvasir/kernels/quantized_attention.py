@@ -23,6 +23,15 @@ import torch
 from kvasir import tuned
 from kvasir.kernels import paged_attention
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, tl
+from kvasir.kernels.attention_tile import (
+    derived_tile,
+    is_tree,
+    keys_of_tile,
+    load_pages,
+    planned_tile,
+    rows_of_tile,
+    seen_of_few,
+)
 from kvasir.kernels.hardware import multiprocessors, name_of, send
 from kvasir.kernels.key_chunks import SHORT_CHUNK, find_tile_chunk
 from kvasir.kernels.paged_attention import SPLIT_KEYS, TREE_ROWS, Tiles, chunks_of, merge_splits, merge_tiles
@@ -106,56 +115,24 @@ def _quantized_attention(
                                                     window, ROWS, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
         if span >= count:
             return
-        if tile == first:
-            tl.store(cuts_ptr + span * 2, first)
-            tl.store(cuts_ptr + span * 2 + 1, parts)
-        first_row = tl.load(place_ptr + span).to(tl.int32)
-        context = tl.load(context_ptr + span) - first_row
-        span_row = span - first_row
-        length = tl.load(length_ptr + span).to(tl.int32)
+        first_row, context, span_row, length = derived_tile(span, tile, first, parts, context_ptr, place_ptr,
+                                                            length_ptr, cuts_ptr)
     else:
-        span = tl.load(tiles_ptr + tile * 2)
-        first_row = tl.load(tiles_ptr + tile * 2 + 1)
-        context = tl.load(context_ptr + span)
-        span_row = tl.load(row_start_ptr + span)
-        length = tl.load(row_start_ptr + span + 1) - span_row
+        first, chunk = 0, 0
+        span, first_row, context, span_row, length = planned_tile(tiles_ptr + tile * 2, context_ptr, row_start_ptr)
 
     m = tl.arange(0, BLOCK_M)
     w = tl.arange(0, W_PAD)
     n = tl.arange(0, BLOCK_N)
-    local = first_row + m // R  # the row's place in its span
-    head = group * R + m % R
-    live = (m < (BLOCK_M // R) * R) & (local < length)
-    row = (span_row + local).to(tl.int64)
+    local, head, live, row = rows_of_tile(m, group, first_row, span_row, length, R, BLOCK_M)
     wide = (w < W)[None, :]
 
-    tree = False
-    if TREE:  # any bit in the span's first row: a causal span of a step with trees has none
-        tree = tl.load(ancestors_ptr + span_row.to(tl.int64) * words) != 0
+    tree, kin = is_tree(ancestors_ptr, span_row, words, TREE), None
+    if TREE:
         kin = tl.load(ancestors_ptr + row * words, mask=live, other=0)  # the row and its ancestors, a bit each
-    # keys [low, end) are loaded; all below ``full`` are seen by every row
-    end = context + tl.minimum(first_row + BLOCK_M // R, length)
-    full = context + first_row + 1
-    at_m = context + local
-    low = 0
-    if TREE:  # noqa: SIM102  (compile time, then run time)
-        if tree:
-            end = context + length
-            full = context
-            at_m = tl.load(positions_ptr + row, mask=live, other=0).to(tl.int32)
-    if WINDOWED:
-        low = tl.maximum(full - window, 0)  # for a tree, the root's row is the one that sees furthest back
-        if TREE:
-            low = tl.where(tree, tl.maximum(context + 1 - window, 0), low)
-    start = (low // BLOCK_N) * BLOCK_N
-    stop = end
-    if ROWS > 0:
-        start += (tile - first) * chunk
-        stop = tl.minimum(start + chunk, end)
-    elif SPLIT:
-        share = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits) * BLOCK_N
-        start = start + split * share
-        stop = tl.minimum(start + share, end)
+    at_m, low, full, start, stop = keys_of_tile(
+        tile, split, num_splits, first, chunk, tree, first_row, context, length, local, row, live, window,
+        positions_ptr, R, BLOCK_M, BLOCK_N, TREE, WINDOWED, SPLIT, 0, ROWS)
 
     factor = scale if CAPPED else scale * 1.4426950408889634
     q_at = q_ptr + row[:, None] * q_row + head[:, None] * q_head + 2 * w[None, :]
@@ -170,10 +147,7 @@ def _quantized_attention(
 
     # Page ids are fetched a block ahead and carried; blocks that every row sees whole need no mask: see
     # ``_paged_attention``.
-    if BLOCK_N <= P:
-        pages = tl.load(table + start // P, mask=start < stop, other=0)
-    else:
-        pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
+    pages = load_pages(table, start, start + n, stop, P, BLOCK_N)
     middle = start
     if not WINDOWED:
         middle = start + tl.maximum(tl.minimum(stop, full) - start, 0) // BLOCK_N * BLOCK_N
@@ -186,10 +160,7 @@ def _quantized_attention(
             k_grid = tl.load(k_meta + at_meta)
             v = tl.load(v_ptr + at[None, :] + w[:, None], mask=(w < W)[:, None], other=0)
             v_grid = tl.load(v_meta + at_meta)
-            if BLOCK_N <= P:
-                pages = tl.load(table + (j0 + BLOCK_N) // P, mask=j0 + BLOCK_N < stop, other=0)
-            else:
-                pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
+            pages = load_pages(table, j0 + BLOCK_N, j + BLOCK_N, stop, P, BLOCK_N)
             top, total, shift, acc0, acc1, acc2, acc3 = fold_codes(
                 k, v, k_grid, v_grid, None, q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1,
                 acc2, acc3,
@@ -205,23 +176,8 @@ def _quantized_attention(
         k_grid = tl.load(k_meta + at_meta, mask=held, other=0)
         v = tl.load(v_ptr + at[None, :] + w[:, None], mask=held[None, :] & (w < W)[:, None], other=0)
         v_grid = tl.load(v_meta + at_meta, mask=held, other=0)
-        if BLOCK_N <= P:
-            pages = tl.load(table + (j0 + BLOCK_N) // P, mask=j0 + BLOCK_N < stop, other=0)
-        else:
-            pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
-        at_n = j
-        seen = held[:, None] & (j[:, None] <= (context + local)[None, :])
-        if TREE:  # noqa: SIM102
-            if tree:
-                i = j - context  # the key's row in the span; negative: context
-                bit = tl.maximum(i, 0).to(tl.int64)
-                seen = held[:, None] & ((i < 0)[:, None] | (((kin[None, :] >> bit[:, None]) & 1) != 0))
-                if WINDOWED:
-                    drafted = held & (i >= 0)
-                    at_n = tl.where(drafted, tl.load(positions_ptr + span_row + i, mask=drafted, other=0).to(tl.int32),
-                                    j)
-        if WINDOWED:
-            seen = seen & (at_n[:, None] > at_m[None, :] - window)
+        pages = load_pages(table, j0 + BLOCK_N, j + BLOCK_N, stop, P, BLOCK_N)
+        seen = seen_of_few(j, held, tree, kin, at_m, context, span_row, local, window, positions_ptr, TREE, WINDOWED)
         top, total, shift, acc0, acc1, acc2, acc3 = fold_codes(
             k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2,
             acc3,

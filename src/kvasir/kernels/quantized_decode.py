@@ -32,11 +32,12 @@ import torch
 from kvasir import tuned
 from kvasir.kernels import decode_attention
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, pdl, tl
+from kvasir.kernels.attention_tile import load_pages
 from kvasir.kernels.decode_attention import Rows, Shape
 from kvasir.kernels.hardware import multiprocessors, name_of
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.quantized_qkv import FORMATS, Format
-from kvasir.kernels.softmax_block import sink_logits
+from kvasir.kernels.softmax_block import cap, fold_columns, sink_logits
 
 
 @jit
@@ -156,15 +157,10 @@ def fold_codes(k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, sof
         ks, kb = _halves(k_grid)
         s = s * ks[:, None] + kb[:, None] * total_q[None, :]
     if CAPPED:
-        decay = tl.exp2(tl.abs(s / softcap) * -2.8853900817779268)
-        s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay) * 1.4426950408889634
+        s = cap(s, s / softcap, softcap) * 1.4426950408889634
     if MASKED:
         s = tl.where(seen, s, -float("inf"))
-    new_top = tl.maximum(top, tl.max(s, 0))
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    p = tl.exp2(s - base[None, :])
-    shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(p, 0)
+    top, p, shrink, total = fold_columns(s, top, total)
     if BITS == 0:
         weight = (p * (v_grid.to(tl.float32, bitcast=True) * GAIN)[:, None]).to(number)
         weights = shift
@@ -180,7 +176,7 @@ def fold_codes(k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, sof
         above = ((ABOVE + MIDDLE * ODD) * weights)[None, :]
         acc3 = tl.dot(_numbers(v, 3, BITS, TRICK, ASM), weight, acc3 * shrink[None, :] - above, input_precision="ieee")
     acc1 = tl.dot(_numbers(v, 1, BITS, TRICK, ASM), weight, acc1 * shrink[None, :] - above, input_precision="ieee")
-    return new_top, total, shift, acc0, acc1, acc2, acc3
+    return top, total, shift, acc0, acc1, acc2, acc3
 
 
 @jit
@@ -260,10 +256,7 @@ def _quantized_decode(
             k_grid = tl.load(k_meta + at_meta, mask=held, other=0)
             v = tl.load(v_ptr + at[None, :] + w[:, None], mask=across, other=0)  # as columns
             v_grid = tl.load(v_meta + at_meta, mask=held, other=0)
-            if BLOCK_N <= P:
-                pages = tl.load(table + (j0 + BLOCK_N) // P, mask=j0 + BLOCK_N < stop, other=0)
-            else:
-                pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
+            pages = load_pages(table, j0 + BLOCK_N, j + BLOCK_N, stop, P, BLOCK_N)
             top, total, shift, acc0, acc1, acc2, acc3 = fold_codes(
                 k, v, k_grid, v_grid, held[:, None], q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0,
                 acc1, acc2, acc3,

@@ -26,8 +26,7 @@ def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.cons
     factor = scale * 1.4426950408889634
     if CAPPED:
         factor = 1.4426950408889634
-        decay = tl.exp2(tl.abs(s * (scale / softcap)) * -2.8853900817779268)
-        s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay)
+        s = cap(s, s * (scale / softcap), softcap)
     if MASKED:
         s = tl.where(seen, s, -float("inf"))
     new_top = tl.maximum(top, tl.max(s, 1) * factor)
@@ -43,6 +42,24 @@ def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.cons
         acc = acc * shrink[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return new_top, total * shrink + tl.sum(p, 1), acc
+
+
+@jit
+def fold_columns(s, top, total):
+    """Fold scores s [N, M], in base 2, into the running softmax of the columns. Returns its maximum, the weights of the
+    scores [N, M], the factor by which earlier sums shrink, and the total of the weights."""
+    new_top = tl.maximum(top, tl.max(s, 0))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a column that has seen nothing yet
+    p = tl.exp2(s - base[None, :])
+    shrink = tl.exp2(top - base)
+    return new_top, p, shrink, total * shrink + tl.sum(p, 0)
+
+
+@jit
+def cap(s, size, softcap):
+    """softcap * tanh(size), for ``size`` = s / softcap in the unit of the cap. The sign is that of s."""
+    decay = tl.exp2(tl.abs(size) * -2.8853900817779268)
+    return tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay)
 
 
 @jit

@@ -12,7 +12,7 @@ Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -49,11 +49,14 @@ class Plane:
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedLayer:
     """A layer of the served model that keeps keys and values. ``index``: its place among all layers. ``angles``:
-    cosines and sines [positions, width] in fp32, as in ``layers.rope.RopeTable``; None: the layer rotates nothing."""
+    cosines and sines [positions, width] in fp32, as in ``layers.rope.RopeTable``; None: the layer rotates nothing.
+    ``added``: it stands behind the model's last layer, where a drafter has asked for it, and no calibration knows
+    it."""
 
     index: int
     row: CacheRow
     angles: torch.Tensor | None
+    added: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class Codec(Technique):
     latents = False  # whether rows with a ``CacheRow.latent`` may be stored, by ``write_row``
     # Whether ``write`` takes keys before RoPE, with their positions, and ``read`` turns them.
     turns = False
+    # What a KV policy stores beside each token of a layer with such rows, in planes of its own; set at the start.
+    beside: Callable[[CacheRow], list[Plane]] = staticmethod(lambda row: [])
 
     def attach(self, layers: Sequence[CachedLayer], device: torch.device, dtype: torch.dtype, exact: bool) -> None:
         """Take the served model, before the pool is made: for a codec with numbers of its own for each layer.
@@ -182,6 +187,17 @@ class Codec(Technique):
         return out_THR
 
 
+def places_of(cache: LayerCache, slots_T: torch.Tensor, shared: dict) -> dict:
+    """``shared`` with the ``page`` and ``offset`` of the slots that rows go to, and in ``keep`` which rows these are
+    (None: all)."""
+    if "page" not in shared:
+        keep = slots_T >= 0
+        shared["keep"] = None if bool(keep.all()) else keep
+        slots = slots_T if shared["keep"] is None else slots_T[keep]
+        shared["page"], shared["offset"] = slots // cache.page_slots, slots % cache.page_slots
+    return shared
+
+
 def planes_of(codec: Codec, row: CacheRow, dtype: torch.dtype) -> list[Plane]:
     """The planes of a layer. Raises ConfigError for a row that the codec cannot store, with the nearest choice."""
     if row.latent and not codec.latents:
@@ -189,4 +205,4 @@ def planes_of(codec: Codec, row: CacheRow, dtype: torch.dtype) -> list[Plane]:
             f"kv_codec '{codec.name}' is for heads of keys and values, and this model caches latents (multi-head "
             "latent attention). Use --kv-codec plain, int8 or fp8."
         )
-    return codec.planes(row, dtype)
+    return [*codec.planes(row, dtype), *codec.beside(row)]

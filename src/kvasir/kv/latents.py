@@ -17,7 +17,7 @@ from kvasir.kernels._triton import use_triton
 from kvasir.kernels.lowrank_decode import Latents
 from kvasir.kernels.rope import rotate
 from kvasir.kernels.store_kv import store_rows
-from kvasir.kv.codec import Codec, LayerCache, Plane
+from kvasir.kv.codec import Codec, LayerCache, Plane, places_of
 from kvasir.layers.products import linear
 from kvasir.types import CacheRow
 
@@ -92,18 +92,16 @@ class LatentLayer(Codec):
                 store_rows(row_TR, cache.planes[name], slots_T)
             store_rows(shared["positions"], cache.planes["k_position"], slots_T)
             return
-        if "page" not in shared:
-            keep = (slots_T >= 0).nonzero().flatten()
-            slots = slots_T[keep]
-            shared["keep"] = None if len(keep) == len(slots_T) else keep
-            shared["page"], shared["offset"] = slots // cache.page_slots, slots % cache.page_slots
-            shared["positions"] = positions_T[keep].to(torch.int32).unsqueeze(-1)
+        keep = places_of(cache, slots_T, shared)["keep"]
+        if "positions" not in shared:
+            kept = positions_T if keep is None else positions_T[keep]
+            shared["positions"] = kept.to(torch.int32).unsqueeze(-1)
         rows = {
             "k": linear(k_TGD.flatten(1).contiguous(), self.maps.k_down, exact=self.exact_rows),
             "v": linear(v_TGD.flatten(1).contiguous(), self.maps.v_down, exact=self.exact_rows),
         }
         for name, row in rows.items():
-            row = row if shared["keep"] is None else row[shared["keep"]]
+            row = row if keep is None else row[keep]
             cache.planes[name][shared["page"], 0, shared["offset"]] = row
         cache.planes["k_position"][shared["page"], 0, shared["offset"]] = shared["positions"]
 

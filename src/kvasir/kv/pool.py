@@ -2,7 +2,7 @@
 
 A page of a group is one contiguous run of bytes that holds every layer of the group, so that copying, moving or storing
 a page is one operation whatever the number of layers and whatever each of them keeps. Who owns which page is the
-business of ``engine/pages.py``.
+business of ``engine/pages/pages.py``.
 
 Legend: N pages, G KV heads, P slots per page.
 """
@@ -52,6 +52,8 @@ class KVPool:
         sizes = [self.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
         self.pages = [_zeros(n, size, torch.device(device)) for n, size in zip(num_pages, sizes)]
         self._dtype = dtype
+        # Recorded behind each change of pages outside steps, for copies on other streams; None: there are none.
+        self.changed: torch.cuda.Event | None = None
         # By group, made when first asked for.
         self._slot_words: dict[int, tuple[torch.Tensor, torch.Tensor, torch.dtype]] = {}
         self._layers = {
@@ -92,6 +94,7 @@ class KVPool:
             # From pinned memory, so that the copy does not wait for a step in flight.
             source, target = pairs.to(words.device, non_blocking=True)
             words.index_copy_(0, target, words.index_select(0, source))
+        self._note_change()
 
     def move_slots(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the bytes of whole slots (page * page_slots + place): every layer, codes and scales, unchanged. Every
@@ -104,15 +107,37 @@ class KVPool:
         pages, places = slots // self.page_slots, slots % self.page_slots
         at = (pages * (self.page_bytes(group) // unit.itemsize))[..., None] + base + places[..., None] * step
         words[at[1]] = words[at[0]]
+        self._note_change()
+
+    def move_kept(self, layer: int, table: Sequence[int], places_GC: torch.Tensor, targets: Sequence[int]) -> None:
+        """Move the tokens of a sequence that stay in a layer: from ``places_GC`` (int64, [G, C] or [1, C] for all
+        heads), counted over the pages ``table``, to the first C places of the pages ``targets``. Their bytes stay as
+        they are: codes, scales, and what a KV policy stores beside them. All are read before one is written."""
+        device, size, count = places_GC.device, self.page_slots, places_GC.shape[1]
+        both = torch.tensor([*table, *targets], dtype=torch.int64, pin_memory=device.type == "cuda")
+        sources, targets_W = both.to(device, non_blocking=True).split([len(table), len(targets)])
+        at = torch.arange(count, device=device)
+        pages_GC, to_C = sources[places_GC // size], targets_W[at // size]
+        for plane in self._layers[layer].planes.values():
+            plane = plane.view(torch.uint8) if plane.dtype.itemsize == 1 else plane  # no type of 8 bits can be indexed
+            heads = torch.arange(plane.shape[1], device=device)[:, None]
+            plane[to_C[None], heads, (at % size)[None]] = plane[pages_GC, heads, places_GC % size]
+        self._note_change()
 
     def clear(self, group: int, pages: Sequence[int]) -> None:
         """Fill pages with zeros."""
         for page in pages:
             self.pages[group][page].zero_()
+        self._note_change()
 
     def poison(self, group: int, pages: Sequence[int]) -> None:
         """Fill pages with ones: NaN in every float format, so that a read of an unwritten slot shows (poison mode)."""
         self.pages[group][torch.as_tensor(pages, dtype=torch.int64, device=self.pages[group].device)] = 0xFF
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self.changed is not None:
+            self.changed.record()
 
     def _words_of_a_slot(self, group: CacheGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
         """The places of slot 0's words in a page of ``group``, each word's distance from slot to slot, and the word

@@ -15,7 +15,7 @@ from kvasir.errors import ConfigError
 from kvasir.kernels.fused_qkv import HeadOps
 from kvasir.kernels.quantize import dequantize, pack_nibbles, quantize, unpack_nibbles
 from kvasir.kernels.quantized_qkv import quantized_qkv, turn
-from kvasir.kv.codec import Codec, LayerCache, Plane
+from kvasir.kv.codec import Codec, LayerCache, Plane, places_of
 from kvasir.types import CacheRow
 
 # Elements of a latent that share a scale: an outlier costs precision in its own block only.
@@ -88,7 +88,7 @@ class QuantizedCodec(Codec):
         shared: dict | None = None,
         positions_T: torch.Tensor | None = None,
     ) -> None:
-        shared = self._locate(cache, slots_T, {} if shared is None else shared)
+        shared = places_of(cache, slots_T, {} if shared is None else shared)
         for side, x_TGD in (("k", k_TGD), ("v", v_TGD)):
             if shared["keep"] is not None:
                 x_TGD = x_TGD[shared["keep"]]
@@ -102,7 +102,7 @@ class QuantizedCodec(Codec):
         self, cache: LayerCache, row_TD: torch.Tensor, slots_T: torch.Tensor, shared: dict | None = None
     ) -> None:
         """Encode the latent in blocks of ``LATENT_BLOCK``, each as a row of its own; rotary elements stay."""
-        shared = self._locate(cache, slots_T, {} if shared is None else shared)
+        shared = places_of(cache, slots_T, {} if shared is None else shared)
         if shared["keep"] is not None:
             row_TD = row_TD[shared["keep"]]
         blocks = [self.encode(block) for block in row_TD[:, : cache.latent].split(LATENT_BLOCK, -1)]
@@ -110,18 +110,6 @@ class QuantizedCodec(Codec):
             cache.planes["k" + suffix][shared["page"], 0, shared["offset"]] = torch.cat([b[suffix] for b in blocks], -1)
         if ROPE in cache.planes:
             cache.planes[ROPE][shared["page"], 0, shared["offset"]] = row_TD[:, cache.latent :]
-
-    def _locate(self, cache: LayerCache, slots_T: torch.Tensor, shared: dict) -> dict:
-        """Pages and places of the slots, and the rows that have one (None: all)."""
-        if "page" not in shared:
-            keep = slots_T >= 0
-            shared["keep"] = None if bool(keep.all()) else keep
-            slots = slots_T if shared["keep"] is None else slots_T[keep]
-            shared["page"], shared["offset"] = (
-                torch.div(slots, cache.page_slots, rounding_mode="floor"),
-                slots % cache.page_slots,
-            )
-        return shared
 
     def read(
         self, cache: LayerCache, pages: torch.Tensor, shared: dict | None = None

@@ -8,10 +8,9 @@ Legend: T rows, N outputs, K inputs, O outputs after a gated activation, G group
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,10 +22,10 @@ from kvasir.kernels.codes_gemv import Coded, choose, codes_gemv, matrix_of
 from kvasir.kernels.codes_moe import SERVED
 from kvasir.kernels.gemv import MAX_ROWS
 from kvasir.kernels.moe import Experts
-from kvasir.kernels.weight_codes import round_inputs
+from kvasir.kernels.weight_codes import pack_nibbles, round_inputs
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.products import finish, linear, with_norm
-from kvasir.layers.weight_format import MATRIX, Weight, WeightFormat
+from kvasir.layers.products import finish, linear, normed, with_norm
+from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
 from kvasir.layers.weights import Placement
 
 # Pairs of a row and an expert, by expert, up to which codes are multiplied as they are. Beyond, a copy in the model's
@@ -34,17 +33,25 @@ from kvasir.layers.weights import Placement
 STREAMED_PAIRS = tuned.STREAMED_PAIRS.value
 # Planes beside that of the codes; HIGH: the upper bits of codes of six.
 SCALE, ZERO, TENSOR_SCALE, HIGH, FACTOR = "scale", "zero", "tensor_scale", "high", "factor"
+GROUPS = (0, 32, 64, 128)  # inputs of a scale that an ``IntegerFormat`` may have, 0: all
 
 
 class CodeFormat(WeightFormat):
-    """A format of codes. ``group``: inputs of a scale; 0: all. ``block``: inputs that a row has a multiple of."""
+    """A format of codes. ``group``: inputs of a scale; 0: all. ``block``: inputs that a row has a multiple of.
+    ``more``: the plane that the kernels take as ``Coded.more``; empty: there is none."""
 
     exact = False
     group = block = 0
+    more: ClassVar[str] = ""
 
-    @abstractmethod
     def coded(self, weight: Weight) -> Coded:
         """The planes as the kernels take them."""
+        planes = weight.planes
+        return Coded(self.name, planes[MATRIX], planes[SCALE], planes.get(self.more), self.group, planes.get(HIGH))
+
+    def of_codes(self, codes_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Those of codes of four bits, two in a byte."""
+        return {MATRIX: pack_nibbles(codes_NK)} if self.code_planes else super().of_codes(codes_NK)
 
     @property
     def search(self) -> bool:
@@ -63,10 +70,6 @@ class CodeFormat(WeightFormat):
         if self.rounded and place.device.type == "cuda":
             raise ConfigError(f"{self.name}:inputs=int8 is for CPUs. On a GPU leave it out: products read the codes.")
         return super().allocate(count, widths, num_inputs, place)
-
-    @abstractmethod
-    def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The planes of a matrix."""
 
     def dequantise(self, weight: Weight) -> torch.Tensor:
         w, dtype = self.coded(weight), weight.place.dtype
@@ -87,8 +90,7 @@ class CodeFormat(WeightFormat):
         if weight.streams and rows <= MAX_ROWS:
             product, x_TK = self._few(weight, x_TK, norm, normed_TK, activation is not None)
             return product(x_TK, bias_N=bias_N, activation=activation, residual_TO=residual_TO)
-        if norm is not None:
-            x_TK = norm(x_TK) if normed_TK is None else normed_TK
+        x_TK = normed(x_TK, norm, normed_TK)
         if self.rounded:
             x_TK = round_inputs(x_TK)
         w_NK = self.dequantise(weight)
@@ -115,8 +117,7 @@ class CodeFormat(WeightFormat):
         w, rows = self.coded(weight), x_TK.shape[0]
         config = nibble_gemv.choose(rows, weight.num_outputs, w, gated)
         if config is not None:
-            x_TK = x_TK if norm is None else norm(x_TK) if normed_TK is None else normed_TK
-            return partial(nibble_gemv.nibble_gemv, w=w, config=config), x_TK
+            return partial(nibble_gemv.nibble_gemv, w=w, config=config), normed(x_TK, norm, normed_TK)
         x_TK, parameters = with_norm(x_TK, norm, normed_TK)
         config = choose(rows, weight.num_outputs, w, gated)
         return partial(codes_gemv, w=w, config=config, norm=parameters), x_TK
@@ -136,6 +137,25 @@ class CodeFormat(WeightFormat):
                 "are no multiple of. Use a checkpoint with smaller groups, or with scales by channel."
             )
         return num_inputs // group
+
+
+class IntegerFormat(CodeFormat):
+    """Integers whose groups are an option of the format's Config, ``group``."""
+
+    native = True
+    code_planes = (MATRIX,)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.group not in GROUPS:
+            choices = ", ".join(map(str, GROUPS))
+            raise ConfigError(f"{self.name}: group is {config.group}; there are {choices} (0: by channel)")
+        self.group = config.group
+
+
+def packed(name: str, rows: int, columns: int) -> Plane:
+    """A plane of bytes that each hold the codes of several inputs, or some bits of them."""
+    return Plane(name, rows, columns, torch.uint8, types=("U8",), random=(0, 256))
 
 
 def usual(num_inputs: int) -> float:

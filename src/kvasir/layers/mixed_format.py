@@ -14,7 +14,7 @@ import torch
 
 from kvasir.kernels.native.quantized import CENTRE
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.products import finish
+from kvasir.layers.products import finish, normed
 from kvasir.layers.weight_format import Codes, Plane, Weight, WeightFormat
 from kvasir.layers.weights import Placement, Slot
 
@@ -84,8 +84,7 @@ class MixedFormat(WeightFormat):
         residual_TO: torch.Tensor | None = None,
         normed_TK: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if norm is not None:
-            x_TK = norm(x_TK) if normed_TK is None else normed_TK
+        x_TK = normed(x_TK, norm, normed_TK)
         found, first = [], 0
         for part in self.parts(weight):
             some = slice(first, first + part.num_outputs)

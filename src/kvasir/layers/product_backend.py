@@ -2,8 +2,8 @@
 
 A backend is one module in `kvasir/layers/product_backends/`. Once a model's weights are loaded, it takes some of them:
 it gives each one a layout of its own in place of its planes, so that no weight is kept twice, and a format
-(`weight_format.py`) whose products read that layout. Layers notice nothing. `engine/product_choice.py` decides who
-takes which weights.
+(`weight_format.py`) whose products read that layout. Layers notice nothing. `engine/start/product_choice.py` decides
+who takes which weights.
 
 Legend: N outputs, K inputs.
 """

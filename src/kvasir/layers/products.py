@@ -41,6 +41,13 @@ def streams(place: Placement) -> bool:
     return place.device.type == "cuda" and place.dtype == torch.bfloat16 and place.fused and not place.exact
 
 
+def normed(x_TK: torch.Tensor, norm: RMSNorm | None, normed_TK: torch.Tensor | None) -> torch.Tensor:
+    """``norm``(x): ``normed_TK``, where the caller has it. x itself where there is no norm."""
+    if norm is None:
+        return x_TK
+    return norm(x_TK) if normed_TK is None else normed_TK
+
+
 def with_norm(
     x_TK: torch.Tensor, norm: RMSNorm | None, normed_TK: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, float] | None]:
@@ -48,7 +55,7 @@ def with_norm(
     ``FUSED_NORM_ROWS`` rows it reads ``norm``(x): ``normed_TK``, where the caller has it."""
     if norm is None or x_TK.shape[0] <= FUSED_NORM_ROWS:
         return x_TK, None if norm is None else norm.parameters
-    return norm(x_TK) if normed_TK is None else normed_TK, None
+    return normed(x_TK, norm, normed_TK), None
 
 
 def linear(

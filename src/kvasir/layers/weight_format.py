@@ -21,7 +21,7 @@ from kvasir.kernels.lora import Shrunk
 from kvasir.kernels.moe import Experts
 from kvasir.layers.adapters import LowRank
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.products import finish, linear, streams
+from kvasir.layers.products import finish, linear, normed, streams
 from kvasir.layers.weights import NUMBERS, Placement, Slot, Whole
 from kvasir.technique import Technique, find_also, load
 
@@ -130,8 +130,7 @@ class WeightFormat(Technique):
         up, and the result is [T, O]. ``residual_TO`` is added, and its memory may be used for the result.
         ``normed_TK``: ``norm``(x), where the caller has it. ``shrunk``: what adapters add before activation, given only
         where the format ``folds``."""
-        if norm is not None:
-            x_TK = norm(x_TK) if normed_TK is None else normed_TK
+        x_TK = normed(x_TK, norm, normed_TK)
         place = weight.place
         return finish(linear(x_TK, self.dequantise(weight), bias_N, place.exact), activation, residual_TO, place)
 

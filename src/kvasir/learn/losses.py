@@ -1,6 +1,6 @@
 """Losses of drafters: the divergence of guesses from the distribution of the served model, in nats.
 
-The offline trainer (`kvasir.lab.drafters`) and the online one (`kvasir.learn.learner`) share it.
+The offline trainer (`kvasir_lab.drafters`) and the online one (`kvasir.learn.learner`) share it.
 
 Legend: M guesses, D depths, V vocabulary.
 """

@@ -87,14 +87,20 @@ class AdapterSlots:
         pairs = [product.low_rank.pairs for product in self.products.values()]
         return sum(p.a_SCK.nbytes + p.b_SNR.nbytes + p.columns_SC.nbytes for p in pairs)
 
+    def most_bytes(self) -> int:
+        """Bytes of the matrices of the largest adapter that could be stored for this model: in fp64."""
+        sides = sum(p.num_inputs * len(p.widths) + sum(p.widths.values()) for p in self.products.values())
+        return sides * RANKS[-1] * 8
+
     def read(self, name: str, path: Path, base: str) -> Adapter:
         """Read an adapter into host memory. Touches neither a slot nor the device, so another thread may call it.
         ``base``: the model's name, for messages. Raises ConfigError that names what is not served and the way out."""
         folder = PeftFolder(path)
         merge = f"kvasir convert merge_lora:adapter={path} {base} NEW_FOLDER"
         folder.refuse_unserved([], merge)
-        key, tensors = folder.key(), folder.tensors()
-        folder.refuse_unserved(list(tensors), merge)
+        folder.refuse_unserved(folder.names(), merge)
+        tensors = folder.tensors(self.most_bytes())
+        key = folder.key()
         fix = f"Merge the adapter into its base model: {merge}"
         pairs, most = self.laid_out(path, folder.updates(tensors), self.max_rank, folder.base, fix)
         return Adapter(AdapterInfo(name=name, path=str(path), key=key, rank=most, base=folder.base), pairs)
@@ -120,8 +126,13 @@ class AdapterSlots:
             most = max(most, update.a_RK.shape[0])
             if most > max_rank:
                 raise ConfigError(f"{path}: rank {most} is more than --max-lora-rank {max_rank}")
-            scaled = (update.b_NR.float() * update.scale).to(self._dtype)
-            found.setdefault(product, {})[place] = update.a_RK.to(self._dtype), scaled
+            a_RK, scaled = update.a_RK.to(self._dtype), (update.b_NR.float() * update.scale).to(self._dtype)
+            if not bool(a_RK.isfinite().all() and scaled.isfinite().all()):
+                raise ConfigError(
+                    f"{path}: '{update.module}' times its scale ({update.scale:g}) is beyond the numbers of "
+                    f"{str(self._dtype).removeprefix('torch.')}. Check r, lora_alpha and alpha_pattern."
+                )
+            found.setdefault(product, {})[place] = a_RK, scaled
         if not found:
             raise ConfigError(f"{path} has no low-rank matrices")
         return {product: self._pair(product, parts) for product, parts in found.items()}, most

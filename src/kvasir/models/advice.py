@@ -9,6 +9,8 @@ import json
 import shlex
 from pathlib import Path
 
+from kvasir.plain_files import refuse_special
+
 # The layout in which diffusion models made from Qwen3 are released.
 DIFFUSION = "sdar"
 LOAD = "from transformers import AutoModelForCausalLM as M"
@@ -31,6 +33,7 @@ def serve_adapter(path: Path) -> str:
 
 
 def _base(path: Path) -> str:
+    refuse_special(path)
     try:
         base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):

@@ -11,6 +11,8 @@ from kvasir.errors import RequestError
 
 # Code points of a private use area; a character from it stands for one control string.
 PRIVATE = range(0xF0000, 0xFFFFE)
+# Most commas in the arguments of a call, which are decoded: no other thread runs meanwhile. A body has the same limit.
+MAX_MEMBERS = 1 << 20
 
 
 class Marks:
@@ -84,7 +86,7 @@ def normal(message: Any, index: int, parts: bool = False) -> dict[str, Any]:
     if calls:
         if not isinstance(calls, (list, tuple)) or not all(isinstance(c, Mapping) for c in calls):
             raise RequestError(f"{where}.tool_calls must be a list of objects", param=f"{where}.tool_calls")
-        message["tool_calls"] = [_call(c) for c in calls]
+        message["tool_calls"] = [_call(c, f"{where}.tool_calls[{i}].function.arguments") for i, c in enumerate(calls)]
     return message
 
 
@@ -113,10 +115,12 @@ def _texts(content: Any, where: str) -> list[str]:
     return texts
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)
+    if function["arguments"].count(",") >= MAX_MEMBERS:
+        raise RequestError(f"{where} holds more than {MAX_MEMBERS} values", param=where, code="body_too_large")
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):

@@ -7,6 +7,7 @@ weight is read.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.resources
 import json
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvasir.errors import ConfigError, nearest
+from kvasir.errors import ConfigError, from_lab, nearest
 from kvasir.logs import log
 from kvasir.models import advice
 from kvasir.models.families import find_family, text_of
@@ -47,8 +48,14 @@ MODELOPT = "hf_quant_config.json"
 # The sidecar: facts of a model that only kvasir uses, how it drafts (`kind`), the id of its mask, its stride.
 SIDECAR = "kvasir.json"
 UNWANTED = ["[!0-9]*/*", "consolidated*"]
-# Names of the models that "embedded" stands for; the first that exists is taken.
-DEFAULTS = ("base", "nano")
+# The model that "embedded" stands for.
+DEFAULT = "base"
+# Entry points of the models in installed packages: the name of a model, and the package whose folder holds it.
+PACKAGED = "kvasir.models.packaged"
+# Models of kvasir-lab, which is named where it is missing.
+OF_LAB = ("nano",)
+# A name that may be that of a model in a package.
+NAME = re.compile(r"[\w-]+")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -65,8 +72,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     path = Path(model).expanduser()
     if is_gguf(path):
         return as_folder(path)
-    if model == "embedded" or model in shipped():
-        ours = embedded() if model == "embedded" else _assets() / model
+    ours = embedded() if model == "embedded" else _packaged(model)
+    if ours is not None:
         if not (path / "config.json").is_file():
             return ours
         _warn_of_folder(model, str(ours))
@@ -76,6 +83,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
         raise ConfigError(f"model '{model}' is a file. {_instead(path)}")
     if not HUB_ID.fullmatch(model) or ".." in model or model.startswith("."):
         raise ConfigError(f"model '{model}': no such folder, and it is not a hub id (owner/name) either")
+    if model in OF_LAB:
+        raise ConfigError(from_lab(f"the model '{model}'"))
     return _download(model, revision)
 
 
@@ -96,21 +105,33 @@ def _assets() -> Path:
 
 
 def shipped() -> list[str]:
-    """Names of the models in the package, which may be given wherever a model is asked for."""
-    return sorted(file.parent.name for file in _assets().glob("*/config.json"))
+    """Names of the models in this package and in installed ones, which may be given wherever a model is asked for."""
+    ours = (file.parent.name for file in _assets().glob("*/config.json"))
+    return sorted({*ours, *(e.name for e in importlib.metadata.entry_points(group=PACKAGED))})
+
+
+def _packaged(name: str) -> Path | None:
+    """The folder of the model ``name`` in this package, else in an installed one; None when none has it."""
+    if not NAME.fullmatch(name):
+        return None
+    if (_assets() / name / "config.json").is_file():
+        return _assets() / name
+    for found in importlib.metadata.entry_points(group=PACKAGED, name=name):
+        return Path(str(importlib.resources.files(found.module))) / name
+    return None
 
 
 def is_packaged(folder: Path) -> bool:
-    """Whether a model's folder is one of those in the package."""
-    return folder.resolve().parent == _assets().resolve()
+    """Whether a model's folder is one of those in a package."""
+    ours = _packaged(folder.name)
+    return ours is not None and folder.resolve() == ours.resolve()
 
 
 def embedded() -> Path:
-    """The folder of the model that "" means: the strongest one in the package.
-    Raises ConfigError when there is none."""
-    for name in DEFAULTS:
-        if (_assets() / name / "config.json").is_file():
-            return _assets() / name
+    """The folder of the model that "" means. Raises ConfigError when the package lacks it."""
+    folder = _assets() / DEFAULT
+    if (folder / "config.json").is_file():
+        return folder
     raise ConfigError(f"this installation has no embedded model in {_assets()}. Name a model folder or a hub id.")
 
 

@@ -23,6 +23,7 @@ from kvasir.layers.rope import Angles, RopeTable
 from kvasir.layers.steering import LayerHooks
 from kvasir.layers.weight_format import MATRIX, Weight
 from kvasir.layers.weights import Placement, Slot
+from kvasir.models.mtp import MTPLayer
 from kvasir.models.sidecar import Sidecar
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import StepBatch
@@ -150,15 +151,23 @@ class Decoder:
         self.head = Weight({"head": spec.vocab_size}, spec.hidden_size, **shared)
         self.head.copies = False  # the largest matrix
         self.labels_LE = matrix(spec.labels, spec.hidden_size, place=place) if spec.labels else None
-        kinds = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
+        kinds = list(dict.fromkeys(layer.rope for layer in spec.all_layers if layer.rope is not None))
         self.ropes = [RopeTable(kind, num_positions or spec.max_position, place.device) for kind in kinds]
-        self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in spec.layers]
+        rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in spec.all_layers]
+        self.rope_of = rope_of[: len(spec.layers)]
+        self.mtp: MTPLayer | None = None
+        if spec.mtp is not None:
+            block = Block(spec.mtp.layer, len(spec.layers), spec.hidden_size, place)
+            self.mtp = MTPLayer(spec, block, None if rope_of[-1] is None else self.ropes[rope_of[-1]], place)
 
     def cached_layers(self) -> list[CachedLayer]:
         """The layers that write keys and values of their own."""
         tables = [None if rope is None else self.ropes[rope].table for rope in self.rope_of]
-        rows = [None if layer.cache_of is not None else layer.mixer.cache_row() for layer in self.spec.layers]
-        return [CachedLayer(i, row, table) for i, (row, table) in enumerate(zip(rows, tables)) if row is not None]
+        if self.mtp is not None:
+            tables.append(None if self.mtp.rope is None else self.mtp.rope.table)
+        rows = [None if layer.cache_of is not None else layer.mixer.cache_row() for layer in self.spec.all_layers]
+        own = len(self.blocks)
+        return [CachedLayer(i, row, t, i >= own) for i, (row, t) in enumerate(zip(rows, tables)) if row is not None]
 
     @property
     def rounds_from(self) -> int:
@@ -253,8 +262,9 @@ class Decoder:
     def weights(self) -> Iterator[Weight]:
         """The weights of all products."""
         yield self.head
-        for part in (*self.blocks, *([] if self.layer_embeddings is None else [self.layer_embeddings])):
-            yield from _weights(part)
+        for part in (*self.blocks, self.layer_embeddings, self.mtp):
+            if part is not None:
+                yield from _weights(part)
 
     @property
     def weight_bytes(self) -> float:
@@ -274,7 +284,7 @@ class Decoder:
             found |= {f"layer_embeddings.{name}": slot for name, slot in self.layer_embeddings.slots().items()}
         for i, block in enumerate(self.blocks):
             found |= {f"layers.{i}.{name}": slot for name, slot in block.slots().items()}
-        return found
+        return found if self.mtp is None else found | self.mtp.slots()
 
 
 def _weights(part: object) -> Iterator[Weight]:

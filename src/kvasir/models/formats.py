@@ -17,7 +17,7 @@ from kvasir.models.stored import View
 
 # Matrices that stay plain where nothing but config.json can be asked, and where plain weights are quantised: the head
 # decides between close tokens.
-UNQUANTISED = ("head.weight",)
+UNQUANTISED = ("head.weight", "mtp.head.weight")
 
 
 class Formats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from kvasir.errors import ConfigError
 from kvasir.layers.weight_format import MATRIX, PLAIN
 from kvasir.layers.weights import NUMBERS, Placement, Slot
 from kvasir.logs import log
-from kvasir.models import advice, cost
+from kvasir.models import advice, checkpoint, cost
 from kvasir.models.checkpoint import read_json
 from kvasir.models.collected import open_slots, to_fill
 from kvasir.models.decoder import Decoder
@@ -29,11 +29,13 @@ from kvasir.models.fill import DTYPES, Filling, Stored, list_names, read_tensor
 from kvasir.models.formats import Formats, Quantising
 from kvasir.models.gguf_file import headers
 from kvasir.models.gguf_folder import LINK
+from kvasir.models.mtp_fields import WEIGHT, names_of
 from kvasir.models.packed import chunks_of, is_packed, stored_as
 from kvasir.models.quantisation import Reader, reader_of
 from kvasir.models.random_weights import draw_random
+from kvasir.models.slot_views import EMBED, HEAD, prefix_left_out, read_mtp, renamed, view_of_slots
 from kvasir.models.spec import ModelSpec
-from kvasir.models.stored import View, uneven, view_of
+from kvasir.models.stored import View, uneven
 from kvasir.models.token_rounding import choose_rounding
 from kvasir.types import Pooling
 
@@ -43,9 +45,6 @@ MAX_HEADER_BYTES = 100_000_000
 # Most names listed in a message.
 SHOWN = 5
 AUTO = "auto"
-EMBED, HEAD, LABELS = "embed.weight", "head.weight", "labels.weight"
-# Names of transformers: the head for classes, and the prefix of everything that is not a head.
-STORED_LABELS, PREFIX = "score.weight", "model."
 
 
 def load_model(path: Path, config: dict[str, Any], **options: Any) -> Decoder:
@@ -70,6 +69,7 @@ def start_loading(
     weights: str = AUTO,
     activations: str = AUTO,
     token_rounding: str = "off",
+    mtp: bool = False,
 ) -> tuple[Decoder, Filling]:
     """Build the model that ``config`` describes and start to fill it from ``path`` (``dummy``: with random weights).
 
@@ -77,7 +77,8 @@ def start_loading(
     ``num_positions`` limits the RoPE tables (default: all that the config allows). ``pooling``: how the model pools
     (None: it generates). ``weights``: the format of plain matrices, which are quantised as they are loaded (auto: as
     stored). ``activations``: their type in products of many rows with quantised weights (auto: what the checkpoint was
-    made for). Raises ConfigError that names file and tensor.
+    made for). ``mtp``: load the layer that predicts a further token, too. Raises ConfigError that names file and
+    tensor.
     """
     spec = build_spec(config)
     if pooling is not None and pooling.tokens is None:  # no token's logit is wanted
@@ -92,12 +93,13 @@ def start_loading(
     place = Placement(torch.device(device), dtype, exact, fused, rounding=rounding)
     place = replace(place, activations=_activations(activations, reader, place))
     filling = Filling(place.device)
+    stored = [] if load_format == "dummy" else read_headers(path)
+    spec = read_mtp(spec, stored) if mtp else spec
     if load_format == "dummy":
         place = replace(place, formats=choose_formats((), spec, reader, weights))
         decoder = Decoder(spec, place, num_positions)
         fill_random(decoder, seed, str(config.get("dtype") or config.get("torch_dtype")).endswith("bfloat16"))
         return decoder, filling
-    stored = read_headers(path)
     place = replace(place, formats=choose_formats(stored, spec, reader, weights))
     assigned = assign(stored, spec, place)
     for prefix, tensors in assigned.left_out.items():
@@ -105,18 +107,33 @@ def start_loading(
         log.info("left out of %s: %s* (%d tensors, %.1f MiB)", path.name, prefix, len(tensors), size)
     decoder = Decoder(spec, place, num_positions)
     slots = slots_to_fill(decoder)
+    filling.start(assigned.into(slots, place), _checks(assigned, slots, reader))
+    if place.formats is not None and place.formats.quantises:  # its scratch memory is not part of a step's
+        filling.wait()
+        if place.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return decoder, filling
+
+
+def _checks(assigned: Assigned, slots: dict[str, Slot], reader: Reader | None) -> list[Callable[[], None]]:
+    """Checks of numbers that fill no slot, to be done while others are filled."""
     sources = {slot: tensor for slot, tensor, _ in assigned.placed}
     checks = [partial(_check_tied, tensor, sources[EMBED]) for slot, tensor in sources.items() if slot not in slots]
     if reader is not None:
         ends = (*reader.unread, *reader.zeros)
         unread = (t for ts in assigned.left_out.values() for t in ts if t.name.endswith(ends))
         checks += [partial(reader.check, tensor) for tensor in unread]
-    filling.start(assigned.into(slots, place), checks)
-    if place.formats is not None and place.formats.quantises:  # its scratch memory is not part of a step's
-        filling.wait()
-        if place.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return decoder, filling
+    return checks
+
+
+def brings_mtp(path: Path) -> bool:
+    """Whether a checkpoint folder stores an MTP layer that its family reads. Raises ConfigError where the folder cannot
+    be read."""
+    spec, stored = build_spec(checkpoint.read_config(path)), read_headers(path)
+    family = find_family(spec.family)
+    names = names_of(family, len(spec.layers))
+    prefixes = getattr(family, "RENAMED", {})
+    return names is not None and any(renamed(t.name, prefixes) == names.proj + WEIGHT for t in stored)
 
 
 def load_again(decoder: Decoder, path: Path) -> None:
@@ -298,7 +315,7 @@ def choose_formats(
             "--weights out, or give the unquantised checkpoint."
         )
     prefixes = getattr(find_family(spec.family), "RENAMED", {})
-    return Formats(reader, _view_of_slots(stored, spec), {renamed(t.name, prefixes): t for t in stored})
+    return Formats(reader, view_of_slots(stored, spec), {renamed(t.name, prefixes): t for t in stored})
 
 
 def _activations(given: str, reader: Reader | None, place: Placement) -> str:
@@ -359,17 +376,15 @@ def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None
     place = replace(place or Placement(torch.device("meta"), torch.float32), device=torch.device("meta"))
     slots = slots_to_fill(Decoder(spec, place, num_positions=1))
     family, formats = find_family(spec.family), place.formats
-    view = _view_of_slots(stored, spec, formats)
+    view = view_of_slots(stored, spec, formats)
     views = {slot: view(slot) for slot in slots}
     tied_head = view(HEAD) if spec.tied and spec.labels is None else None
     left_out: dict[str, list[Stored]] = {}
     found: dict[str, Stored] = {}
-    prefixes = getattr(family, "LEFT_OUT", ())
-    if hasattr(family, "left_out"):
-        prefixes += family.left_out(spec)
+    prefix_of = prefix_left_out(spec, family, stored)
     for tensor in stored:
         name = renamed(tensor.name, getattr(family, "RENAMED", {}))
-        prefix = next((p for p in prefixes if name.startswith(p)), None)
+        prefix = prefix_of(name)
         if formats is not None and formats.unread(name):
             prefix = "*." + name.rpartition(".")[2]
         if spec.labels is not None and name == view(HEAD).name:
@@ -404,6 +419,7 @@ def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None
         ]
         raise ConfigError(
             f"the weights do not fit config.json ({spec.family}, {len(spec.layers)} layers): {'; '.join(problems)}"
+            + ("" if spec.mtp is None else ". If they are the MTP layer's, leave out --drafter mtp")
         )
     for name, mine in readers.items():
         fitted = [_fitted(formats, slot, found[name], slots[slot]) for slot in mine]
@@ -412,11 +428,6 @@ def assign(stored: list[Stored], spec: ModelSpec, place: Placement | None = None
         if mine:
             _check_reads(fitted[0][0], {slot: (views[slot], one) for slot, (_, one) in zip(mine, fitted)})
     return Assigned([(slot, found[view.name], view) for slot, view in views.items()], left_out, formats, opened)
-
-
-def renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """The family's name of a tensor: some checkpoints of a family have other prefixes."""
-    return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
 
 
 def _check_reads(tensor: Stored, views: dict[str, tuple[View, Slot]]) -> None:
@@ -439,29 +450,6 @@ def _check_reads(tensor: Stored, views: dict[str, tuple[View, Slot]]) -> None:
             f"{where} of shape {list(tensor.shape)}: element {list(at)} is read by "
             f"{'several slots' if several else 'nobody'}. The checkpoint does not fit config.json."
         )
-
-
-def _view_of_slots(
-    stored: Sequence[Stored], spec: ModelSpec, formats: Formats | Quantising | None = None
-) -> Callable[[str], View]:
-    """The stored tensor of each slot. A model that was saved without a head lacks the prefix ``model.``."""
-    family = find_family(spec.family)
-    names, embed = {t.name for t in stored}, view_of(family.stored(EMBED, spec)).name
-    known = {renamed(name, getattr(family, "RENAMED", {})) for name in names}
-    bare = embed not in names and embed.removeprefix(PREFIX) in names
-    otherwise = getattr(family, "stored_otherwise", None)
-
-    def view(slot: str) -> View:
-        if slot == LABELS:
-            return View(STORED_LABELS)
-        slot, _, plane = slot.partition("/")
-        found = view_of(family.stored(slot, spec))
-        if otherwise is not None and found.name not in known and (other := otherwise(slot, spec)) is not None:
-            found = other if other.name in known else found
-        found = replace(found, name=found.name.removeprefix(PREFIX)) if bare else found
-        return found if formats is None else formats.stored(slot, plane, found, known)
-
-    return view
 
 
 # ---------------------------------------------------------------------------------------------------------- filling

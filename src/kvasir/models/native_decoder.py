@@ -353,7 +353,7 @@ def _inputs(batch: StepBatch, wanted_M: torch.Tensor) -> StepInputs:
         batch.input_ids,
         batch.positions,
         batch.row_start,
-        batch.context,
+        [batch.of(group).context for group in range(len(batch.tables))],
         batch.tables,
         batch.slots,
         wanted_M,

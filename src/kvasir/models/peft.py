@@ -10,9 +10,11 @@ Legend: K inputs, N outputs, R rank.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +29,10 @@ PREFIX = "base_model.model."
 OWN_BASE = ("pissa", "corda", "olora", "loftq")
 # Most entries of alpha_pattern: there is one for each module at most.
 MAX_PATTERNS = 4096
-# Most names listed in a message.
-SHOWN = 4
+# Most names listed in a message, and most characters of a value that is quoted.
+SHOWN, QUOTED = 4, 80
+# Bytes of an adapter's file beyond its matrices: its header has one entry for each.
+HEADER_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,9 @@ class PeftFolder:
         self.config = read_json(path / CONFIG)
         kind = self.config.get("peft_type")
         if kind != "LORA":
-            raise ConfigError(f"{path}: peft_type is {kind!r}; LORA is served. `kvasir convert to_lora` writes it.")
+            raise ConfigError(
+                f"{path}: peft_type is {_shown(kind)}; LORA is served. `kvasir convert to_lora` writes it."
+            )
         self.rank = self._number("r")
         self.alpha = self._number("lora_alpha")
         patterns = self.config.get("alpha_pattern") or {}
@@ -64,14 +70,15 @@ class PeftFolder:
             raise ConfigError(f"{path / CONFIG}: alpha_pattern is no object of at most {MAX_PATTERNS} patterns")
         self.alphas = patterns
         self._patterns = Patterns(patterns, f"{path / CONFIG}: alpha_pattern")
-        for alpha in patterns.values():
-            if type(alpha) not in (int, float):
-                raise ConfigError(f"{path / CONFIG}: alpha_pattern has {alpha!r}, expected a number")
+        for pattern, alpha in patterns.items():
+            if not _finite(alpha):
+                where = f"{path / CONFIG}: alpha_pattern of {_shown(pattern)}"
+                raise ConfigError(f"{where} is {_shown(alpha)}, expected a number")
 
     def _number(self, name: str) -> float:
         value = self.config.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(f"{self.path / CONFIG}: {name} is {value!r}, expected a positive number")
+        if not _finite(value) or value <= 0:
+            raise ConfigError(f"{self.path / CONFIG}: {name} is {_shown(value)}, expected a positive number")
         return value
 
     @property
@@ -95,30 +102,60 @@ class PeftFolder:
         alpha = self.alpha if pattern is None else self.alphas[pattern]
         return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every stored tensor by its name without PEFT's prefix. Raises ConfigError for a damaged file."""
+    def names(self) -> list[str]:
+        """The names of all stored tensors without PEFT's prefix, of which only the file's header is read. Raises
+        ConfigError for a damaged file."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path / WEIGHTS, "pt") as file:
+                return [name.removeprefix(PREFIX) for name in file.keys()]  # noqa: SIM118 - the file is no mapping
+        except (SafetensorError, OSError) as e:
+            raise ConfigError(f"cannot read {self.path / WEIGHTS}: {e}") from e
+
+    def tensors(self, most_bytes: int | None = None) -> dict[str, torch.Tensor]:
+        """Every stored tensor by its name without PEFT's prefix. Raises ConfigError for a damaged file, one whose
+        matrices take more than ``most_bytes``, a tensor that holds NaN or infinity, and one that is stored twice."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
+        file = self.path / WEIGHTS
+        if most_bytes is not None and file.stat().st_size > most_bytes + HEADER_BYTES:
+            raise ConfigError(
+                f"{file} has {file.stat().st_size} bytes, and the largest adapter of this model has {most_bytes}. It "
+                f"is for another base model ({self.base or 'it does not say which'})."
+            )
         try:
-            stored = load_file(self.path / WEIGHTS)
+            stored = load_file(file)
         except (SafetensorError, OSError) as e:
-            raise ConfigError(f"cannot read {self.path / WEIGHTS}: {e}") from e
-        return {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+            raise ConfigError(f"cannot read {file}: {e}") from e
+        found: dict[str, torch.Tensor] = {}
+        for stored_name, tensor in stored.items():
+            name = stored_name.removeprefix(PREFIX)
+            if name in found:
+                raise ConfigError(f"{file} holds '{name}' twice, with the prefix '{PREFIX}' and without it")
+            if not tensor.is_floating_point():
+                raise ConfigError(f"{file}: '{name}' is stored as {tensor.dtype}, expected floating point")
+            if not bool(tensor.float().isfinite().all()):
+                raise ConfigError(f"{file}: '{name}' holds NaN or infinity. Save or fetch the adapter again.")
+            found[name] = tensor
+        return found
 
     def updates(self, tensors: dict[str, torch.Tensor]) -> Iterator[LowRankUpdate]:
         """The low-rank updates among ``tensors``. Raises ConfigError for a pair that is not whole or has bad shapes."""
         for name, a in tensors.items():
+            if name.endswith(".lora_B.weight") and name.replace(".lora_B.", ".lora_A.") not in tensors:
+                raise ConfigError(f"{self.path}: '{name.removesuffix('.lora_B.weight')}' has lora_B, and no lora_A")
             if not name.endswith(".lora_A.weight"):
                 continue
             module = name.removesuffix(".lora_A.weight")
             b = tensors.get(f"{module}.lora_B.weight")
-            if b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            if b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not len(a):
                 found = "missing" if b is None else f"{tuple(b.shape)}"
                 raise ConfigError(f"{self.path}: '{module}' has lora_A {tuple(a.shape)}, and its lora_B is {found}")
             yield LowRankUpdate(module, a, b, self.scale_of(module, a.shape[0]))
 
-    def refuse_unserved(self, names: Iterator[str] | list[str], merge: str) -> None:
+    def refuse_unserved(self, names: Iterable[str], merge: str) -> None:
         """Raise ConfigError for what is no plain LoRA of served products. ``merge``: the command that merges it."""
         config = self.config
 
@@ -133,7 +170,10 @@ class PeftFolder:
             )
         for field, what in (
             ("use_dora", "DoRA (use_dora) scales whole rows of the weights and is not served"),
-            ("modules_to_save", f"whole modules (modules_to_save: {config.get('modules_to_save')}) are not served"),
+            (
+                "modules_to_save",
+                f"whole modules (modules_to_save: {_shown(config.get('modules_to_save'))}) are not served",
+            ),
             ("trainable_token_indices", "new tokens (trainable_token_indices) are not served"),
             ("target_parameters", "parameters of experts (target_parameters) are not served"),
             ("lora_bias", "biases (lora_bias) are not served"),
@@ -143,7 +183,7 @@ class PeftFolder:
             if config.get(field):
                 refuse(what)
         if config.get("bias", "none") != "none":
-            refuse(f"biases (bias: {config['bias']!r}) are not served")
+            refuse(f"biases (bias: {_shown(config['bias'])}) are not served")
         for name in names:
             if ".lora_A." in name or ".lora_B." in name:
                 continue
@@ -152,6 +192,21 @@ class PeftFolder:
             if "lora_magnitude" in name:
                 refuse("DoRA (lora_magnitude_vector) scales whole rows of the weights and is not served")
             refuse(f"'{name}' is no low-rank matrix")
+
+
+def _finite(value: Any) -> bool:
+    """Whether a value of a config is a number that a float holds. JSON as Python reads it has NaN, infinity and
+    integers of any length."""
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _shown(value: Any) -> str:
+    """A value of a config for a message."""
+    text = repr(value)
+    return text if len(text) <= QUOTED else f"{text[:QUOTED]}..."
 
 
 def one_hot_columns(a_RK: torch.Tensor) -> torch.Tensor | None:

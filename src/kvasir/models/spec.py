@@ -56,6 +56,19 @@ class LayerSpec:
         return norms + self.scaled + self.mixer.vectors(hidden, self.cache_of is None) + self.ffn.vectors(hidden)
 
 
+@dataclass(frozen=True, slots=True)
+class MTPSpec:
+    """A layer behind the last one that predicts one token more (`kvasir.models.mtp`), where a drafter has asked for it.
+
+    ``hidden_first``: the product that joins both inputs takes the hidden state before the embedding. ``own_embed``,
+    ``own_head``: the layer has an embedding or an output matrix of its own, which differs from the model's."""
+
+    layer: LayerSpec
+    hidden_first: bool = False
+    own_embed: bool = False
+    own_head: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A whole model.
@@ -63,7 +76,8 @@ class ModelSpec:
     ``embed_scale`` multiplies the embeddings. Logits are ``logit_scale`` * head, then capped at +-``logit_softcap`` by
     a tanh. ``max_position``: number of positions that the model was made for. ``tied``: the head is the embedding
     matrix. ``labels``: the model pools, and has a head for so many classes (0: none) but none for tokens.
-    ``base_family``: the family whose tensors a converted model keeps by name (None: it is its own).
+    ``base_family``: the family whose tensors a converted model keeps by name (None: it is its own). ``mtp``: the layer
+    that predicts a further token, whose place is that after the last layer (None: it is not loaded).
     """
 
     family: str
@@ -78,6 +92,12 @@ class ModelSpec:
     logit_softcap: float | None = None
     labels: int | None = None
     base_family: str | None = None
+    mtp: MTPSpec | None = None
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers of the model, and behind them the one that predicts a further token, if it is loaded."""
+        return self.layers if self.mtp is None else (*self.layers, self.mtp.layer)
 
     @property
     def layer_embedding(self) -> LayerEmbeddingSpec | None:
@@ -88,14 +108,14 @@ class ModelSpec:
         """The groups of layers that share a page pool, in order of appearance: all layers with full attention, and all
         with the same window; then all with a state."""
         members: dict[str, list[int]] = {}
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.all_layers):
             if layer.cache_of is None and (layer.mixer.cache_row() is not None or layer.mixer.state()):
                 members.setdefault(layer.cache_group, []).append(i)
         groups = [self._group(name, members[name]) for name in members]
         return tuple(sorted(groups, key=lambda group: group.kind == "state"))
 
     def _group(self, name: str, layers: list[int]) -> CacheGroup:
-        mixers = [self.layers[i].mixer for i in layers]
+        mixers = [self.all_layers[i].mixer for i in layers]
         if mixers[0].state():
             return CacheGroup(name, tuple(layers), kind="state", states=tuple(m.state() for m in mixers))
         return CacheGroup(name, tuple(layers), tuple(m.cache_row() for m in mixers), mixers[0].window)

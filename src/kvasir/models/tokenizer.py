@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from kvasir.errors import ConfigError, RequestError, is_bug, nearest
 from kvasir.models.chat_messages import Marks, longest_first, normal, restore, unused
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
 from kvasir.models.checkpoint import end_ids
+from kvasir.models.declared_tokens import added_tokens, extra_specials, named_tokens
 from kvasir.models.growth import check_growth
 from kvasir.models.guarded import Guarded, try_expressions
 from kvasir.models.template_files import read_object, templates_in
 from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, WindowStream
 from kvasir.plain_files import refuse_special
 
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TAG = re.compile(r"</?[a-z_]+>")
 # A character put before a stretch of text that is not the start of its prompt, so that it is encoded as a continuation.
 ANCHOR = "\U0010fffd"
@@ -58,9 +58,9 @@ class Tokenizer:
         _add_missing(backend, config)
         self._backend = backend
         self.templates = {name: ChatTemplate(source) for name, source in (templates or {}).items()}
-        self.named_tokens = {name: _content(config[name]) for name in NAMED if config.get(name)}
+        self.named_tokens = named_tokens(config)
         added = backend.get_added_tokens_decoder()
-        declared = [*self.named_tokens.values(), *_extra_specials(config)]
+        declared = [*self.named_tokens.values(), *extra_specials(config)]
         special = {i for i, token in added.items() if token.special} | {backend.token_to_id(text) for text in declared}
         self.special_ids = frozenset(special - {None})
         own_eos = self.eos_token_id
@@ -260,13 +260,17 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         continue_final_message: bool = False,
+        check: Callable[[Iterable[str]], None] | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """The prompt of a conversation as ids. The template's special tokens are tokens; special-token strings of the
-        user are plain text. Raises RequestError 400."""
+        user are plain text. ``check``: gets the rendered text before it is encoded, which takes a second a million
+        characters. Raises RequestError 400, and what ``check`` raises."""
         text, originals = self._render(
             messages, tools, add_generation_prompt, chat_template, kwargs, continue_final_message
         )
+        if check is not None:
+            check([text])
         encoding = self._backend.encode(text, add_special_tokens=False)
         return self._reencode(text, encoding, originals) if originals else encoding.ids
 
@@ -428,29 +432,19 @@ def _missing(folder: Path) -> str:
     )
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, Mapping) else str(token)
-
-
-def _extra_specials(config: Mapping[str, Any]) -> list[str]:
-    extra = [config.get("additional_special_tokens") or [], config.get("extra_special_tokens") or []]
-    return [_content(t) for group in extra for t in (group.values() if isinstance(group, dict) else group)]
-
-
 def _add_missing(backend: Guarded, config: Mapping[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks. Raises ConfigError when they do not
     get the declared ids."""
-    table = config.get("added_tokens_decoder") or {}
-    for token_id, token in sorted((int(i), t) for i, t in table.items()):
-        if backend.token_to_id(token["content"]) is None:
-            backend.add_tokens([AddedToken(**{k: v for k, v in token.items() if k != "__type"})])
-            if backend.token_to_id(token["content"]) != token_id:
+    for token_id, token in added_tokens(config):
+        if backend.token_to_id(token.content) is None:
+            backend.add_tokens([token])
+            if backend.token_to_id(token.content) != token_id:
                 raise ConfigError(
-                    f"tokenizer_config.json gives token {token['content']!r} the id {token_id}, but tokenizer.json "
-                    f"leads to {backend.token_to_id(token['content'])}. The two files do not belong together."
+                    f"tokenizer_config.json gives token {token.content!r} the id {token_id}, but tokenizer.json "
+                    f"leads to {backend.token_to_id(token.content)}. The two files do not belong together."
                 )
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = [_content(config[name]) for name in NAMED if config.get(name)] + _extra_specials(config)
+    named = [*named_tokens(config).values(), *extra_specials(config)]
     # A special token that is an ordinary word of the vocabulary would not be recognised in a template's text.
     backend.add_special_tokens(
         [

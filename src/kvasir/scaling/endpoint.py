@@ -63,12 +63,13 @@ class Prompt:
     """A conversation to continue.
 
     ``begun``: token ids of the reply so far (for `Seq`). ``affinity``: the problem that the prompt belongs to. Prompts
-    of one problem share beginnings, so they should go to one replica.
+    of one problem share beginnings, so they should go to one replica. ``prepared``: what endpoints keep of it.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     begun: tuple[int, ...] = ()
     affinity: str = ""
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Shape(NamedTuple):
@@ -214,6 +215,10 @@ class Endpoint(abc.ABC):
 
         Arms of a comparison then begin alike.
         """
+
+    async def prepare(self, prompt: Prompt) -> None:  # noqa: B027
+        """Do what takes long before the methods below may be called with this prompt, and not on the event loop.
+        Raises Refused for a prompt that cannot be encoded."""
 
     @abc.abstractmethod
     def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:

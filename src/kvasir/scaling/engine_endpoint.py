@@ -16,7 +16,8 @@ import itertools
 import struct
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 from kvasir.client.admission import MAX_LOGPROBS, MAX_N, admit, admit_pooling
 from kvasir.client.front import Front
@@ -86,7 +87,8 @@ class ClientEndpoint(Endpoint):
     the prefix key. ``most``: most tokens of a reply, whatever a strategy asks for (0: no limit). ``without``: features
     of the engine not to use, to measure what they are worth: ``fork`` (the prompt once for n samples), ``score`` (the
     score as one record) and ``group`` (a group that the engine ends itself). They change no reply. ``reward``: the
-    model is a reward model, with one score of a text and no tokens.
+    model is a reward model, with one score of a text and no tokens. ``apart`` runs a job in another thread: a chat
+    template may take ten seconds.
     """
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True, schema=True, bound=True)
@@ -106,6 +108,7 @@ class ClientEndpoint(Endpoint):
         most: int = 0,
         without: Sequence[str] = (),
         reward: bool = False,
+        apart: Callable[[Callable[[], list[int]]], Awaitable[list[int]]] = asyncio.to_thread,
     ) -> None:
         if confidences == 1:
             raise ConfigError(
@@ -122,8 +125,8 @@ class ClientEndpoint(Endpoint):
             raise ConfigError(f"without {', '.join(sorted(unknown))}: the features are {', '.join(FEATURES)}")
         self.without = frozenset(without)
         self.caps = dataclasses.replace(self.caps, fork="fork" not in self.without)
-        # The last prompt: a call asks for its length, then for its ids.
-        self._encoded: tuple[Prompt | None, list[int]] = (None, [])
+        self._apart = apart
+        self._turn = asyncio.Lock()  # prompts are prepared in the order of their calls, so budgets are shared alike
         if reward:  # such a model has no head for tokens
             self.caps = Caps(score=True, reward=True, writes=False)
 
@@ -138,14 +141,22 @@ class ClientEndpoint(Endpoint):
     def forget(self) -> None:
         self.tenant = f"{self._prefix}-{next(self._numbers)}"
 
+    async def prepare(self, prompt: Prompt) -> None:
+        async with self._turn:
+            if self not in prompt.prepared:
+                prompt.prepared[self] = await self._apart(partial(self._encode, prompt))
+
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises Refused for one that cannot be encoded."""
-        if self._encoded[0] is not prompt:
-            try:
-                self._encoded = prompt, [*self.tokenizer.encode_chat(list(prompt.messages)), *prompt.begun]
-            except RequestError as e:
-                raise Refused(e.message) from e
-        return self._encoded[1]
+        if self not in prompt.prepared:
+            prompt.prepared[self] = self._encode(prompt)
+        return prompt.prepared[self]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        try:
+            return [*self.tokenizer.encode_chat(list(prompt.messages)), *prompt.begun]
+        except RequestError as e:
+            raise Refused(e.message) from e
 
     def most_prompt_tokens(self, prompt: Prompt) -> int:
         return len(self.ids(prompt))

@@ -17,6 +17,7 @@ from typing import Any
 from kvasir import records
 from kvasir.errors import ConfigError
 from kvasir.logs import log
+from kvasir.plain_files import refuse_special
 from kvasir.scaling.ledger import Charge, plain
 
 FORMAT = 1
@@ -53,6 +54,7 @@ class Journal:
     def _open(self, path: Path, head: dict[str, Any]) -> None:
         head = json.loads(json.dumps(head))
         self._name = path.name
+        refuse_special(path, "--journal")
         try:
             found = records.read(path, _line) if path.exists() else records.Reading()
             torn = len(found.lost) == 1 and found.first[: len(HEAD)] == HEAD[: len(found.first)]  # the first record

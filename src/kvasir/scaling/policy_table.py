@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import ConfigError
+from kvasir.plain_files import refuse_special
 
 BINS = 5  # The paper's quintiles.
 
@@ -69,6 +70,7 @@ class PolicyTable:
     @classmethod
     def load(cls, file: Path) -> PolicyTable:
         """Read a table. Raises ConfigError for a file that is none."""
+        refuse_special(file)
         try:
             told = json.loads(file.read_text())
             choices = {float(budget): tuple(map(str, row)) for budget, row in told["choices"].items()}

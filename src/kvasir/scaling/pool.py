@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import ConfigError
+from kvasir.plain_files import refuse_special
 from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, Group, Prompt, Sample, Sampling
 from kvasir.scaling.journal import digest
 from kvasir.scaling.ledger import Price
@@ -65,6 +66,7 @@ class Pool:
     @classmethod
     def load(cls, file: Path, about: dict[str, Any], price: Price | None = None) -> Pool:
         """Read a pool. Raises ConfigError for a file that is no pool, or a pool of other problems."""
+        refuse_special(file)
         try:
             with gzip.open(file, "rt", encoding="utf-8") as lines:
                 head = json.loads(next(lines))
@@ -96,10 +98,10 @@ async def fill(
     async def one(problem: Problem) -> None:
         async with slots:
             samples = await Context(run, problem.id).sample(endpoint, problem.messages, size)
-        pool.entries[key_of(problem.messages)] = (
-            endpoint.most_prompt_tokens(Prompt(problem.messages)) if samples else 0,
-            samples,
-        )
+        prompt = Prompt(problem.messages)
+        if samples:
+            await endpoint.prepare(prompt)
+        pool.entries[key_of(problem.messages)] = endpoint.most_prompt_tokens(prompt) if samples else 0, samples
 
     await asyncio.gather(*map(one, problems))
     return pool

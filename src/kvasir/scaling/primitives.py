@@ -285,6 +285,7 @@ class Context:
     ) -> dict[str, Any]:
         journal = self.run.journal
         try:
+            await endpoint.prepare(prompt)
             length = endpoint.most_prompt_tokens(prompt) + extra
         except Refused as e:
             self.emit("refused", endpoint=endpoint.name, why=str(e))

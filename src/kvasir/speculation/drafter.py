@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from kvasir.speculation.tree import DraftTree
@@ -84,6 +85,25 @@ class ExitModel(Protocol):
     def close(self, seq: Sequence) -> None: ...
 
 
+class MTPModel(Protocol):
+    """The served model's MTP layer (`kvasir.models.mtp`), whose keys lie in the model's pages."""
+
+    def keep(self, seq: Sequence, hidden_RE: Any, start: int) -> None:
+        """Take the last layer's outputs [R, E] of committed rows from position ``start`` on."""
+
+    def settle(self) -> None:
+        """Compute the keys of all rows that were taken. Called before pages may go to other sequences."""
+
+    def draw(self, asks: Many[Ask]) -> list[tuple[list[int], list[float]]]:
+        """Draw up to ``max_depth`` tokens after the known ones of each sequence, at its temperature and with its noise.
+        Return tokens and their chances; none for a sequence whose last row was not taken."""
+
+    def expand(self, asks: Many[Ask], trees: Many[DraftTree], first: Many[int]) -> list[Any]:
+        """Return log-weights as ``ChainModel.expand`` does."""
+
+    def close(self, seq: Sequence) -> None: ...
+
+
 class Host(Protocol):
     """The engine as a drafter sees it at start-up, before the served model takes its memory."""
 
@@ -93,12 +113,18 @@ class Host(Protocol):
         Loading raises ConfigError for a layer that the model does not have. Empty ``exits`` stand for a quarter, a half
         and three quarters of the layers."""
 
+    def mtp_model(self) -> MTPModel:
+        """Have the served model loaded with its MTP layer, and return that layer, usable once the model is loaded.
+
+        Loading raises ConfigError for a checkpoint without one."""
+
     def chain_model(self, model: str, kv_tokens: int, keep: bool = False, trees: bool = False) -> ChainModel:
         """Load a draft model.
 
         ``model``: checkpoint folder or hub id; ``kv_tokens``: number of tokens that its pages hold; ``keep``: the value
         that `ChainModel.draw` will be called with; ``trees``: whether `ChainModel.expand` will be called. Raises
-        ConfigError when its vocabulary differs from the served model's, and when ``keep`` would break exact mode."""
+        ConfigError when ``keep`` would break exact mode. Where the vocabularies are not the same but fit, drafts have
+        the served model's ids; otherwise the start fails once that model is known."""
 
 
 class ServedModel(Protocol):
@@ -158,6 +184,8 @@ class Drafter(Technique):
       ``prepare``, asks for the slot of an adapter of that rank.
     - ``tail``: guests that may stand, as one chain, behind the last row of a prompt and behind another drafter's draft.
     - ``top_tokens``: how many of the most likely tokens of each verified row ``recycle`` gets.
+    - ``follows``: it gets the hidden states of all committed rows, also of steps without drafting and of sequences that
+      end, so that rows which others find in the prefix cache are complete.
     - ``place``: the device it runs on. CPU drafters are not told about steps without drafting; they read the sequence's
       tokens on the next call.
     """
@@ -171,6 +199,7 @@ class Drafter(Technique):
     guest_rank = 0
     tail: tuple[int, ...] = ()
     top_tokens: ClassVar[int] = 0
+    follows = False
     place: ClassVar[Place] = "cpu"
     topology: ClassVar[Literal["chain", "tree"]] = "chain"
     learns: ClassVar[bool] = False  # whether it can learn from what is served (`kvasir.learn`); then it has ``weights``
@@ -185,6 +214,12 @@ class Drafter(Technique):
     def parts(self) -> list[Drafter]:
         """The drafters that run: this one, or several that it stands for."""
         return [self]
+
+    @classmethod
+    def comes_with(cls, path: Path) -> bool:
+        """Whether the checkpoint in this folder brings the weights that the drafter needs, so that ``--drafter auto``
+        takes it. Raises ConfigError for a folder that cannot be read."""
+        return False
 
     def prepare(self, host: Host) -> None:
         """Prepare for serving. Called once, before the served model is loaded."""
@@ -214,6 +249,10 @@ class Drafter(Technique):
         Rows of a verified draft come after ``observe`` was told of it: up to its anchor, and along the accepted path.
         Rows may be missing: those of a prefix that came from the cache, and those of steps without drafting. After a
         preemption they come again."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Finish what ``ingest`` has begun: all rows of a step were handed over, and its pages may go to other
+        sequences afterwards. Asked of drafters that ``follow``."""
 
     @abstractmethod
     def propose(self, asks: list[Ask]) -> Many[DraftTree]:

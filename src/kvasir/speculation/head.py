@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from kvasir.kernels.norm import rms_norm
+
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -36,7 +38,7 @@ class Level:
 class Head(nn.Module):
     """Weights that guess tokens from the served model's hidden states. Embedding and output matrix are the model's own.
 
-    How a kind is trained is said in ``kvasir.lab.trained_drafters``, by the same name.
+    How a kind is trained is said in ``kvasir_lab.trained_drafters``, by the same name.
     """
 
     shape_class: ClassVar[type]  # a frozen dataclass with ``dim``, ``layers`` (tapped) and ``depth`` (tokens guessed)
@@ -81,3 +83,19 @@ class Head(nn.Module):
         one text; here paths may branch. ``num_positions``: a number that no position of a guess reaches. A level may
         depend on what was yielded for the one before."""
         raise NotImplementedError
+
+
+class Norm(nn.Module):
+    """RMS norm, in fp32 whatever the weights are in."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.eps_1 = torch.full((1,), eps, device="cpu")  # fewer calls on a CPU, see rms_norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            return rms_norm(x.flatten(0, -2), self.weight, self.eps, self.eps_1).view(x.shape)
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import importlib.resources
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvasir import technique
 from kvasir.errors import ConfigError, nearest
 from kvasir.kernels.noise import gumbel
 from kvasir.logs import log
+from kvasir.models import checkpoint
 from kvasir.models.loader import read_tensors
 from kvasir.plain_files import refuse_special
 from kvasir.speculation.drafter import ServedModel
@@ -33,6 +35,7 @@ from kvasir.speculation.head import Head
 FORMAT = "kvasir-drafter"
 WEIGHTS = "model.safetensors"
 KINDS = "kvasir.speculation.head_kinds"
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 NEW = "new"  # in place of a folder: random weights, from which ``--learn`` starts
 
 
@@ -139,8 +142,11 @@ def shipped(kind: str) -> Path | None:
 
 
 def folder_of(kind: str, given: str) -> Path:
-    """Folder ``given``, or the one in the package. Raises ConfigError where that holds none."""
+    """Folder ``given`` (or that of a hub id, "owner/name", where there is no such folder), or the one in the package.
+    Raises ConfigError where that holds none."""
     folder = Path(given).expanduser() if given else shipped(kind)
+    if given and not folder.exists() and HUB_ID.fullmatch(given):
+        folder = checkpoint.resolve(given)
     if folder is None:
         raise ConfigError(
             f"the package holds no weights for '{kind}'. {_how_to_train(kind).removesuffix('.')}, and "
@@ -211,15 +217,27 @@ def hot(seqs: Sequence[Any]) -> bool:
     return any(seq.request.params.temperature >= 1e-5 for seq in seqs)
 
 
-def guess(logits_BNV: torch.Tensor, draws: Draws, positions_BN: torch.Tensor) -> torch.Tensor:
+def guess(
+    logits_BNV: torch.Tensor,
+    draws: Draws,
+    positions_BN: torch.Tensor,
+    ids_V: torch.Tensor | None = None,
+    vocab_size: int = 0,
+) -> torch.Tensor:
     """Log-weights [B, N, V] fp32 of the next token, with the noise that the verifying draws at these positions will use
-    ("coupled" drafting): what is likeliest here is what the model draws if its distribution is this one."""
+    ("coupled" drafting): what is likeliest here is what the model draws if its distribution is this one.
+
+    ``ids_V``: the model's token for each column of a reduced vocabulary, out of ``vocab_size``; None: they are the
+    same. Noise belongs to the model's tokens."""
     y = logits_BNV.float()
     if draws.hot:
         count = logits_BNV.shape[1]
         noise = gumbel(
-            draws.stream_B[:, None].expand(-1, count).flatten(), positions_BN.flatten(), logits_BNV.shape[-1]
-        ).view_as(y)
+            draws.stream_B[:, None].expand(-1, count).flatten(),
+            positions_BN.flatten(),
+            logits_BNV.shape[-1] if ids_V is None else vocab_size,
+        )
+        noise = (noise if ids_V is None else noise[:, ids_V]).view_as(y)
         temperature = draws.temperature_B[:, None, None]
         y = torch.where(temperature >= 1e-5, y / temperature.clamp(min=1e-5) + noise, y)
     return y.log_softmax(-1)

@@ -53,7 +53,7 @@ class Lengths:
     def plan(self, seqs: Many[Sequence], seconds: StepSeconds) -> None:
         """Prepare the budgets of a step that decodes ``seqs``. The classes need nothing.
 
-        ``seconds``: `kvasir.engine.draft_times.DraftTimes.predict`."""
+        ``seconds``: `kvasir.engine.drafts.draft_times.DraftTimes.predict`."""
 
     def left(self, seq: Sequence) -> int:
         """Predicted number of tokens to come, at least 1; as many again for one that has outlived all others."""

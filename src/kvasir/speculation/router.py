@@ -56,6 +56,7 @@ class Router(Drafter):
         self.drafters = {d.name: d for d in drafters}
         self.top_tokens = max(d.top_tokens for d in drafters)
         self.place = next((d.place for d in drafters if d.place != "cpu"), "cpu")
+        self.follows = any(d.follows for d in drafters)
         self.topology = "tree" if any(d.topology == "tree" for d in drafters) else "chain"
         self._host: Drafter | None = None  # the one that has guests
         self._columns: dict[str, list[int]] = {}  # by drafter: indices of the tapped layers that it reads
@@ -212,6 +213,10 @@ class Router(Drafter):
     def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
         for name, columns in self._columns.items():
             self.drafters[name].ingest(seq, hidden[:, columns], start)
+
+    def settle(self) -> None:
+        for drafter in self.drafters.values():
+            drafter.settle()
 
     def close(self, seq: Sequence) -> None:
         for name in seq.state.get("routed_open", ()):

@@ -189,6 +189,10 @@ class EngineStats:
     cached_tokens: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix index; ``cached_tokens`` of them were found
     preemptions: int = 0
+    forgotten_tokens: int = 0  # tokens that a KV policy took out of the cache
+    tiers: dict[str, dict[str, float]] = field(default_factory=dict)  # counters by tier, the device among them
+    tier_bytes: dict[str, int] = field(default_factory=dict)  # size of each tier below the device
+    tier_used: dict[str, int] = field(default_factory=dict)  # bytes of it that hold pages
     failed: dict[str, int] = field(default_factory=dict)
     restarts: int = 0  # restarts of the engine process, counted by its client
     quarantined: int = 0  # requests that the client failed because the engine process kept dying on them
@@ -204,7 +208,7 @@ class EngineStats:
     accepted_tokens: int = 0  # drafted tokens that were accepted; each verification emits one token more
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: parent accepted
     drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same for each drafter
-    draft_saved_seconds: float | None = None  # estimate (engine/draft_savings.py); negative: lost; None: unknown
+    draft_saved_seconds: float | None = None  # estimate (engine/drafts/draft_savings.py); negative: lost; None: unknown
     draft_gain: float | None = None  # predicted tokens a second with drafts over those without; None: not predicted yet
     learning: LearnStats | None = None  # None: nothing is learned
     startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill" (the weights) overlaps other phases

@@ -47,7 +47,8 @@ class SamplingParams:
     ``thinking_token_budget``: most tokens of thinking, after which its end is forced. ``processors``: specs of logit
     processors (``name:key=value``), applied in this order. ``hook``: name of the set of hooks that acts on the hidden
     states. ``hook_strength``: factor on what it does, 0 to 8; 0: off. ``learn``: False keeps this request out of what a
-    drafter learns from, where one does.
+    drafter learns from, where one does. ``kv_policy``: "off" keeps the whole cache of this request where the server
+    forgets tokens; ``key=value,key=value`` changes parameters of its policies (`kvasir.kv.policy`).
     """
 
     n: int = 1
@@ -86,6 +87,7 @@ class SamplingParams:
     hook: str | None = None
     hook_strength: float = 1.0
     learn: bool = True
+    kv_policy: str | None = None
 
     def __post_init__(self) -> None:
         # As in vLLM, callers may pass lists and single strings; they are stored as tuples.

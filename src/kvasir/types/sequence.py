@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvasir.types.request import Request
@@ -13,6 +14,9 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 HOOK_SHIFT = 16
 # Chains of guests (``Span``) by node of a draft; -1: the last known token.
 Guests = dict[int, tuple[tuple[int, ...], ...]]
+
+
+NEVER = 1 << 62  # a position that no sequence reaches
 
 
 def branch_stream(parent: int, branch: int) -> int:
@@ -28,8 +32,42 @@ class Status(enum.Enum):
     FINISHED = "finished"  # holds nothing
 
 
+@dataclass(slots=True)
+class Forgetting:
+    """When a KV policy forgets tokens of a sequence. No span crosses position ``due``; when the tokens before it are
+    computed, some are forgotten, and the next position is known.
+
+    ``first_due``: where a sequence that starts again comes to. ``own_from``: the first position that it must compute
+    itself, whatever the cache holds. ``whole_from``: the rest of the prompt from here on is computed in one span.
+    ``drafts``: whether its spans may verify drafts. ``most``: tokens that are in the cache at once, at most.
+    ``stack``: its policies (`kvasir.kv.policy`).
+    ``since``: the positions computed, and the tokens that were left of them, when it forgot last. ``notes``: what the
+    policies keep of it. ``seen``: by layer, the first row that was not watched yet."""
+
+    first_due: int
+    own_from: int
+    whole_from: int
+    drafts: bool
+    most: int
+    stack: Any
+    due: int = 0
+    since: tuple[int, int] = (0, 0)
+    notes: dict[int, Any] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing of the sequence is computed any more."""
+        self.due, self.since, self.notes, self.seen = self.first_due, (0, 0), {}, {}
+
+
 class Sequence:
     """One branch of a request as the engine runs it. Everything here can be rebuilt from the request.
+
+    A token's *position* is its index in ``tokens``. Its *place* is where the cache keeps it, counted from the first
+    slot of the sequence's pages. Both are the same until something is forgotten (``forgotten``).
 
     Invariants: ``num_computed <= len(tokens)``. RUNNING holds a seat. FINISHED and WAITING hold no page or seat.
     """
@@ -40,6 +78,7 @@ class Sequence:
         "draft_parents", "num_forced", "guests", "tables", "num_sent", "page_keys", "seat", "open_seat", "stop_ids",
         "max_output", "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent",
         "finish_reason", "state", "first_scheduled", "variant", "hook", "guest_variant", "pools",
+        "found", "num_returns", "forgotten", "forgetting",
     )
     # fmt: on
 
@@ -57,9 +96,13 @@ class Sequence:
         self.draft_parents: list[int] = []  # for a tree: index in ``draft`` of each parent (-1: the last known token)
         self.num_forced = 0  # leading tokens of ``draft`` that are forced: the row before each allows no other token
         self.guests: Guests = {}  # guests of the next span
-        self.tables: list[list[int]] = []  # page ids by cache group; entry i holds positions [i*P, (i+1)*P); 0: dropped
-        self.num_sent = 0  # leading entries of each table that the device has a copy of
+        self.tables: list[list[int]] = []  # page ids by cache group; entry i holds places [i*P, (i+1)*P); 0: dropped
+        self.forgotten: tuple[int, ...] = ()  # by cache group: tokens that were forgotten; () while there are none
+        self.forgetting: Forgetting | None = None  # None: nothing is ever forgotten
+        self.num_sent = 0  # leading entries of each table that the device has a copy of (forgetful: see DeviceSeats)
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
+        self.found: tuple[int, Any] = (0, None)  # what the prefix index found last time: (its epoch, a node)
+        self.num_returns = 0  # how often the conversation that it goes on with had come back before, and with it
         self.seat = -1  # place in the per-sequence state of sampler and device; -1: none
         self.open_seat = -1  # the seat that has been set up for this sequence; -1: none
         self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)  # the engine adds the model's EOS ids
@@ -81,6 +124,15 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    def place(self, group: int, position: int) -> int:
+        """The place of a position that is not forgotten and behind all that are, in the pages of a cache group."""
+        return position - self.forgotten[group] if self.forgotten else position
+
+    def most_places(self, group: int, num_tokens: int) -> int:
+        """The most places that a cache group needs until so many tokens are computed."""
+        places = self.place(group, num_tokens)
+        return places if self.forgetting is None else min(places, self.forgetting.most)
 
     @property
     def num_unshared(self) -> int:

@@ -209,6 +209,9 @@ class StepBatch:
     ``span_lengths`` [T] int64: set if each row is a span of its own here, although a draft may have several rows: the
     rows of the draft that begins with this row, 0 for its other rows, -1 for padding. Recurrences go from row to row
     of a draft.
+    ``places``: by cache group, the ``context`` and ``starts`` of layers whose sequences have forgotten some tokens, so
+    that fewer slots than positions stand before a span; None: no sequence has. Empty: none in any group. Layers of a
+    group see the batch as ``of`` gives it.
     ``starts`` and ``lengths``: host copies of context and span lengths. ``prompts``: whether each span has several rows
     of known tokens; empty: not known, as in a captured step. ``scratch``: belongs to the attention backend,
     and to kernels that share something among layers, under types of theirs.
@@ -232,7 +235,24 @@ class StepBatch:
     together: Together | None = None
     span_lengths: torch.Tensor | None = None
     prompts: list[bool] = field(default_factory=list)
+    places: tuple[tuple[torch.Tensor, list[int]] | None, ...] = ()
     scratch: dict[Any, Any] = field(default_factory=dict)
+
+    def of(self, group: int) -> StepBatch:
+        """The batch as the layers of a cache group see it: ``context`` and ``starts`` count what the cache still
+        has before each span."""
+        if not self.places or self.places[group] is None:
+            return self
+        key = "places", group
+        view: StepBatch | None = self.scratch.get(key)
+        if view is None:
+            context, starts = self.places[group]  # type: ignore[misc]
+            view = self.scratch[key] = replace(self, context=context, starts=starts, places=(), scratch={})
+        return view
+
+    def views(self) -> list[StepBatch]:
+        """The batch itself, and as the layers see it whose sequences have forgotten tokens."""
+        return [self, *(self.of(group) for group, places in enumerate(self.places) if places is not None)]
 
     def only(self, rows_M: torch.Tensor) -> StepBatch:
         """The batch as layers see it that compute only these rows [M]: with their variants."""
@@ -253,6 +273,7 @@ class SpanResult:
     pooled: bytes | None = None  # little-endian fp32: embedding or score of the whole prompt, with its last row
     error: str | None = None  # why this sequence alone fails
     path: list[int] | None = None  # if a draft was verified: the row (0-based in the span) that drew each token
+    forced: int = 0  # set at the commit: how many of the kept tokens came in a forced chain
     top: list[list[int]] | None = None  # for a drafter: the likeliest tokens of each sampled row
     hidden: torch.Tensor | None = None  # for a drafter: [length, layers, E], outputs of the layers that it reads
     guesses: list[list[Guess]] | None = None  # for a drafter: by guest row, what was drawn there, then the next best

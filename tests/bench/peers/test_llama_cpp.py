@@ -14,6 +14,8 @@ from tests.bench.helpers import SITE
 from tests.bench.test_result import check
 
 OPTIONS = {"num_threads": 2, "max_num_seqs": 16, "max_model_len": 40}
+# Enough for more tokens to take longer than one on a busy machine.
+TOKENS = 32
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def test_as_the_peer_of_a_case(monkeypatch):
             "options": {"file_type": "f32", **OPTIONS},
             "variants": {"llama_cpp_q8_0": {"file_type": "q8_0", "extra_buffers": False}},
         },
-        "workloads": {"two": {"batch": 2, "prompt": 8, "output": 4}},
+        "workloads": {"two": {"batch": 2, "prompt": 8, "output": TOKENS}},
     }
     found = compare.measure(parse("c", table), peer=True, site=SITE)
     check(found)

@@ -1,6 +1,8 @@
 """Both ends of a decode in C: the inputs of rows, and their draws against the reference, which also says how certain
 they must be."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native ker
 CLOSE = 5e-5  # as in decode.h
 
 
-def kept_of(given, num_groups=1, width=1):
+def kept_of(given, num_groups=1, width=1, forgotten=None):
     temperature, top_k, top_p, min_p, stream, _ = given
     rows = len(temperature)
     return Kept(
@@ -26,6 +28,7 @@ def kept_of(given, num_groups=1, width=1):
         min_p.float(),
         stream.view(torch.int32).view(rows, 2),
         torch.zeros(num_groups, rows, width, dtype=torch.int32),
+        forgotten,
     )
 
 
@@ -103,11 +106,17 @@ def test_rows_that_are_wrong_are_left(bad, place):
     assert ((found == UNDRAWN) == torch.tensor([False, True, True, False])).all()
 
 
-def test_what_rows_start_from():
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_rows_start_from(forgets):
     draw = torch.Generator().manual_seed(2)
     rows, groups, width, slots = 9, 2, 7, 16
     given = parameters(rows, 50, draw)
-    kept = kept_of(given, groups, width)
+    forgotten = None
+    if forgets:  # the rows of ``order`` have so many tokens before them
+        forgotten = torch.randint(0, 900, (groups, rows), generator=draw, dtype=torch.int32)
+        forgotten[:, 0], forgotten[:, 7] = 0, torch.tensor([15, 3])
+        forgotten[:, 3], forgotten[:, 8] = torch.tensor([100, 1]), torch.tensor([0, 64])
+    kept = kept_of(given, groups, width, forgotten)
     kept.token.random_(0, 50, generator=draw)
     kept.tables.random_(1, 900, generator=draw)
     order, starts = [7, 0, 3, 8], [15, 0, 111, 64]
@@ -116,8 +125,10 @@ def test_what_rows_start_from():
     decodes.set(order, starts)
     program.run(decodes)
     want = open_rows_reference(kept, torch.tensor(order), torch.tensor(starts), slots)
-    assert torch.equal(decodes.ids[:4], want.ids) and torch.equal(decodes.context[:4], want.context)
-    assert torch.equal(decodes.slots[:, :4], want.slots)
-    for i, start in enumerate(starts):
-        used = start // slots + 1
-        assert torch.equal(decodes.tables[:, i, :used], want.tables[:, i, :used])
+    assert torch.equal(decodes.ids[:4], want.ids) and torch.equal(want.context, torch.tensor(starts).int())
+    places = want.places if forgets else want.context.expand(groups, -1)
+    assert torch.equal(decodes.context[:, :4], places) and torch.equal(decodes.slots[:, :4], want.slots)
+    assert not forgets or places.tolist() == [[0, 0, 11, 64], [12, 0, 110, 0]]
+    for group, row in product(range(groups), range(4)):
+        used = int(places[group, row]) // slots + 1
+        assert torch.equal(decodes.tables[group, row, :used], want.tables[group, row, :used])

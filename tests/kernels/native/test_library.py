@@ -13,6 +13,15 @@ from kvasir.kernels.native import library
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler here")
 
 
+# Optimisation takes most of the time, and no test here depends on it; the kernels' own tests have the usual flags.
+QUICK = ("-O0", *library.FLAGS[1:])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(library, "FLAGS", QUICK)
+
+
 @pytest.fixture
 def counted(monkeypatch):
     """How often the compiler ran."""
@@ -46,6 +55,7 @@ def test_another_processor_or_flag_is_another_file(tmp_path, monkeypatch):
 
 
 def _load(folder):
+    library.FLAGS = QUICK  # in a process of the pool
     return library.load(folder).library is not None
 
 

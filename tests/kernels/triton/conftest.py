@@ -4,6 +4,7 @@ collect them here: ``tests/kernels/test_in_interpreter.py`` runs them in a proce
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 
@@ -83,9 +84,14 @@ def device() -> str:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keep one part of the cases, ``KVASIR_TEST_PART`` = "first/step": see ``test_in_interpreter.py``."""
-    first, _, step = os.environ.get("KVASIR_TEST_PART", "0/1").partition("/")
-    # Chosen by a hash of the name: every n-th case would leave out one of two precisions that take turns.
-    kept = [item for item in items if zlib.crc32(item.name.encode()) % int(step) == int(first)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    """Keep one part of each file's cases, as ``KVASIR_TEST_PARTS`` says: {file: "part/parts"}. See
+    ``test_in_interpreter.py``."""
+    parts = json.loads(os.environ.get("KVASIR_TEST_PARTS", "{}"))
+
+    def kept(item) -> bool:
+        part, _, step = parts.get(item.path.name, "0/1").partition("/")
+        # Chosen by a hash of the name: every n-th case would leave out one of two precisions that take turns.
+        return zlib.crc32(item.name.encode()) % int(step) == int(part)
+
+    config.hook.pytest_deselected(items=[item for item in items if not kept(item)])
+    items[:] = [item for item in items if kept(item)]

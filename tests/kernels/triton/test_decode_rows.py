@@ -10,7 +10,7 @@ import torch
 from kvasir.kernels import decode_rows
 
 
-def kept_rows(count: int, tables: int, width: int, device: str) -> decode_rows.Kept:
+def kept_rows(count: int, tables: int, width: int, device: str, forgets: bool = False) -> decode_rows.Kept:
     draw = torch.Generator().manual_seed(count)
 
     def ints(*shape: int) -> torch.Tensor:
@@ -18,24 +18,25 @@ def kept_rows(count: int, tables: int, width: int, device: str) -> decode_rows.K
 
     floats = (torch.rand(count, generator=draw).to(device) for _ in range(3))
     temperature, top_p, min_p = floats
-    return decode_rows.Kept(
-        ints(count), temperature, ints(count), top_p, min_p, ints(count, 2) - (1 << 19), ints(tables, count, width)
-    )
+    many = ints(count), temperature, ints(count), top_p, min_p, ints(count, 2) - (1 << 19), ints(tables, count, width)
+    return decode_rows.Kept(*many, ints(tables, count) % 16 if forgets else None)
 
 
 @pytest.mark.parametrize("size, tables, width", [(1, 1, 7), (5, 2, 40), (3, 1, 1500)])
 @pytest.mark.parametrize("drafted", [False, True])
-def test_rows_are_opened(size, tables, width, drafted, device):
-    kept = kept_rows(9, tables, width, device)
+@pytest.mark.parametrize("forgets", [False, True])
+def test_rows_are_opened(size, tables, width, drafted, forgets, device):
+    kept = kept_rows(9, tables, width, device, forgets)
     inbox = torch.zeros(3 * size + 1, dtype=torch.int64, device=device)[1:]  # slices of any alignment
     inbox[:size] = torch.tensor([8, 2, 2, 0, 8][:size])
-    inbox[size : 2 * size] = torch.tensor([0, 37, 38, 16 * width - 1, 15][:size]) % (16 * width)
+    inbox[size : 2 * size] = torch.tensor([16, 37, 38, 16 * width - 1, 15][:size]) % (16 * width)
     inbox[2 * size :] = torch.tensor([-1, -1, 77, -1, 5][:size])
     arguments = kept, inbox[:size], inbox[size : 2 * size], 16, inbox[2 * size :] if drafted else None
     found, want = decode_rows.open_rows(*arguments), decode_rows.open_rows_reference(*arguments)
     for field in dataclasses.fields(want):
         a, b = getattr(found, field.name), getattr(want, field.name)
-        assert a.dtype == b.dtype and torch.equal(a, b), field.name
+        assert a is b is None or a.dtype == b.dtype and torch.equal(a, b), field.name
+    assert (found.places is not None) == forgets
 
 
 @pytest.mark.parametrize("size", [1, 300])

@@ -9,9 +9,9 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.decoding.sampler import Sampler
-from kvasir.engine.capture import CudaCapture, call_through
-from kvasir.engine.graphs import DecodeGraphs
-from kvasir.engine.step_way import StepParts
+from kvasir.engine.ways.capture import CudaCapture, call_through
+from kvasir.engine.ways.graphs import DecodeGraphs
+from kvasir.engine.ways.step_way import StepParts
 from kvasir.kernels import paged_attention, quantized_attention
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool

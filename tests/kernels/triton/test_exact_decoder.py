@@ -7,7 +7,7 @@ import torch
 
 from kvasir.attention.backend import Site
 from kvasir.attention.backends.triton import TritonBackend
-from kvasir.engine.batch import pack
+from kvasir.engine.ways.batch import pack
 from kvasir.kernels import matmul, moe, paged_attention
 from kvasir.kernels.norm import rms_norm
 from kvasir.kv.codecs.plain import PlainCodec

@@ -9,7 +9,7 @@ import torch
 
 from kvasir.attention.backend import Site
 from kvasir.attention.backends.torch import TorchBackend
-from kvasir.engine.batch import pack
+from kvasir.engine.ways.batch import pack
 from kvasir.kernels import _triton, activation, gemv, moe, norm
 from kvasir.kernels.activation import ACTIVATIONS, gated_triton
 from kvasir.kv.codecs.plain import PlainCodec

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvasir.kernels import _triton
-from kvasir.lab import delta_products, fused
-from kvasir.lab.model import Shape
+from kvasir_lab import delta_products, fused
+from kvasir_lab.model import Shape
 
 SHAPE = Shape(layers=1, recurrent=(0,), key_heads=1, value_heads=2, state_dim=16)
 

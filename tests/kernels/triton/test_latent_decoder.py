@@ -9,7 +9,7 @@ import torch
 from kvasir.attention.backend import Site
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.attention.backends.triton import TritonBackend
-from kvasir.engine.batch import pack
+from kvasir.engine.ways.batch import pack
 from kvasir.kernels import _triton, latent_decode
 from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.pool import KVPool

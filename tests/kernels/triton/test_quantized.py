@@ -9,7 +9,7 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.attention.paged import key_of
-from kvasir.engine.batch import pack
+from kvasir.engine.ways.batch import pack
 from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv
 from kvasir.kernels.fused_qkv import HeadOps
 from kvasir.kernels.quantize import quantize

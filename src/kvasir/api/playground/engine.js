@@ -16,6 +16,14 @@ function gauges(text) {
   return found;
 }
 
+// Lines about the tiers below the device, from Prometheus text.
+function tiers(text) {
+  const read = name => Object.fromEntries([...text.matchAll(new RegExp(`^kvasir:${name}\\{tier="(\\w+)"\\} (\\S+)`, "gm"))].map(m => [m[1], Number(m[2])]));
+  const used = read("tier_used_bytes"), size = read("tier_bytes"), hits = read("tier_hit_tokens_total");
+  const gib = bytes => (bytes / 2 ** 30).toFixed(bytes < 10 * 2 ** 30 ? 2 : 0);
+  return Object.keys(size).map(name => `${name}: ${gib(used[name])} of ${gib(size[name])} GiB, ${(hits[name] || 0).toLocaleString("en")} tokens came back`);
+}
+
 function drawEngine(values) {
   const total = values["kvasir:num_pages"] || 0, free = values["kvasir:pages_free"] || 0;
   const cached = Math.min(values["kvasir:pages_cached"] || 0, free), used = total - free;
@@ -44,7 +52,9 @@ export async function poll() {
   clearTimeout(timer);
   try {
     if (!document.hidden) {
-      drawEngine(gauges(await (await call("metrics")).text()));
+      const text = await (await call("metrics")).text();
+      drawEngine(gauges(text));
+      $("tiers").replaceChildren(...tiers(text).map(line => element("div", "", line)));
       if (lost) back();
       lost = false;
       $("engine").hidden = !($("engine-note").hidden = true);

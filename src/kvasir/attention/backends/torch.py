@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec
-from kvasir.attention.exact_rows import Blocks, attend_rows
+from kvasir.attention.exact_rows import Blocks, Exact, reach
 from kvasir.attention.latent import UpProjection
 from kvasir.kernels.paged_attention import INF, attend, tree_bits, visible
 from kvasir.kv.codec import LayerCache
@@ -160,45 +160,57 @@ class TorchBackend(AttentionBackend):
         batch: StepBatch,
         sinks_H: torch.Tensor | None,
         want_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
-        groups, width = spec.num_kv_heads, None
-        q_TGRD = q_THD.unflatten(1, (groups, -1)).to(wide)
-        lse_TGR = torch.empty(q_TGRD.shape[:3], dtype=wide, device=q_THD.device)
-        out_TGRV: torch.Tensor | None = None
-        sinks = None if sinks_H is None else sinks_H.view(groups, -1).to(wide)
+        q_GMD = q_THD.unflatten(1, (spec.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2).to(wide)
+        sinks_GR = None if sinks_H is None else sinks_H.view(spec.num_kv_heads, -1).to(wide)
+        # The pages of each span and what the codec derives from them: for all layers alike.
+        key = ("exact", cache.group, spec)
+        if key not in batch.scratch:
+            batch.scratch[key] = Exact.of(spec, q_THD.device), {}
+        exact, plans = batch.scratch[key]
+        results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         row = 0
-        for span, (start, length) in enumerate(zip(batch.starts, batch.lengths)):
-            if not length:
-                continue
-            first = _first_page(start, spec.window, cache.page_slots)
-            pages = batch.tables[cache.group][span, first : -(-(start + length) // cache.page_slots)]
-            first *= cache.page_slots
-            k, v = (x[:, : start + length - first].to(wide) for x in cache.codec.read(cache, pages))  # [G, N, D]
-            width = v.shape[2]
-            if out_TGRV is None:
-                out_TGRV = q_TGRD.new_empty(*q_TGRD.shape[:3], width)
-            tree, blocks = _tree(batch, row, length), Blocks.of(k, v, first)
-            for rows, ends, keys in self._companies(row, start, length, first, tree, blocks, k, v):
-                for group in range(groups):
-                    q_RND = q_TGRD[rows, group]  # rows of the span, heads, D
-                    out, lse = attend_rows(
-                        q_RND.flatten(0, 1),
-                        ends.repeat_interleave(q_RND.shape[1]),
-                        keys,
-                        group,
-                        width,
-                        spec.scale,
-                        window=spec.window,
-                        softcap=spec.softcap,
-                        sinks_M=None if sinks is None else sinks[group].repeat(q_RND.shape[0]),
-                    )
-                    out_TGRV[rows, group] = out.unflatten(0, q_RND.shape[:2])
-                    lse_TGR[rows, group] = lse.unflatten(0, q_RND.shape[:2])
+        for span, length in enumerate(batch.lengths):
+            if length:  # its keys and values are freed before the next span's are read: they get the same memory
+                results += self._exact_span(q_GMD, cache, spec, batch, exact, plans, span, row, sinks_GR, want_lse)
             row += length
-        if out_TGRV is None:  # a step of no rows
-            return q_THD.new_empty(*q_THD.shape[:2], spec.result_dim), lse_TGR.flatten(1)
-        return cache.codec.results(cache, out_TGRV.flatten(1, 2).to(q_THD.dtype)), lse_TGR.flatten(1)
+        if not results:  # a step of no rows
+            return q_THD.new_empty(*q_THD.shape[:2], spec.result_dim), q_GMD.new_empty(q_THD.shape[:2])
+        shape = (len(q_THD), exact.share)
+        out_THV = torch.cat([out for out, _ in results], 1).unflatten(1, shape).transpose(0, 1).flatten(1, 2)
+        lses = [lse for _, lse in results if lse is not None]
+        lse_TH = torch.cat(lses, 1).unflatten(1, shape).transpose(0, 1).flatten(1, 2) if want_lse else None
+        return cache.codec.results(cache, out_THV.to(q_THD.dtype)), lse_TH
+
+    def _exact_span(
+        self,
+        q_GMD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        exact: Exact,
+        plans: dict[int, tuple[torch.Tensor, dict]],
+        span: int,
+        row: int,
+        sinks_GR: torch.Tensor | None,
+        want_lse: bool,
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Results and log-sum-exp of parts of the span whose rows begin at ``row`` of the step."""
+        start, length, share = batch.starts[span], batch.lengths[span], exact.share
+        first, end = _first_page(start, spec.window, cache.page_slots) * cache.page_slots, start + length
+        stop = reach(end, exact.block)
+        if span not in plans:
+            plans[span] = _pages(batch, cache, span, first, end, stop), {}
+        k, v = (x[:, : stop - first].to(q_GMD.dtype) for x in cache.codec.read(cache, *plans[span]))  # [G, N, D]
+        if stop > end:  # read up to the end of the block, so that no block must be copied to get its size
+            k[:, end - first :].zero_()
+            v[:, end - first :].zero_()
+        tree, blocks = _tree(batch, row, length), Blocks.of(k, v, first, exact.block)
+        return [
+            exact.rows(q_GMD[:, rows.start * share : rows.stop * share], seen, keys, sinks_GR, want_lse)
+            for rows, seen, keys in self._companies(row, start, length, first, tree, blocks, k, v)
+        ]
 
     @staticmethod
     def _companies(
@@ -210,16 +222,16 @@ class TorchBackend(AttentionBackend):
         blocks: Blocks,
         k: torch.Tensor,
         v: torch.Tensor,
-    ) -> Iterator[tuple[slice, torch.Tensor, Blocks]]:
-        """Yield rows of a span that see the same keys, with the end of each and the keys. A row of a tree has keys of
-        its own: its ancestors stand behind the context, as they would in a plain span."""
+    ) -> Iterator[tuple[slice, int, Blocks]]:
+        """Yield rows of a span that see the same keys, with the end of the first and the keys. A row of a tree has keys
+        of its own: its ancestors stand behind the context, as they would in a plain span."""
         if tree is None:
-            yield slice(row, row + length), torch.arange(start + 1, start + length + 1), blocks
+            yield slice(row, row + length), start + 1, blocks
             return
         for i, line in enumerate(tree_bits(tree[0])):
             path = line.nonzero().flatten() + start - first
             own = blocks.with_tail(k.index_select(1, path), v.index_select(1, path), start)
-            yield slice(row + i, row + i + 1), torch.tensor([start + len(path)]), own
+            yield slice(row + i, row + i + 1), start + len(path), own
 
 
 # ----------------------------------------------------------------------------------------------- what a step looks like
@@ -322,6 +334,13 @@ def _tree(batch: StepBatch, row: int, length: int) -> tuple[torch.Tensor, torch.
 def _first_page(start: int, window: int | None, size: int) -> int:
     """The first page that a span from ``start`` reads. Earlier pages may have been dropped."""
     return 0 if window is None else max(0, start - window + 1) // size
+
+
+def _pages(batch: StepBatch, cache: LayerCache, span: int, first: int, end: int, reach: int) -> torch.Tensor:
+    """Pages of the span's slots from ``first`` to ``end``, and the last of them again for slots up to ``reach``."""
+    size = cache.page_slots
+    numbers = torch.arange(first // size, -(-reach // size)).clamp_(max=(end - 1) // size)
+    return batch.tables[cache.group][span].index_select(0, numbers.to(batch.tables[cache.group].device))
 
 
 def _bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from kvasir.config import EngineConfig
 from kvasir.logs import setup
 
 if TYPE_CHECKING:
-    from kvasir.api.llm import LLM
+    from kvasir.api.offline.llm import LLM
 
 
 def main() -> None:

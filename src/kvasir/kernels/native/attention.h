@@ -356,7 +356,7 @@ static void attend(const Attend *op, const Step *step, const Team *team) {
     Query query[QUERIES];
     for (; span < step->num_spans; span++) {
         int64_t start = step->row_start[span], length = step->row_start[span + 1] - start,
-            context = step->context[span];
+            context = step->context[op->cache.group][span];
         const int64_t *bits = step->ancestors && length ? step->ancestors + start * step->num_words : 0;
         int is_tree = bits && bits[0] & 1; /* a row's bits count itself, and those of a causal span are zero */
         int64_t height = is_tree ? 1 : QUERIES / at_once, items = (length + height - 1) / height * per_block;
@@ -369,7 +369,8 @@ static void attend(const Attend *op, const Step *step, const Team *team) {
             Tree tree = {bits + i * step->num_words, step->positions + start, context, 0, context + length};
             for (int64_t row = i; row < last; row++)
                 for (int64_t h = head; h < head + heads; h++) {
-                    int64_t depth = is_tree ? step->positions[start + row] : context + row; /* where it stands */
+                    /* where it stands; a tree's first row stands behind the context */
+                    int64_t depth = context + (is_tree ? step->positions[start + row] - step->positions[start] : row);
                     Query *each = query + count++;
                     each->q = op->heads + (start + row) * op->row + h * op->dim;
                     each->y = op->y + ((start + row) * op->num_heads + h) * op->dim;

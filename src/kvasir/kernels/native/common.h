@@ -49,7 +49,8 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef struct {
     int64_t num_rows, num_spans, num_wanted, table_width;
     const int64_t *ids, *positions, *wanted;
-    const int32_t *row_start, *context;
+    const int32_t *row_start;
+    const int32_t *const *context; /* of each cache group: [S], slots that stand before each span */
     const int64_t *const *slots; /* of each cache group: [T], -1: nowhere */
     const int32_t *const *tables; /* of each cache group: [S, table_width] */
     /* [T, num_words]: bits of the rows of its span that a tree's row sees; or none */
@@ -96,7 +97,8 @@ typedef struct {
 typedef struct { int64_t kind; const float *x; float *y; int64_t width; } Gather;
 
 typedef struct { /* ids, context, tables and slots of decodes, from what is kept of their rows [num_kept] */
-    int64_t kind; const int64_t *rows; int64_t *ids; int32_t *context; const int32_t *token, *tables;
+    int64_t kind; const int64_t *rows; int64_t *ids; const int32_t *token, *tables;
+    const int32_t *forgotten; /* [num_groups, num_kept]; or none */
     int64_t num_kept, num_groups, page_slots;
 } Open;
 

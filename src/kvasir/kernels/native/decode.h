@@ -5,11 +5,13 @@ static void open_rows(const Open *op, const Step *step) {
     int64_t first, stop;
     share(step->num_rows, &first, &stop);
     for (int64_t i = first; i < stop; i++) {
-        int64_t row = op->rows[i], start = step->positions[i], page = start / op->page_slots;
+        int64_t row = op->rows[i];
         op->ids[i] = op->token[row];
-        op->context[i] = start;
         for (int64_t group = 0; group < op->num_groups; group++) {
-            const int32_t *table = op->tables + (group * op->num_kept + row) * step->table_width;
+            int64_t kept = group * op->num_kept + row,
+                start = step->positions[i] - (op->forgotten ? op->forgotten[kept] : 0), page = start / op->page_slots;
+            ((int32_t *)step->context[group])[i] = start;
+            const int32_t *table = op->tables + kept * step->table_width;
             memcpy((int32_t *)step->tables[group] + i * step->table_width, table, 4 * (page + 1));
             ((int64_t *)step->slots[group])[i] = table[page] * op->page_slots + start % op->page_slots;
         }

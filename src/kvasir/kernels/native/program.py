@@ -95,7 +95,7 @@ class Gather(Op):
 
 class Open(Op):
     KIND = 6
-    _fields_ = [(name, c_void_p) for name in ("rows", "ids", "context", "token", "tables")] + [
+    _fields_ = [(name, c_void_p) for name in ("rows", "ids", "token", "tables", "forgotten")] + [
         (name, c_int64) for name in ("num_kept", "num_groups", "page_slots")]
 
 
@@ -246,8 +246,9 @@ class Program:
         num_groups, num_kept, width = kept.tables.shape
         assert kept.tables.is_contiguous() and decodes.tables.shape[2] == width, "tables of one width"
         self._add(Open, rows=self._address(decodes.rows, torch.int64), ids=self._address(decodes.ids, torch.int64),
-                  context=self._address(decodes.context, torch.int32), token=self._address(kept.token, torch.int32),
-                  tables=self._address(kept.tables, torch.int32), num_kept=num_kept, num_groups=num_groups,
+                  token=self._address(kept.token, torch.int32), tables=self._address(kept.tables, torch.int32),
+                  forgotten=None if kept.forgotten is None else self._address(kept.forgotten, torch.int32),
+                  num_kept=num_kept, num_groups=num_groups,
                   page_slots=decodes.page_slots)
 
     def draw(self, kept: Kept, decodes: Decodes, logits_MV: torch.Tensor, num_tokens: int) -> None:
@@ -313,23 +314,25 @@ class Planes:
 
 class StepInputs:
     """A step's tensors as the kernels take them. int64: ids, positions, slots of each cache group [T], wanted [M];
-    int32: row_start [S + 1], context [S], tables of each cache group [S, W]. A span's row i sees positions up to
-    context + i; with ``ancestors`` (int64 [T, A], as in ``StepBatch``) a tree's row sees the context and its
-    ancestors."""
+    int32: row_start [S + 1], context [S], of each cache group or one for all, tables of each cache group [S, W]. A
+    span's row i sees slots up to context + i; with ``ancestors`` (int64 [T, A], as in ``StepBatch``) a tree's row sees
+    the context and its ancestors."""
 
-    def __init__(self, ids: torch.Tensor, positions: torch.Tensor, row_start: torch.Tensor, context: torch.Tensor,
-                 tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], wanted: torch.Tensor,
+    def __init__(self, ids: torch.Tensor, positions: torch.Tensor, row_start: torch.Tensor,
+                 context: torch.Tensor | Sequence[torch.Tensor], tables: Sequence[torch.Tensor],
+                 slots: Sequence[torch.Tensor], wanted: torch.Tensor,
                  ancestors: torch.Tensor | None = None) -> None:
+        context = [context] * len(slots) if isinstance(context, torch.Tensor) else context
         self._held = ids, positions, row_start, context, tables, slots, wanted, ancestors
         if ancestors is not None:
             _check((ancestors,), torch.int64)
         _check((ids, positions, wanted, *slots), torch.int64)
-        _check((row_start, context, *tables), torch.int32)
-        pointers = [(c_void_p * len(of))(*(t.data_ptr() for t in of)) for of in (slots, tables)]
+        _check((row_start, *context, *tables), torch.int32)
+        pointers = [(c_void_p * len(of))(*(t.data_ptr() for t in of)) for of in (context, slots, tables)]
         self._pointers = pointers
-        self.args = StepArgs(ids.shape[0], context.shape[0], wanted.shape[0], tables[0].shape[1] if tables else 0,
+        self.args = StepArgs(ids.shape[0], row_start.shape[0] - 1, wanted.shape[0], tables[0].shape[1] if tables else 0,
                              ids.data_ptr(),
-                             positions.data_ptr(), wanted.data_ptr(), row_start.data_ptr(), context.data_ptr(),
+                             positions.data_ptr(), wanted.data_ptr(), row_start.data_ptr(),
                              *map(ctypes.addressof, pointers), None if ancestors is None else ancestors.data_ptr(),
                              0 if ancestors is None else ancestors.shape[1])
         self.at = ctypes.addressof(self.args)
@@ -343,12 +346,12 @@ class Decodes:
         self.page_slots = page_slots
         self.rows, self.positions, self.ids, self.tokens = (torch.zeros(max_rows, dtype=torch.int64) for _ in range(4))
         self.wanted = torch.arange(max_rows)
-        self.context = torch.zeros(max_rows, dtype=torch.int32)
+        self.context = torch.zeros(num_groups, max_rows, dtype=torch.int32)
         self.row_start = torch.arange(max_rows + 1, dtype=torch.int32)
         # taken when it is touched first
         self.tables = torch.from_numpy(np.zeros((num_groups, max_rows, num_pages), np.int32))
         self.slots = torch.zeros(num_groups, max_rows, dtype=torch.int64)
-        whole = StepInputs(self.ids, self.positions, self.row_start, self.context, self.tables.unbind(),
+        whole = StepInputs(self.ids, self.positions, self.row_start, self.context.unbind(), self.tables.unbind(),
                            self.slots.unbind(), self.wanted)
         self._whole, self.args, self.at = whole, whole.args, whole.at
         self._first_wanted = self.wanted.data_ptr()

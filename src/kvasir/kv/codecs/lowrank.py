@@ -78,6 +78,9 @@ class LowRankCodec(Codec):
         from safetensors import SafetensorError, safe_open
 
         found = self._described()
+        plain = technique.load(CODECS, "plain", Codec)
+        self.layers |= {cached.index: plain for cached in layers if cached.added}
+        layers = [cached for cached in layers if not cached.added]
         if len(found["ranks"]) != 1 + max(cached.index for cached in layers):
             raise self._other(f"it has {len(found['ranks'])} layers")
         for cached in layers:

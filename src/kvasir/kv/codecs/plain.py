@@ -36,31 +36,30 @@ class PlainCodec(Codec):
         shared: dict | None = None,
         positions_T: torch.Tensor | None = None,
     ) -> None:
-        k_NGPD, v_NGPD, shared = cache.planes["k"], cache.planes["v"], {} if shared is None else shared
-        if "rows" not in shared:
-            shared["rows"] = None if use_triton(k_TGD) else row_index(slots_T, k_NGPD)
-        index = shared["rows"]
-        if index is None:
-            store_kv(k_TGD, v_TGD, k_NGPD, v_NGPD, slots_T)
-            return
-        if "k" not in cache.views:
-            cache.views["k"], cache.views["v"] = row_view(k_NGPD), row_view(v_NGPD)
-        cache.views["k"].index_copy_(0, index, k_TGD.reshape(-1, k_TGD.shape[-1]))
-        cache.views["v"].index_copy_(0, index, v_TGD.reshape(-1, v_TGD.shape[-1]))
+        if not self._copied(cache, {"k": k_TGD, "v": v_TGD}, slots_T, shared):
+            store_kv(k_TGD, v_TGD, cache.planes["k"], cache.planes["v"], slots_T)
 
     def write_row(
         self, cache: LayerCache, row_TD: torch.Tensor, slots_T: torch.Tensor, shared: dict | None = None
     ) -> None:
-        k_NGPD, shared = cache.planes["k"], {} if shared is None else shared
+        if not self._copied(cache, {"k": row_TD}, slots_T, shared):
+            store_rows(row_TD, cache.planes["k"], slots_T)
+
+    def _copied(
+        self, cache: LayerCache, rows: dict[str, torch.Tensor], slots_T: torch.Tensor, shared: dict | None
+    ) -> bool:
+        """Whether torch has stored the rows of these planes; else a kernel takes them."""
+        shared, first = {} if shared is None else shared, rows["k"]
         if "rows" not in shared:
-            shared["rows"] = None if use_triton(row_TD) else row_index(slots_T, k_NGPD)
+            shared["rows"] = None if use_triton(first) else row_index(slots_T, cache.planes["k"])
         index = shared["rows"]
         if index is None:
-            store_rows(row_TD, k_NGPD, slots_T)
-            return
-        if "k" not in cache.views:
-            cache.views["k"] = row_view(k_NGPD)
-        cache.views["k"].index_copy_(0, index, row_TD)
+            return False
+        for name, row in rows.items():
+            if name not in cache.views:
+                cache.views[name] = row_view(cache.planes[name])
+            cache.views[name].index_copy_(0, index, row.reshape(-1, row.shape[-1]))
+        return True
 
     def write_fused(
         self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor

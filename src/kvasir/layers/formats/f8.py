@@ -22,7 +22,7 @@ from kvasir.kernels.f8 import E4M3, F8, LARGEST
 from kvasir.kernels.f8_gemv import LAUNCH_ROWS, choose, f8_gemv
 from kvasir.kernels.gemv import Config as Launch
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.products import finish, linear
+from kvasir.layers.products import finish, linear, normed
 from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
 
 SCALE = "scale"
@@ -132,8 +132,7 @@ class Eight(WeightFormat):
             y_TN = f8_matmul.f8_matmul(x, w, norm=parameters)
             y_TN = y_TN if bias_N is None else y_TN.add_(bias_N)
             return finish(y_TN, activation, residual_TO, place)
-        if norm is not None:
-            x_TK = norm(x_TK) if normed_TK is None else normed_TK
+        x_TK = normed(x_TK, norm, normed_TK)
         if x_TK.is_cuda:
             w_NK = f8.dequantise(w, x_TK.dtype)
             if residual_TO is not None and bias_N is None and activation is None and not place.exact:

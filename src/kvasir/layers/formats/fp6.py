@@ -14,10 +14,9 @@ from typing import Any, Literal
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.weight_codes import E3M2_MAX, quantise_fp6
-from kvasir.layers.codes import HIGH, SCALE, CodeFormat, codes_of, usual
-from kvasir.layers.weight_format import MATRIX, Plane, Weight
+from kvasir.layers.codes import HIGH, SCALE, CodeFormat, packed, usual
+from kvasir.layers.weight_format import MATRIX, Plane
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,10 @@ class FP6(CodeFormat):
             raise ConfigError(f"the weight format 'fp6' packs four inputs, which {num_inputs} are no multiple of")
         rows, size = sum(widths), usual(num_inputs) / E3M2_MAX
         return (
-            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",), random=(0, 256)),
-            Plane(HIGH, rows, num_inputs // 4, torch.uint8, types=("U8",), random=(0, 256)),
+            packed(MATRIX, rows, num_inputs // 2),
+            packed(HIGH, rows, num_inputs // 4),
             Plane(SCALE, rows, 1, torch.float32, random=(size, size)),
         )
-
-    def coded(self, weight: Weight) -> Coded:
-        return Coded(self.name, codes_of(weight), weight.planes[SCALE], None, self.group, weight.planes[HIGH])
 
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         low, high, scales = quantise_fp6(w_NK, self.search)

@@ -10,13 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from kvasir.errors import ConfigError
-from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.weight_codes import quantise_i8
-from kvasir.layers.codes import SCALE, CodeFormat, codes_of, compressed, usual
+from kvasir.layers.codes import SCALE, IntegerFormat, codes_of, compressed, usual
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
-
-GROUPS = (0, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -29,17 +25,8 @@ class Config:
     inputs: Literal["float", "int8"] = "float"
 
 
-class I8(CodeFormat):
+class I8(IntegerFormat):
     """code * scale."""
-
-    native = True
-    code_planes = (MATRIX,)
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        if config.group not in GROUPS:
-            raise ConfigError(f"i8: group is {config.group}; there are {', '.join(map(str, GROUPS))} (0: by channel)")
-        self.group = config.group
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         size = usual(num_inputs) / 127
@@ -47,9 +34,6 @@ class I8(CodeFormat):
             Plane(MATRIX, sum(widths), num_inputs, torch.int8, types=("I8",), random=(-127, 127)),
             Plane(SCALE, sum(widths), self.groups(num_inputs), torch.float32, random=(size, size)),
         )
-
-    def coded(self, weight: Weight) -> Coded:
-        return Coded(self.name, codes_of(weight), weight.planes[SCALE], None, self.group)
 
     def codes(self, weight: Weight) -> Codes:
         return Codes(codes_of(weight), weight.planes[SCALE], rounded=self.rounded)

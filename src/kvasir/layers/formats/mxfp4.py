@@ -11,10 +11,9 @@ from typing import Literal
 
 import torch
 
-from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.weight_codes import E2M1_MAX, E8M0_BIAS, MX_GROUP, quantise_mxfp4
-from kvasir.layers.codes import SCALE, CodeFormat, codes_of, usual
-from kvasir.layers.weight_format import MATRIX, Plane, Weight
+from kvasir.layers.codes import SCALE, CodeFormat, packed, usual
+from kvasir.layers.weight_format import MATRIX, Plane
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,9 @@ class MXFP4(CodeFormat):
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         rows, power = sum(widths), E8M0_BIAS + round(math.log2(usual(num_inputs) / E2M1_MAX))
         return (
-            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",), random=(0, 256)),
+            packed(MATRIX, rows, num_inputs // 2),
             Plane(SCALE, rows, self.groups(num_inputs), torch.uint8, types=("U8",), random=(power, power)),
         )
-
-    def coded(self, weight: Weight) -> Coded:
-        return Coded(self.name, codes_of(weight), weight.planes[SCALE], None, self.group)
 
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, scales = quantise_mxfp4(w_NK, self.search)

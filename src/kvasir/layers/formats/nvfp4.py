@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.weight_codes import E2M1_MAX, NV_GROUP, quantise_nvfp4, tensor_scale_nvfp4
-from kvasir.layers.codes import SCALE, TENSOR_SCALE, CodeFormat, codes_of, compressed, usual
-from kvasir.layers.weight_format import MATRIX, Plane, Weight
+from kvasir.layers.codes import SCALE, TENSOR_SCALE, CodeFormat, compressed, packed, usual
+from kvasir.layers.weight_format import MATRIX, Plane
 
 
 @dataclass(frozen=True)
@@ -29,18 +28,15 @@ class Config:
 class NVFP4(CodeFormat):
     """number * scale * the tensor's scale."""
 
-    group = NV_GROUP
+    group, more = NV_GROUP, TENSOR_SCALE
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         rows, groups, size = sum(widths), self.groups(num_inputs), usual(num_inputs) / E2M1_MAX
         return (
-            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",), random=(0, 256)),
+            packed(MATRIX, rows, num_inputs // 2),
             Plane(SCALE, rows, groups, torch.float8_e4m3fn, types=("F8_E4M3",), random=(1, 1)),
             Plane(TENSOR_SCALE, rows, None, torch.float32, random=(size, size)),
         )
-
-    def coded(self, weight: Weight) -> Coded:
-        return Coded(self.name, codes_of(weight), weight.planes[SCALE], weight.planes[TENSOR_SCALE], self.group)
 
     def quantise(self, w_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         factor = tensor_scale_nvfp4(w_NK)

@@ -18,7 +18,7 @@ from kvasir.kernels.hopper_gemv import GATES, choose_ring, stream_rows
 from kvasir.kernels.lora import Shrunk
 from kvasir.layers.adapters import LowRank
 from kvasir.layers.norm import RMSNorm
-from kvasir.layers.products import finish, linear, matrix
+from kvasir.layers.products import finish, linear, matrix, normed
 from kvasir.layers.weight_format import MATRIX, Plane, Weight, WeightFormat
 from kvasir.layers.weights import Placement
 
@@ -72,16 +72,14 @@ class Plain(WeightFormat):
         if weight.streams and bias_N is None and activation in GATES:
             gates = activation is not None
             if (ring := choose_ring(rows, made.w_NK, gates)) is not None:
-                return stream_rows(
-                    _normed(x_TK, norm, normed_TK), made.w_NK, ring, gated=gates, residual_TO=residual_TO
-                )
+                return stream_rows(normed(x_TK, norm, normed_TK), made.w_NK, ring, gated=gates, residual_TO=residual_TO)
         if weight.streams and (config := choose(rows, *made.w_NK.shape)) is not None:
             scale = None if norm is None else norm.parameters
             return gemv(
                 x_TK, made.w_NK, config, norm=scale, bias_N=bias_N, activation=activation, residual_TO=residual_TO,
                 shrunk=shrunk,
             )  # fmt: skip
-        x_TK = _normed(x_TK, norm, normed_TK)
+        x_TK = normed(x_TK, norm, normed_TK)
         if residual_TO is not None and weight.streams and bias_N is None and activation is None:
             return residual_TO.addmm_(x_TK, made.w_KN)  # the BLAS adds as it stores
         return finish(self._multiply(weight, made, x_TK, bias_N), activation, residual_TO, weight.place)
@@ -130,9 +128,3 @@ class Plain(WeightFormat):
         may_pack = weight.copies and place.device.type == "cpu" and place.dtype == torch.float32
         weight.made = Made(w_NK, w_NK.t(), may_pack)
         return weight.made
-
-
-def _normed(x_TK: torch.Tensor, norm: RMSNorm | None, normed_TK: torch.Tensor | None) -> torch.Tensor:
-    if norm is None:
-        return x_TK
-    return norm(x_TK) if normed_TK is None else normed_TK

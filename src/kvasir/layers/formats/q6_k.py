@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.codes_gemv import Coded
 from kvasir.kernels.k_codes import BLOCK, CENTRE, Q6_GROUP, quantise_q6_k, scales_q6_k
 from kvasir.kernels.weight_codes import pack_six, unpack_six
-from kvasir.layers.codes import FACTOR, HIGH, SCALE, CodeFormat, codes_of, usual
+from kvasir.layers.codes import FACTOR, HIGH, SCALE, CodeFormat, packed, usual
 from kvasir.layers.weight_format import MATRIX, Codes, Plane, Weight
 
 MOST = 127  # a small scale
@@ -21,20 +20,16 @@ class Q6K(CodeFormat):
 
     native = True
     code_planes = (MATRIX, HIGH)
-    group, block = Q6_GROUP, BLOCK
+    group, block, more = Q6_GROUP, BLOCK, FACTOR
 
     def planes(self, widths: tuple[int, ...], num_inputs: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         rows, groups, size = sum(widths), self.groups(num_inputs), usual(num_inputs) / MOST / CENTRE
         return (
-            Plane(MATRIX, rows, num_inputs // 2, torch.uint8, types=("U8",), random=(0, 256)),
-            Plane(HIGH, rows, num_inputs // 4, torch.uint8, types=("U8",), random=(0, 256)),
+            packed(MATRIX, rows, num_inputs // 2),
+            packed(HIGH, rows, num_inputs // 4),
             Plane(SCALE, rows, groups, torch.int8, types=("I8",), random=(MOST, MOST)),
             Plane(FACTOR, rows, num_inputs // BLOCK, torch.float16, random=(size, size)),
         )
-
-    def coded(self, weight: Weight) -> Coded:
-        planes = weight.planes
-        return Coded(self.name, codes_of(weight), planes[SCALE], planes[FACTOR], self.group, planes[HIGH])
 
     def codes(self, weight: Weight) -> Codes:
         planes = weight.planes

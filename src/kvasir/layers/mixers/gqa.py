@@ -74,8 +74,42 @@ class Mixer:
         and of ``residual_TE``; None: all.
         """
         spec, num_rows = self.spec, x_TE.shape[0]
-        heads_TXD = self.qkv(x_TE, norm, batch=batch).view(num_rows, -1, spec.head_dim)
-        gate_THD = None
+        q_THD, gate_THD = self._enter(x_TE, angles, cache, backend, batch, norm)
+        out_THD = backend.run(q_THD, cache, self.attention, batch.of(cache.group), sinks_H=self.sinks_H)
+        if gate_THD is not None:
+            out_THD = out_THD * sigmoid(gate_THD, self.exact)
+        out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
+        if wanted_M is not None:
+            out_TE, batch = out_TE.index_select(0, wanted_M), batch.only(wanted_M)
+        if self.hooks is not None and batch.hooks is not None:
+            return self.hooks.attend(out_TE, self.o, spec.num_heads, residual_TE, batch)
+        return self.o(out_TE, residual_TN=residual_TE, batch=batch)
+
+    def keep(
+        self,
+        x_TE: torch.Tensor,
+        angles: Angles,
+        cache: LayerCache,
+        backend: AttentionBackend,
+        batch: StepBatch,
+        norm: RMSNorm | None = None,
+    ) -> None:
+        """Write keys and values as ``forward`` does, and attend to nothing."""
+        self._enter(x_TE, angles, cache, backend, batch, norm)
+
+    def _enter(
+        self,
+        x_TE: torch.Tensor,
+        angles: Angles,
+        cache: LayerCache,
+        backend: AttentionBackend,
+        batch: StepBatch,
+        norm: RMSNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries [T, H, D] as the backend takes them, and gates [T, H, D] if there are some; keys and values are in
+        their pages."""
+        spec, gate_THD = self.spec, None
+        heads_TXD = self.qkv(x_TE, norm, batch=batch).view(x_TE.shape[0], -1, spec.head_dim)
         if not self.plain:
             heads_TXD, gate_THD = self._arrange(heads_TXD)
         codec, table = cache.codec, angles.table
@@ -94,15 +128,7 @@ class Mixer:
             q_THD = codec.queries(q_THD) if in_basis else q_THD
         if spec.query_scale is not None:
             q_THD = q_THD.mul_(angles.scale(spec.query_scale))
-        out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
-        if gate_THD is not None:
-            out_THD = out_THD * sigmoid(gate_THD, self.exact)
-        out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
-        if wanted_M is not None:
-            out_TE, batch = out_TE.index_select(0, wanted_M), batch.only(wanted_M)
-        if self.hooks is not None and batch.hooks is not None:
-            return self.hooks.attend(out_TE, self.o, spec.num_heads, residual_TE, batch)
-        return self.o(out_TE, residual_TN=residual_TE, batch=batch)
+        return q_THD, gate_THD
 
     def _arrange(self, heads_TXD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries, keys and values [T, X, D] of a projection that has more or less than these; gates [T, H, D]."""

@@ -81,23 +81,41 @@ class Mixer:
         result, and of ``residual_TE``; None: all.
         """
         spec, num_rows = self.spec, x_TE.shape[0]
-        q_THD, row_TR = self._enter(x_TE, norm)
-        if self.fused and cache.codec.kernel in FORMATS and fits(q_THD, row_TR):
-            turning = None if angles.table is None else (angles.table.table, angles.positions_T)
-            latent_norm = None if self.norm is None else self.norm.parameters
-            planes = Planes.of(cache.planes, spec.rank, cache.codec.kernel)
-            latent_rows(q_THD, row_TR, planes, batch.slots[cache.group], latent_norm, turning)
-        else:
-            q_THD = self._write(q_THD, row_TR, angles, cache, batch)
+        q_THD = self._keep(x_TE, angles, cache, batch, norm)
         if spec.query_scale is not None:
             q_THD = q_THD.mul_(angles.scale(spec.query_scale))
-        out_THV = backend.run_latent(q_THD, self.up, cache, self.attention, batch)
+        out_THV = backend.run_latent(q_THD, self.up, cache, self.attention, batch.of(cache.group))
         out_TE = out_THV.reshape(num_rows, spec.num_heads * spec.value_dim)
         if wanted_M is not None:
             out_TE, batch = out_TE.index_select(0, wanted_M), batch.only(wanted_M)
         if self.hooks is not None and batch.hooks is not None:
             return self.hooks.attend(out_TE, self.o, spec.num_heads, residual_TE, batch)
         return self.o(out_TE, residual_TN=residual_TE)
+
+    def keep(
+        self,
+        x_TE: torch.Tensor,
+        angles: Angles,
+        cache: LayerCache,
+        backend: AttentionBackend,
+        batch: StepBatch,
+        norm: RMSNorm | None = None,
+    ) -> None:
+        """Write the latents as ``forward`` does, and attend to nothing."""
+        self._keep(x_TE, angles, cache, batch, norm)
+
+    def _keep(
+        self, x_TE: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch, norm: RMSNorm | None
+    ) -> torch.Tensor:
+        """Queries [T, H, D + Q] with RoPE; the rows are in their pages."""
+        q_THD, row_TR = self._enter(x_TE, norm)
+        if self.fused and cache.codec.kernel in FORMATS and fits(q_THD, row_TR):
+            turning = None if angles.table is None else (angles.table.table, angles.positions_T)
+            latent_norm = None if self.norm is None else self.norm.parameters
+            planes = Planes.of(cache.planes, self.spec.rank, cache.codec.kernel)
+            latent_rows(q_THD, row_TR, planes, batch.slots[cache.group], latent_norm, turning)
+            return q_THD
+        return self._write(q_THD, row_TR, angles, cache, batch)
 
     def _enter(self, x_TE: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [T, H, D + Q] and the row to cache [T, R + Q], before RoPE and the latent's norm."""

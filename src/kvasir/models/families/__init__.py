@@ -10,6 +10,7 @@ config leaves out means what it means to transformers. Optional are
 - ``left_out(spec)``: the same, where they depend on the config;
 - ``stored_otherwise(slot, spec) -> View | None``: where some checkpoints have what ``stored`` names;
 - ``RENAMED``: other prefixes of tensors' names in some checkpoints, and what they stand for;
+- ``MTP``: the names of the layer that predicts a further token (`kvasir.models.mtp_fields`), where there is one;
 - ``TEXT_OF_PARTS = True``: the config is made of parts, and its ``text_config`` is what is served;
 - ``RERANKER``: how a checkpoint of the family judges a document for a query (`kvasir.models.reranker`).
 

@@ -9,7 +9,7 @@ from kvasir.models.spec import ModelSpec
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM",)
 EOS_ID = 2
-stored, left_out = latent.stored, latent.left_out
+stored = latent.stored
 
 
 def build(fields: hf.Fields) -> ModelSpec:

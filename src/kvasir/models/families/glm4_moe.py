@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from kvasir.layers.spec import MoESpec
 from kvasir.models import fields as hf
+from kvasir.models.mtp_fields import DEEPSEEK
 from kvasir.models.spec import LayerSpec, ModelSpec
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
+MTP = DEEPSEEK
 PARTS = {
     **hf.PARTS,
     "ffn.router": "mlp.gate",

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from kvasir.models import fields as hf
 from kvasir.models import latent_fields as latent
+from kvasir.models.mtp_fields import DEEPSEEK
 from kvasir.models.spec import ModelSpec
 
 ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
 EOS_ID = 1
+MTP = DEEPSEEK
 stored, left_out = latent.stored, latent.left_out
 
 

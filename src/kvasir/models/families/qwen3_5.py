@@ -9,4 +9,4 @@ ARCHITECTURES = ("Qwen3_5ForConditionalGeneration",)
 TEXT_OF_PARTS = True
 RENAMED = text.RENAMED
 LEFT_OUT = (*text.LEFT_OUT, "model.visual.", "visual.")
-stored, build = text.stored, text.build
+MTP, stored, build = text.MTP, text.stored, text.build

@@ -9,4 +9,4 @@ ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration",)
 TEXT_OF_PARTS = True
 RENAMED = text.RENAMED
 LEFT_OUT = (*text.LEFT_OUT, "model.visual.", "visual.")
-stored, stored_otherwise, build = text.stored, text.stored_otherwise, text.build
+MTP, stored, stored_otherwise, build = text.MTP, text.stored, text.stored_otherwise, text.build

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from kvasir.models import fields as hf
 from kvasir.models import recurrent_fields as recurrent
+from kvasir.models.mtp_fields import QWEN
 from kvasir.models.spec import ModelSpec
 from kvasir.models.stored import View
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 LEFT_OUT = ("mtp.",)
+MTP = QWEN
 stored_otherwise = recurrent.fused_expert
 
 

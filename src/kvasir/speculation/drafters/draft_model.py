@@ -1,4 +1,4 @@
-"""Draft with a smaller checkpoint of the same vocabulary, which has KV pages of its own. Costs a small forward a token.
+"""Draft with a smaller checkpoint of nearly the same vocabulary, in KV pages of its own. Costs a small forward a token.
 Exact.
 
 It draws with the request's own parameters and with the noise that the served model will use at the same positions

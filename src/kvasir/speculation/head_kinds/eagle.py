@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvasir.kernels.norm import rms_norm
-from kvasir.speculation.head import Head, Level
+from kvasir.speculation.drafter import ServedModel
+from kvasir.speculation.head import Head, Level, Norm
 
 NEG_INF = -float("inf")
 # Forms of attention that take a new shape as it comes. cuDNN makes a plan for it first, on the host, and paths have new
@@ -43,24 +43,9 @@ class EagleShape:
     norm_eps: float = 1e-6
 
 
-class Norm(nn.Module):
-    """RMS norm, in fp32 whatever the weights are in."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-        self.eps_1 = torch.full((1,), eps)  # fewer calls on a CPU, see rms_norm
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_inference_mode_enabled():
-            return rms_norm(x.flatten(0, -2), self.weight, self.eps, self.eps_1).view(x.shape)
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
 class Eagle(Head):
     shape_class = EagleShape
+    ids = None  # the rows of the output matrix are the model's tokens
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__(shape)
@@ -132,6 +117,26 @@ class Eagle(Head):
         h = state_NE + self.o_proj(attended_NHD.flatten(-2))
         gate, up = self.gate_up_proj(self.ffn_norm(h)).chunk(2, -1)
         return h + self.down_proj(F.silu(gate) * up)
+
+    # --------------------------------------------------------------------------------------- as its drafter runs it
+
+    def rotation_bytes(self, num_positions: int) -> int:
+        """Number of bytes that ``reserve`` takes."""
+        return num_positions * (self.shape.head_dim // 2) * 8
+
+    def embed(self, model: ServedModel, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., E] of tokens: the model's."""
+        return model.embed(ids)
+
+    def begin(self, model: ServedModel, features_NLE: torch.Tensor) -> torch.Tensor:
+        return self.fuse(features_NLE)
+
+    def step(
+        self, model: ServedModel, state_NE: torch.Tensor, mixed: torch.Tensor, attended_NHD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits [N, V] and the states [N, E] of the next step."""
+        h = self.finish(state_NE, attended_NHD)
+        return model.read_out(self.norm(h)), h
 
     # --------------------------------------------------------------------------------------------------------- training
 

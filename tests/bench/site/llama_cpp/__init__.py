@@ -5,6 +5,7 @@ Memory is laid out like llama.cpp's, so tests notice a driver that writes past a
 
 import ctypes
 import json
+import time
 from types import SimpleNamespace
 
 __version__ = "0.0.fake"
@@ -84,6 +85,8 @@ def next_token(tokens):
 
 
 def llama_decode(context, batch):
+    # A step takes time, so that more tokens take longer on a busy machine too.
+    time.sleep(0.002)
     found = []
     for row in range(batch.n_tokens):
         if batch.n_seq_id[row] != 1 or not 0 <= batch.seq_id[row][0] < context.params.n_seq_max:

@@ -1,0 +1,1 @@
+"""Models that kvasir-lab brings, one folder each, which may be given by name wherever a model is asked for."""

@@ -1,0 +1,1 @@
+"""Measurements of kvasir's parts, which only its developers run."""

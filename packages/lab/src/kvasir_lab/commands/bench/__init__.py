@@ -1,0 +1,1 @@
+"""Measurements that ``kvasir bench`` gets from kvasir-lab."""

@@ -1,0 +1,1 @@
+"""The routes of whoever runs the server: its state, adapters, weights, and the playground."""

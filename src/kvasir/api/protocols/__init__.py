@@ -1,0 +1,1 @@
+"""The protocols that clients speak: OpenAI's chat, completions and responses, Anthropic's messages, and pooling."""

@@ -1,0 +1,1 @@
+"""Test-time scaling over HTTP: strategies for one answer, and runs over many problems."""

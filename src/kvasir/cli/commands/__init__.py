@@ -1,0 +1,1 @@
+"""The commands of ``kvasir``, one module each, named as they are called."""

@@ -1,0 +1,1 @@
+"""Scheduler policies (``engine/schedule/policy.py``), one a file."""

@@ -1,1 +1,0 @@
-"""Scheduler policies (``engine/policy.py``), one a file."""

@@ -1,0 +1,1 @@
+"""The start of an engine, from settings to ready: what is built, chosen and measured before the first request."""

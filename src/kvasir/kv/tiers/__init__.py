@@ -1,0 +1,1 @@
+"""Tiers below the device pool, one file each; see `kvasir.kv.tier`."""

@@ -1,1 +1,0 @@
-"""Drafters that can be trained for a frozen model, one file a kind (`kvasir.lab.drafters.kind`)."""
