@@ -443,7 +443,7 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tm
     from transformers import CONFIG_MAPPING
 
     def ends(hf):
-        return _info(EngineConfig(), tmp_path, text_of(hf), SimpleNamespace(spec=build_spec(hf)), None).eos_ids
+        return _info(EngineConfig(), tmp_path, text_of(hf), SimpleNamespace(spec=build_spec(hf)), None, None).eos_ids
 
     def changed(**changes):
         """The bare config; of a model made of parts, that of its text."""

@@ -172,7 +172,8 @@ def test_cold_rows_carry_another_drafters_draft():
     host.propose = lambda asks: [DraftTree(guests={-1: ((0, 1),)}) for _ in asks]
     host.attach = lambda model, capture=None: None
     copy = SimpleNamespace(
-        name="copy", place="cpu", topology="chain", top_tokens=0, hidden_layers=(), guests=None, open=lambda seq: None,
+        name="copy", place="cpu", topology="chain", top_tokens=0, hidden_layers=(), follows=False, guests=None,
+        open=lambda seq: None,
         attach=lambda model, capture=None: None, propose=lambda asks: [DraftTree.chain([3, 4], 0.5) for _ in asks],
     )  # fmt: skip
     router = Router([copy, host])

@@ -215,6 +215,7 @@ def test_two_drafters_with_rows_of_their_own_are_refused():
             topology="tree",
             top_tokens=0,
             hidden_layers=(),
+            follows=False,
             guests=torch.zeros(1, 4),
             attach=lambda model, capture=None: None,
         )
