@@ -48,7 +48,27 @@ def test_a_restart_finds_the_pages(tmp_path):
     second.close()
 
 
-def test_a_host_tier_is_there_by_default():
+def test_a_disk_tier_brings_a_host_tier_with_it(tmp_path):
     made = driver("plain", num_pages=100)
-    assert [tier.name for tier in made.engine.tiers.tiers] == ["host"]
+    assert made.engine.tiers is None
     made.close()
+    made = driver("plain", num_pages=100, kv_disk=f"{tmp_path},bytes={ALL}")
+    assert [tier.name for tier in made.engine.tiers.tiers] == ["host", "disk"]
+    made.close()
+
+
+def test_copies_end_where_a_pinned_piece_does(monkeypatch):
+    """CUDA refuses a copy from one piece into the next. Small tiers are one piece, so pieces are made small here."""
+    case = PLAIN | {"n": 2}
+    room = driver("plain", num_pages=400, kv_host_bytes=0)
+    expected = told(converse(room, case))
+    room.close()
+    small = driver("plain", num_pages=14, kv_host_bytes=ALL)
+    size = small.engine.tiers.tiers[0].rows(0).shape[1]
+    small.close()
+    monkeypatch.setattr("kvasir.kv.tiers.host.PIECE", 3 * size)
+    small = driver("plain", num_pages=14, kv_host_bytes=ALL)
+    assert told(converse(small, case | {"preempt_every": 5})) == expected
+    host = small.engine.stats().tiers["host"]
+    assert host["hit_tokens"] and not host["failed_pages"] and not host["broken_pages"]
+    small.close()

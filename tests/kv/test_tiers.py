@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -249,15 +250,16 @@ def test_a_slot_written_over_is_not_served_for_its_old_page(tmp_path):
 def test_a_full_disk_costs_the_pages_that_did_not_fit(room, tmp_path, monkeypatch, caplog):
     at, pages, moves = stored(tmp_path)
     found, _ = reopened(tmp_path)
-    write, left = os.pwrite, room
+    write, left, taking = os.pwrite, room, threading.Lock()
 
     def some(handle: int, data: bytes, offset: int) -> int:
         nonlocal left
-        if not left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done = write(handle, bytes(data)[:left], offset)
-        left -= done
-        return done
+        with taking:
+            if not left:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done = write(handle, bytes(data)[:left], offset)
+            left -= done
+            return done
 
     monkeypatch.setattr(os, "pwrite", some)
     more = [page.child([7] * SLOTS) for page in pages]
@@ -268,6 +270,24 @@ def test_a_full_disk_costs_the_pages_that_did_not_fit(room, tmp_path, monkeypatc
     assert served(found, at, moves) == [True] * 4, "what was stored before stays"
     assert [move for move, whole in zip(newer, good) if whole and not served(found, at, [move])[0]] == []
     assert found.write(0, at.pool.pages[0], newer) == [True] * 4
+    found.close()
+
+
+def test_no_copy_crosses_the_end_of_a_pinned_piece(tmp_path, monkeypatch):
+    """CUDA refuses such copies: 64 GiB of 2 MiB pages lost one batch of pages at the end of each GiB."""
+    at = place()
+    size = at.page_bytes[0]
+    monkeypatch.setattr("kvasir.kv.tiers.host.PIECE", 3 * size + size // 2)
+    found = tier("host", tmp_path, bytes=20 * sum(at.page_bytes))
+    found.open(at)
+    pages = chain(found, 9)
+    moves = [Move(1 + i, 2 + i, page) for i, page in enumerate(pages)]
+    copies = list(found._copies(0, moves))
+    assert copies == [(1, 2, 1), (2, 3, 3), (5, 6, 3), (8, 9, 2)]
+    assert all(slot // 3 == (slot + count - 1) // 3 for _, slot, count in copies)
+    assert runs(moves) == [(1, 2, 9)], "without the pieces it is one copy"
+    found.write(0, at.pool.pages[0], moves)
+    assert served(found, at, moves) == [True] * 9
     found.close()
 
 

@@ -20,10 +20,15 @@ TOKENS = 32
 
 @pytest.fixture
 def api(monkeypatch):
+    def take() -> dict:
+        names = [name for name in sys.modules if name.partition(".")[0] in ("llama_cpp", "gguf")]
+        return {name: sys.modules.pop(name) for name in names}
+
+    real = take()  # with submodules: a package that is imported again does not get those that are there already
     monkeypatch.syspath_prepend(SITE)
     yield importlib.import_module("llama_cpp")
-    for name in ("llama_cpp", "gguf"):
-        sys.modules.pop(name, None)
+    take()
+    sys.modules.update(real)
 
 
 def model(tmp_path, **changes):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from kvasir import technique
+from kvasir import __version__, technique
 from kvasir.config import CacheConfig, EngineConfig
 from kvasir.engine.pages.page_pool import pages_for
 from kvasir.engine.pages.pages import PageManager
@@ -149,5 +148,5 @@ def _root(prefix_root: bytes, built: Built) -> bytes:
     """Names everything that decides the bytes of a page, for pages that another process may read: the prefix root, the
     weights by content, and what computes: versions and the device."""
     device = torch.cuda.get_device_name(built.device) if built.device.type == "cuda" else platform.machine()
-    parts = (prefix_root, digest(built.runner.model), version("kvasir"), torch.__version__, device)
+    parts = (prefix_root, digest(built.runner.model), __version__, torch.__version__, device)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -262,4 +262,6 @@ class Disk(Tier):
 def _write_all(handle: int, data: bytes | memoryview, at: int) -> None:
     view, done = memoryview(data), 0
     while done < len(view):
-        done += os.pwrite(handle, view[done:], at + done)
+        if not (count := os.pwrite(handle, view[done:], at + done)):
+            raise OSError(errno.EIO, "the file takes no more bytes")
+        done += count
