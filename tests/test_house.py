@@ -18,7 +18,7 @@ FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted(LAB.rglob("*.py"))]
 
 # A module may import from its own layer and from those before it. The last is the other distribution, as one room.
 LAYERS = [
-    ["types", "errors", "logs", "progress", "records", "compose", "fair_threads", "plain_files", "tables"],
+    ["types", "errors", "logs", "progress", "records", "compose", "fair_threads", "plain_files", "tables", "version"],
     ["config", "technique", "tuned_entry", "tuned"],
     ["client"],
     ["cluster"],

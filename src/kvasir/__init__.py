@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvasir.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvasir.api.offline.llm import LLM as LLM
     from kvasir.api.offline.lora import LoRARequest as LoRARequest
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
     from kvasir.types import PoolingParams as PoolingParams
     from kvasir.types import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
 _HOMES = {
     "LLM": "kvasir.api.offline.llm",
     "LoRARequest": "kvasir.api.offline.lora",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvasir import __version__, technique
+from kvasir import technique
 from kvasir.config import CacheConfig, EngineConfig
 from kvasir.engine.pages.page_pool import pages_for
 from kvasir.engine.pages.pages import PageManager
@@ -21,6 +21,7 @@ from kvasir.kv.tier import TIERS, Found, Place, Tier
 from kvasir.logs import log
 from kvasir.models.digest import digest
 from kvasir.types import CacheGroup
+from kvasir.version import __version__
 
 # Share of free host memory that the host tier takes where a file tier needs one, and most pools of the device that it
 # holds.
