@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,13 +166,40 @@ def test_a_held_prompt_is_no_backlog(monkeypatch):
     w.run(hot, cold)
 
 
-def test_nothing_is_held_where_tiers_keep_what_is_evicted(monkeypatch):
-    """The same prompt is held without tiers."""
-    found = {}
-    for tiers in (None, object()):
-        s = Sessions(ExpectedLoss(), 24)
-        s.learn(2, 40)
-        if tiers is not None:
-            monkeypatch.setattr(s.scheduler.holds.pages, "tiers", tiers)
-        found[tiers is None] = s.scheduler.holds.hold(s.arrive(9, 0), 0, LENGTH, [0])
-    assert found == {True: True, False: False}
+def full_but_for(slots):
+    """A tier with so many free slots."""
+    return SimpleNamespace(shelves=[[SimpleNamespace(free=range(slots))]])
+
+
+@pytest.mark.parametrize(
+    "room, reach, held",
+    [
+        (None, 0, True),  # no tiers
+        (1000, 0, False),  # they keep what is evicted
+        (0, 0, True),  # they are full, too
+        (0, LENGTH - 1, False),  # they have this prompt
+    ],
+)
+def test_with_tiers_a_prompt_is_held_once_they_are_full(room, reach, held, monkeypatch):
+    s = Sessions(ExpectedLoss(), 24)
+    s.learn(2, 40)
+    if room is not None:
+        monkeypatch.setattr(s.scheduler.holds.pages, "tiers", full_but_for(room))
+        monkeypatch.setattr(holds, "reachable", lambda pages, seq, limit: reach)
+    assert s.scheduler.holds.hold(s.arrive(9, 0), 0, LENGTH, [0]) is held
+
+
+def test_a_held_prompt_is_not_looked_up_in_every_step(monkeypatch):
+    s = Sessions(ExpectedLoss(), 24)
+    s.learn(2, 40)
+    asked = []
+    monkeypatch.setattr(s.scheduler.holds.pages, "tiers", full_but_for(0))
+    monkeypatch.setattr(holds, "reachable", lambda pages, seq, limit: asked.append(seq) or 0)
+    seq, own = s.arrive(9, 0), s.scheduler.holds
+    for _ in range(holds.REACH_STEPS + 1):
+        own.begin()
+        assert own.hold(seq, 0, LENGTH, [0])
+    assert len(asked) == 2
+    own.begin()
+    own.begin()  # it is no longer held
+    assert not own._reach

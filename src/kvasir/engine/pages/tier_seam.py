@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvasir.engine.pages.shelf import Shelf
 from kvasir.types import Sequence
 
 
 class LowerTiers(Protocol):
-    """The tiers below the device pool; see ``tiers.py``."""
+    """The tiers below the device pool; see ``tiers.py``. ``shelves``: their slots, by tier and group."""
+
+    shelves: list[list[Shelf]]
 
     def fetch(self, seq: Sequence, num_hit: int, limit: int | None) -> bool:
         """Start to copy the pages that lower tiers have for ``seq`` beyond its hit of ``num_hit`` tokens, and return
